@@ -1,0 +1,58 @@
+"""What the plan asks of a cost: two vectorised, monotone functions."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+ArrayLike: TypeAlias = npt.ArrayLike
+Sizes: TypeAlias = npt.NDArray[np.integer[Any]]
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """Bytes of a micro-batch as a function of its number of samples and its padded size.
+
+    Both methods are pure, vectorised and monotone: more samples, or a longer padded size, never
+    cost less. A model of one ragged axis takes padded sizes of any shape `(…)`; a model of d > 1
+    axes takes them with the axes last, `(…, d)`.
+    """
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """Peak bytes of a micro-batch.
+
+        Args:
+            n: numbers of samples, shape `(…)`, at least 0.
+            padded_size: padded sizes, shape `(…)` or `(…, d)`, broadcast against `n`.
+
+        Returns:
+            Bytes, shape `(…)`.
+        """
+        ...
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """The largest number of samples that fits.
+
+        Args:
+            padded_size: padded sizes, shape `(…)` or `(…, d)`.
+            budget_bytes: bytes, shape `(…)`, broadcast.
+
+        Returns:
+            The largest n with `batch_bytes(n, padded_size) <= budget_bytes`; 0 where not even one
+            sample fits; 2⁶³ − 1 where any number does.
+        """
+        ...
+
+
+@runtime_checkable
+class AdditiveCost(CostModel, Protocol):
+    """A cost that is a base plus one share per sample: batches without padding."""
+
+    base_bytes: int
+
+    def item_bytes(self, sizes: ArrayLike) -> IntArray:
+        """The share of each sample: shape `(…)` for sizes of shape `(…)` or `(…, d)`."""
+        ...

@@ -1,0 +1,1 @@
+"""Native `torch.utils.data`: samplers, collates and batch types."""

@@ -1,0 +1,90 @@
+"""Every error and warning that torchbudget raises.
+
+```text
+TorchBudgetError
+├── BudgetError          (ValueError)    a budget that cannot be read, or that holds nothing
+├── CostError            (ValueError)    coefficients that are no cost
+│   └── CostOverflowError (OverflowError) a cost past what 64-bit bytes can count
+├── SizesError           (ValueError)    sizes of a wrong shape, type or sign
+├── OptionError          (ValueError)    an option, or a pair of options, that cannot hold
+├── OversizeError        (ValueError)    a sample that alone is over the budget
+├── UnevenRanksError     (ValueError)    samples that cannot be dealt evenly to the ranks
+├── StateError           (ValueError)    a state that is malformed
+│   └── StateMismatchError               a state of another dataset, order or version
+├── CollateError         (ValueError)    samples that cannot form one batch
+├── MachineError         (RuntimeError)  a reading that this machine does not give
+└── MissingExtraError    (ImportError)   an optional package that is not installed
+
+TorchBudgetWarning       (UserWarning)
+└── DiscardedStateWarning                a loaded position was thrown away before it was used
+```
+"""
+
+from __future__ import annotations
+
+
+class TorchBudgetError(Exception):
+    """The root of every error that torchbudget raises on purpose."""
+
+
+class BudgetError(TorchBudgetError, ValueError):
+    """A budget cannot be read, or holds nothing."""
+
+
+class CostError(TorchBudgetError, ValueError):
+    """Coefficients or arguments that are no cost."""
+
+
+class CostOverflowError(CostError, OverflowError):
+    """A cost is past what 64-bit bytes can count."""
+
+
+class SizesError(TorchBudgetError, ValueError):
+    """Sizes have a wrong shape, type or sign."""
+
+
+class OptionError(TorchBudgetError, ValueError):
+    """An option, or a pair of options, cannot hold."""
+
+
+class OversizeError(TorchBudgetError, ValueError):
+    """A sample alone is over the budget."""
+
+
+class UnevenRanksError(TorchBudgetError, ValueError):
+    """The samples cannot be dealt so that every rank has the same number of micro-batches."""
+
+
+class StateError(TorchBudgetError, ValueError):
+    """A state is malformed."""
+
+
+class StateMismatchError(StateError):
+    """A state belongs to another dataset, another order or another version."""
+
+
+class CollateError(TorchBudgetError, ValueError):
+    """Samples cannot form one batch."""
+
+
+class MachineError(TorchBudgetError, RuntimeError):
+    """A reading that this machine does not give."""
+
+
+class MissingExtraError(TorchBudgetError, ImportError):
+    """An optional package is not installed."""
+
+    @classmethod
+    def of(cls, package: str, extra: str) -> MissingExtraError:
+        """The error that names the extra which brings `package`."""
+        return cls(
+            f"{package} is not installed; install it with: pip install 'torchbudget[{extra}]'"
+        )
+
+
+class TorchBudgetWarning(UserWarning):
+    """The root of every warning that torchbudget gives."""
+
+
+class DiscardedStateWarning(TorchBudgetWarning):
+    """A loaded position was thrown away before it was used."""
