@@ -1,0 +1,50 @@
+"""Slow, obvious implementations that fast ones are held against."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def capacity(cost: Any, padded_size: Any, budget: int, most: int) -> int:
+    """The largest n up to `most` that fits, by trying them all."""
+    n = 0
+    while n < most and int(cost.batch_bytes(n + 1, padded_size)) <= budget:
+        n += 1
+    return n
+
+
+def greedy_cut(ordered: npt.NDArray[Any], cost: Any, budget: int) -> list[int]:
+    """Numbers of samples of the longest runs that fit, one sample after the other."""
+    runs: list[int] = []
+    start = 0
+    while start < len(ordered):
+        stop = start + 1
+        while stop < len(ordered):
+            padded = ordered[start : stop + 1].max(axis=0)
+            if int(cost.batch_bytes(stop + 1 - start, padded)) > budget:
+                break
+            stop += 1
+        runs.append(stop - start)
+        start = stop
+    return runs
+
+
+def best_fit_decreasing(items: list[int], room: int) -> list[list[int]]:
+    """Every item, largest first, into the fullest bin that has room for it."""
+    left: list[tuple[int, int]] = []
+    bins: list[list[int]] = []
+    for item in sorted(items, reverse=True):
+        at = bisect.bisect_left(left, (item, -1))
+        if at < len(left):
+            remaining, number = left.pop(at)
+        else:
+            remaining, number = room, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        if remaining - item >= 0:
+            bisect.insort(left, (remaining - item, number))
+    return bins

@@ -1,0 +1,111 @@
+"""Hypothesis strategies for sizes, costs, rules and samplers: one place for all laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from torchbudget import PackedCost, PaddedCost
+
+SHAPES = ("uniform", "constant", "ones", "heavy", "bimodal", "giant")
+
+
+@st.composite
+def one_axis_sizes(draw: st.DrawFn, *, most: int = 300) -> npt.NDArray[np.int64]:
+    """Sizes of one axis, shape `(N,)`: every kind of distribution that broke some sampler."""
+    n = draw(st.integers(1, most))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    match draw(st.sampled_from(SHAPES)):
+        case "uniform":
+            sizes = rng.integers(0, 200, n)
+        case "constant":
+            sizes = np.full(n, draw(st.integers(0, 50)))
+        case "ones":
+            sizes = np.ones(n)
+        case "heavy":
+            sizes = np.clip(rng.lognormal(3, 1.5, n), 1, 3000)
+        case "bimodal":
+            sizes = np.where(rng.random(n) < 0.2, rng.integers(400, 500, n), rng.integers(1, 9, n))
+        case _:
+            sizes = rng.integers(1, 9, n)
+            sizes[rng.integers(n)] = 5000
+    return sizes.astype(draw(st.sampled_from([np.int64, np.int32, np.uint16])))
+
+
+@st.composite
+def several_axes_sizes(
+    draw: st.DrawFn, *, most: int = 200, axes: int | None = None
+) -> npt.NDArray[np.int64]:
+    """Sizes of two or three axes, shape `(N, d)`, correlated or not."""
+    first = draw(one_axis_sizes(most=most)).astype(np.float64)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    columns = [first]
+    for _ in range((draw(st.integers(2, 3)) if axes is None else axes) - 1):
+        if draw(st.booleans()):
+            columns.append(first * rng.uniform(0.5, 2, len(first)))
+        else:
+            columns.append(rng.permutation(first))
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def sizes(most: int = 300) -> st.SearchStrategy[npt.NDArray[Any]]:
+    """Sizes of one axis or several."""
+    return st.one_of(one_axis_sizes(most=most), several_axes_sizes(most=most))
+
+
+coefficients = st.one_of(st.integers(0, 50), st.floats(0, 50, allow_nan=False))
+
+
+@st.composite
+def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
+    """A `PaddedCost` or `PackedCost` of that many axes; every sample costs something."""
+    options: dict[str, Any] = {
+        "fixed_bytes": draw(st.integers(0, 1000)),
+        "sample_bytes": draw(st.one_of(st.integers(1, 9), st.floats(0.1, 9))),
+    }
+    if axes == 1:
+        options["unit_bytes"] = draw(coefficients)
+        options["pair_bytes"] = draw(st.sampled_from([0, 0.01, 1]))
+    else:
+        vector = st.lists(coefficients, min_size=axes, max_size=axes)
+        options["unit_bytes"] = draw(vector)
+        if draw(st.booleans()):
+            rows = st.lists(st.sampled_from([0, 0.01, 1]), min_size=axes, max_size=axes)
+            options["pair_bytes"] = draw(st.lists(rows, min_size=axes, max_size=axes))
+    if draw(st.booleans()) if packed is None else packed:
+        return PackedCost(**options)
+    return PaddedCost(**options, floor_bytes=draw(st.sampled_from([0, 500])))
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, *, most: int = 300, packed: bool | None = None, fits: bool = True
+) -> tuple[npt.NDArray[Any], Any, int]:
+    """Sizes, a cost for their axes, and a budget; with `fits` every sample fits it alone."""
+    values = draw(sizes(most))
+    axes = values.shape[1] if values.ndim == 2 else 1
+    cost = draw(costs(axes, packed=packed))
+    largest = values.max(axis=0)
+    alone = int(cost.batch_bytes(1, largest))
+    if fits:
+        budget = alone + draw(st.integers(0, 20)) * max(alone // 2, 1)
+    else:
+        smallest = int(cost.batch_bytes(1, values.min(axis=0)))
+        budget = draw(st.integers(smallest, max(alone, smallest)))
+    return values, cost, budget
+
+
+@st.composite
+def rules(draw: st.DrawFn, *, packed: bool = False) -> dict[str, Any]:
+    """Options that shape a micro-batch."""
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options["batch_size_multiple"] = 1 if packed else draw(st.sampled_from([1, 2, 8]))
+    if draw(st.booleans()):
+        options["max_batch_size"] = draw(
+            st.integers(options.get("batch_size_multiple", 1), 40)
+        )
+    return options

@@ -1,0 +1,342 @@
+"""`MemoryBudgetBatchSampler`: micro-batches that fit the budget, for a stock `DataLoader`."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+from torchbudget.budget import MemoryBudget
+from torchbudget.cost.protocol import CostModel
+from torchbudget.data.state import decode, encode
+from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError
+from torchbudget.plan.identity import dealing_identity, order_identity
+from torchbudget.plan.order import Order
+from torchbudget.plan.oversize import Oversize, skipped_samples
+from torchbudget.plan.plan import Plan, Stretch
+from torchbudget.plan.position import Position
+from torchbudget.plan.report import PlanReport
+from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.sizes import SizeTable
+
+DEFAULT_WINDOW: Final = 4096
+
+
+class MemoryBudgetBatchSampler(Sampler[list[int]]):
+    """Batches of ragged samples that fit a budget of bytes and fill it.
+
+    Windows of samples are drawn uniformly at random, sorted by size and cut into micro-batches,
+    each the longest run whose predicted cost is within the budget. Pass it to a `DataLoader` as
+    `batch_sampler`.
+
+    Args:
+        sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`. An array
+            is used as it is (a memory map too).
+        cost: bytes of a micro-batch, such as `PaddedCost` or `PackedCost` (whose batches are
+            packed: the sum of their samples' costs fits).
+        budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
+        samples_per_step: samples in one optimizer step, over all ranks. A window is then exactly
+            one step (the last one may be smaller, or larger by what cannot be dealt evenly alone),
+            and ranks are balanced by what they do in a step.
+        window: samples that are drawn, sorted and cut together, over all ranks. Default:
+            `samples_per_step`, else 4,096 for each rank. A larger one pads less, and makes the
+            samples of a micro-batch more alike.
+        shuffle: draw at random. Otherwise windows follow the data set's order and their
+            micro-batches come longest first.
+        seed: of all randomness. The order is a function of (seed, epoch, position) alone.
+        drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
+            micro-batch that could still have taken a sample.
+        max_batch_size: samples in a micro-batch at the most.
+        batch_size_multiple: numbers of samples are multiples of it wherever that many fit, are
+            left, and need no splitting to give every rank as many micro-batches.
+        size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
+            same).
+        oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
+            (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
+        replacement: draw each position independently.
+        weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s.
+        num_samples: samples in an epoch. Default: all. Without replacement, more than all are
+            several passes.
+        num_replicas: ranks that share each window. Default: those of `torch.distributed` where it
+            is initialised, else 1.
+        rank: of this process. Default: that of `torch.distributed`, else 0.
+
+    Raises:
+        SizesError: sizes of a wrong shape, type or sign.
+        BudgetError: the budget does not limit the device.
+        OversizeError: a sample is over the budget and `oversize="raise"`.
+        OptionError: an option, or a pair of options, that cannot hold.
+        UnevenRanksError: fewer samples than ranks.
+
+    Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
+    per sample beside `sizes`. `len` plans the whole epoch once.
+
+    The sampler goes on to the next epoch by itself when an epoch was drawn to its end;
+    `set_epoch` chooses one.
+
+    >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
+    >>> tokens = PaddedCost(unit_bytes=1)  # a budget in tokens, padding included
+    >>> sampler = MemoryBudgetBatchSampler([3, 9, 4, 8, 1], tokens, 18, shuffle=False)
+    >>> list(sampler)
+    [[1, 3], [2, 0, 4]]
+    """
+
+    def __init__(
+        self,
+        sizes: npt.ArrayLike,
+        cost: CostModel,
+        budget: MemoryBudget | int | str,
+        *,
+        samples_per_step: int | None = None,
+        window: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        max_batch_size: int | None = None,
+        batch_size_multiple: int = 1,
+        size_multiple: int = 1,
+        oversize: Oversize = "raise",
+        replacement: bool = False,
+        weights: npt.ArrayLike | None = None,
+        num_samples: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if not isinstance(cost, CostModel):
+            raise OptionError(f"expected a cost model such as PaddedCost, got {cost!r}")
+        device_bytes = MemoryBudget.of(budget).device
+        if device_bytes is None:
+            raise BudgetError(f"the budget must limit the device, got {budget!r}")
+        if samples_per_step is not None and window is not None:
+            raise OptionError(
+                "with samples_per_step a window is one step: leave window out, "
+                f"got window={window}, samples_per_step={samples_per_step}"
+            )
+        flags = {"shuffle": shuffle, "drop_last": drop_last, "replacement": replacement}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise OptionError(f"{name} must be a bool, got {flag!r}")
+        self.num_replicas, self.rank = _ranks(num_replicas, rank)
+        table = SizeTable.of(sizes)
+        rules = BatchRules(
+            cost=cost,
+            budget_bytes=device_bytes,
+            size_multiple=_at_least_one("size_multiple", size_multiple),
+            max_batch_size=_optional("max_batch_size", max_batch_size),
+            batch_size_multiple=_at_least_one("batch_size_multiple", batch_size_multiple),
+        )
+        order = Order(
+            dataset_length=len(table),
+            skipped=skipped_samples(table, rules, oversize),
+            num_samples=_optional("num_samples", num_samples),
+            shuffle=shuffle,
+            replacement=replacement,
+            weights=None if weights is None else np.asarray(weights, np.float64),
+            seed=_natural("seed", seed),
+        )
+        self.plan = Plan(
+            table,
+            rules,
+            order,
+            window=(
+                _optional("samples_per_step", samples_per_step)
+                or _optional("window", window)
+                or DEFAULT_WINDOW * self.num_replicas
+            ),
+            step_per_window=samples_per_step is not None,
+            drop_last=drop_last,
+            ranks=self.num_replicas,
+        )
+        self._order = order_identity(order, table.fingerprint)
+        self._dealing = dealing_identity(self.plan)
+        self._position = Position(epoch=0)
+        self._drawing: _MicroBatches | None = None
+        self._length: tuple[Position, int] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` draws."""
+        return self._position.epoch
+
+    @property
+    def sampler(self) -> MemoryBudgetBatchSampler:
+        """Itself: frameworks call `batch_sampler.sampler.set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` draw this epoch from its beginning.
+
+        Where that is the epoch that would come anyway nothing changes, so that a position that was
+        loaded stays.
+        """
+        epoch = _natural("epoch", epoch)
+        if epoch == self.epoch:
+            return
+        if self._drawing is None and self._position.stop:
+            warnings.warn(
+                f"set_epoch({epoch}) discards the position that was loaded in epoch {self.epoch}; "
+                "go on in that epoch, or do not load the state",
+                DiscardedStateWarning,
+                stacklevel=2,
+            )
+        self._position = Position(epoch=epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Draw the epoch from its beginning, or from the position that was loaded.
+
+        Raises:
+            UnevenRanksError: the samples cannot be dealt evenly to the ranks.
+        """
+        self._drawing = drawing = _MicroBatches(self, self._position)
+        return drawing
+
+    def __len__(self) -> int:
+        """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
+        if self._length is None or self._length[0] is not self._position:
+            self._length = self._position, self.plan.micro_batches(self._position)
+        return self._length[1]
+
+    @property
+    def steps(self) -> Iterator[int]:
+        """How many micro-batches each optimizer step takes on this rank.
+
+        Of the epoch that is being drawn, from where its drawing began; before the first `iter()`,
+        of the coming one. Planned as it is read.
+        """
+        drawing = self._drawing
+        return self.plan.steps(self._position if drawing is None else drawing.began)
+
+    def report(self) -> PlanReport:
+        """What the coming epoch holds: fill, padding, imbalance; O(samples)."""
+        return self.plan.report(self.epoch)
+
+    def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the drawing stands, in plain JSON types.
+
+        Args:
+            batches_done: how many batches of the current loop are done. A plain `DataLoader` with
+                workers draws ahead of the loop, so only the loop knows. Default: those drawn, which
+                is right without workers and in torchdata's `StatefulDataLoader`.
+
+        Raises:
+            OptionError: `batches_done` is more than was drawn.
+        """
+        position = self._position
+        if self._drawing is not None:
+            position = self._drawing.position_after(batches_done)
+        elif batches_done:
+            raise OptionError(f"batches_done={batches_done}, but nothing was drawn yet")
+        return encode(self.plan, position, self._order, self._dealing)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make every `iter()` start at a saved position, until its epoch ends.
+
+        The number of ranks, the budget, the cost and the other rules may differ from those it was
+        saved under: every remaining sample of the epoch comes once. A smaller budget or another
+        number of ranks takes effect with the first micro-batch.
+
+        Raises:
+            StateError: the state is malformed.
+            StateMismatchError: it is of another data set or order; the message names what differs.
+        """
+        self._position = decode(state_dict, self._order, self._dealing)
+        self._drawing = None
+
+    def _finish(self, drawing: _MicroBatches) -> None:
+        """An epoch was drawn to its end: the next one comes."""
+        if drawing is self._drawing:
+            self._position = Position(epoch=drawing.began.epoch + 1)
+
+
+class _MicroBatches(Iterator[list[int]]):
+    """One drawing of an epoch, from a position to the end."""
+
+    def __init__(self, sampler: MemoryBudgetBatchSampler, began: Position) -> None:
+        self.began = began
+        self._sampler = sampler
+        self._plan = sampler.plan
+        self._spans = self._plan.spans(began)
+        self._walked: list[tuple[int, Stretch]] = []  # with the number of its first window
+        self._ends = array("q", [])  # micro-batches on this rank up to each window's end
+        self._drawn = 0
+        self._bounds: Iterator[tuple[int, int]] = iter(())
+        self._indices: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def __next__(self) -> list[int]:
+        bounds = next(self._bounds, None)
+        while bounds is None:
+            self._advance()
+            bounds = next(self._bounds, None)
+        self._drawn += 1
+        start, stop = bounds
+        batch: list[int] = self._indices[start:stop].tolist()
+        return batch
+
+    def _advance(self) -> None:
+        """Plan the next windows."""
+        span = next(self._spans, None)
+        if span is None:
+            self._sampler._finish(self)
+            raise StopIteration
+        done = 0 if self._ends else self.began.rounds
+        before = self._ends[-1] if self._ends else -done
+        block, rank, ranks = span.block, self._sampler.rank, self._sampler.num_replicas
+        self._walked.append((len(self._ends), span.stretch))
+        self._ends.extend((before + np.cumsum(block.rounds)).tolist())
+        mine = slice(done * ranks + rank, None, ranks)
+        self._bounds = zip(block.starts[mine].tolist(), block.stops[mine].tolist(), strict=True)
+        self._indices = span.indices
+
+    def position_after(self, batches: int | None) -> Position:
+        """Where the epoch stands after that many batches of this drawing; default: all drawn."""
+        done = self._drawn if batches is None else _natural("batches_done", batches)
+        if done > self._drawn:
+            raise OptionError(f"batches_done={done}, but only {self._drawn} were drawn")
+        if not done:
+            return self.began
+        window = bisect_right(self._ends, done - 1)
+        number = bisect_right([first for first, _ in self._walked], window) - 1
+        first, stretch = self._walked[number]
+        already = self._ends[window - 1] if window else -self.began.rounds
+        position = stretch.position(self.began.epoch, window - first, done - already)
+        if done == self._ends[window]:
+            position = Position(epoch=position.epoch, start=position.stop, stop=position.stop)
+            if self._plan.is_end(position):
+                return Position(epoch=position.epoch + 1)
+        return position
+
+
+def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of ranks and this one's, from `torch.distributed` where they are not given."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if num_replicas is None:
+        num_replicas = torch.distributed.get_world_size() if distributed else 1
+    if rank is None:
+        rank = torch.distributed.get_rank() if distributed else 0
+    ranks = _at_least_one("num_replicas", num_replicas)
+    if _natural("rank", rank) >= ranks:
+        raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
+    return ranks, rank
+
+
+def _natural(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise OptionError(f"{name} must be an int of at least 0, got {value!r}")
+    return int(value)
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise OptionError(f"{name} must be an int of at least 1, got {value!r}")
+    return int(value)
+
+
+def _optional(name: str, value: int | None) -> int | None:
+    return None if value is None else _at_least_one(name, value)

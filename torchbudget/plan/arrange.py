@@ -1,0 +1,67 @@
+"""Putting the samples of a window in the order in which they are cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.protocol import IntArray
+
+
+def ascending(keys: npt.NDArray[np.integer[Any]]) -> IntArray:
+    """A stable argsort of each row of non-negative keys, shape `(rows, S)`.
+
+    Key and position are sorted as one number, which NumPy's vectorised sort does several times as
+    fast as an argsort, and in half the width where that holds both.
+    """
+    length = keys.shape[1]
+    bits = max(length - 1, 1).bit_length()
+    largest = int(keys.max(initial=0))
+    if largest >= 2 ** (63 - bits):
+        return np.argsort(keys, axis=1, kind="stable")
+    width = np.uint32 if largest < 2 ** (32 - bits) else np.uint64
+    joined = keys.astype(width)
+    np.left_shift(joined, width(bits), out=joined)
+    np.bitwise_or(joined, np.arange(length, dtype=width), out=joined)
+    joined.sort(axis=1)
+    np.bitwise_and(joined, width(2**bits - 1), out=joined)
+    return joined.astype(np.int64)
+
+
+def arrange(sizes: npt.NDArray[Any], strips: int) -> IntArray:
+    """The order in which a window's samples are cut, so that neighbours are alike.
+
+    One axis: by size, descending; samples of one size stay in their order.
+
+    Several axes: by strips, as Leutenegger's sort-tile-recursive packing of R-trees does ("STR: a
+    simple and efficient algorithm for R-tree packing", 1997). The samples are sorted by the first
+    axis and cut into `strips` equal strips; each strip is arranged by the remaining axes, every
+    second one backwards, so that neighbours across a strip's border are alike too.
+
+    Args:
+        sizes: shape `(windows, S)` or `(windows, S, d)`, non-negative.
+        strips: for several axes, how many strips an axis is cut into.
+
+    Returns:
+        Positions within the window, shape `(windows, S)`. O(windows·S·d·log S).
+    """
+    if sizes.ndim == 2:
+        return ascending(sizes.max(initial=0) - sizes)
+    windows, length, axes = sizes.shape
+    tile = np.zeros((windows, length), np.int64)
+    for axis in range(axes):
+        lengths = sizes[..., axis].astype(np.int64)
+        span = int(lengths.max(initial=0)) + 1
+        downwards = tile % 2 == 0
+        within = np.where(downwards, span - 1 - lengths, lengths)
+        order = ascending(tile * span + within)
+        if axis == axes - 1:
+            return order
+        # The rank within the window decides the strip: strips are equal in number of samples, and
+        # a tile of an outer axis is split into strips of its own.
+        each = math.ceil(length / strips ** (axis + 1))
+        np.put_along_axis(tile, order, np.broadcast_to(np.arange(length) // each, tile.shape), 1)
+    raise AssertionError("unreachable: sizes have at least one axis")

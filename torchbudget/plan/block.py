@@ -1,0 +1,198 @@
+"""Windows of one length, cut into micro-batches and dealt to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.protocol import AdditiveCost, IntArray
+from torchbudget.plan.arrange import arrange
+from torchbudget.plan.cut import cut
+from torchbudget.plan.pack import pack
+from torchbudget.plan.permutation import WordArray
+from torchbudget.plan.ranks import deal, lowest_budget, split_to
+from torchbudget.plan.rules import BatchRules
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Micro-batches of one or more windows, in the order in which the ranks take them.
+
+    Attributes:
+        samples: places in the given sizes, taken window after window, grouped by micro-batch:
+            shape `(windows·S,)`.
+        sizes: the samples' sizes in that order, shape `(windows·S,)` or `(windows·S, d)`.
+        starts: where each micro-batch starts in `samples`, shape `(micro-batches,)`; window by
+            window, in a window round by round, in a round rank by rank.
+        stops: where it ends.
+        rounds: micro-batches of each window on each rank, shape `(windows,)`.
+    """
+
+    samples: IntArray
+    sizes: npt.NDArray[Any]
+    starts: IntArray
+    stops: IntArray
+    rounds: IntArray
+
+    def costs(self, rules: BatchRules) -> IntArray:
+        """Predicted bytes of each micro-batch, shape `(micro-batches,)`."""
+        return run_costs(self.sizes, self.starts, self.stops, rules)
+
+    def padded(self) -> npt.NDArray[Any]:
+        """The largest size on every axis in each micro-batch, before rounding."""
+        return _over_runs(np.maximum, self.sizes, self.starts)
+
+
+def _over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> npt.NDArray[Any]:
+    """Reduce over runs that tile `values`, for starts in any order."""
+    ascending = np.argsort(starts)
+    reduced = reduce.reduceat(values, starts[ascending], axis=0)
+    out = np.empty_like(reduced)
+    out[ascending] = reduced
+    return out
+
+
+def run_costs(
+    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
+) -> IntArray:
+    """Predicted bytes of runs of samples that tile `sizes`, shape `(runs,)`."""
+    if isinstance(rules.cost, AdditiveCost):
+        items = rules.cost.item_bytes(rules.padded(sizes))
+        return rules.cost.base_bytes + _over_runs(np.add, items, starts)
+    padded = rules.padded(_over_runs(np.maximum, sizes, starts))
+    return rules.cost.batch_bytes(stops - starts, padded)
+
+
+class _Cutter:
+    """One arrangement of some windows, to be cut under any budget."""
+
+    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, strips: int) -> None:
+        self._rules = rules
+        windows, length = sizes.shape[:2]
+        if isinstance(rules.cost, AdditiveCost):
+            self._base = rules.cost.base_bytes
+            self._items = rules.cost.item_bytes(rules.padded(sizes))
+            order = arrange(self._items, 1)
+            self._items = self._items[0, order[0]]
+        else:
+            order = arrange(sizes, strips)
+        order += np.arange(windows)[:, None] * length
+        self.samples = order.reshape(-1)
+        flat = sizes.reshape(windows * length, *sizes.shape[2:])
+        self.sizes = flat.take(self.samples, axis=0).reshape(sizes.shape)
+
+    def starts(self, budget_bytes: IntArray) -> IntArray:
+        """Where the micro-batches start, as `cut` gives it."""
+        if self._rules.packs:
+            return self._packed(budget_bytes)[1][:, None]
+        return cut(self.sizes, self._rules, budget_bytes)
+
+    def _packed(self, budget_bytes: IntArray) -> tuple[IntArray, IntArray]:
+        """The one window's samples grouped by bin, and where each bin starts."""
+        return pack(self._items, int(budget_bytes[0]) - self._base, self._rules.max_batch_size)
+
+    def settle(self, budget_bytes: IntArray) -> IntArray:
+        """Cut under the final budget; `samples` and `sizes` then stand in the order of the cut."""
+        if not self._rules.packs:
+            return self.starts(budget_bytes)
+        grouped, starts = self._packed(budget_bytes)
+        self.samples, self.sizes = self.samples[grouped], self.sizes[:, grouped]
+        return starts[:, None]
+
+
+def solve(
+    sizes: npt.NDArray[Any],
+    rules: BatchRules,
+    *,
+    strips: int = 1,
+    ranks: int = 1,
+    even_sums: bool = False,
+    keys: Callable[[int], WordArray] | None = None,
+) -> Block:
+    """Cut windows into micro-batches and deal them.
+
+    Args:
+        sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack.
+        rules: what a micro-batch may be.
+        strips: see `arrange`.
+        ranks: how many ranks share each window.
+        even_sums: see `deal`.
+        keys: gives words of shape `(windows, rounds)` that the rounds of each window are shuffled
+            by; `None`: the longest (for several ranks the costliest) first.
+
+    Raises:
+        UnevenRanksError: a window cannot be dealt evenly.
+    """
+    windows, length = sizes.shape[:2]
+    cutter = _Cutter(sizes, rules, strips)
+    budget = np.full(windows, rules.budget_bytes)
+    if ranks > 1:
+        budget, target = lowest_budget(
+            cutter.starts,
+            low=int(rules.cost.batch_bytes(1, rules.padded(sizes).min(axis=(0, 1)))),
+            high=rules.budget_bytes,
+            windows=windows,
+            length=length,
+            ranks=ranks,
+        )
+        starts = _split(cutter.settle(budget).T, target, cutter.sizes, rules)
+    else:
+        starts = cutter.settle(budget).T
+    flat_sizes = cutter.sizes.reshape(-1, *sizes.shape[2:])
+    counts = np.count_nonzero(starts < length, axis=1)
+    real = np.arange(starts.shape[1]) < counts[:, None]
+    stops = np.append(starts[:, 1:], np.full((windows, 1), length), axis=1)
+    first = np.arange(windows)[:, None] * length
+    if ranks > 1:
+        costs = np.full(starts.shape, -1)
+        costs[real] = run_costs(flat_sizes, (starts + first)[real], (stops + first)[real], rules)
+        rounds = deal(costs, ranks, even_sums=even_sums)
+    else:
+        rounds = np.broadcast_to(np.arange(starts.shape[1])[:, None], (*starts.shape, 1))
+    taken = counts // ranks
+    if keys is not None:
+        words = keys(rounds.shape[1])
+        words[np.arange(rounds.shape[1]) >= taken[:, None]] = np.iinfo(np.uint64).max
+        shuffled = np.argsort(words, axis=1, kind="stable")
+        rounds = np.take_along_axis(rounds, shuffled[..., None], axis=1)
+    number = rounds.reshape(windows, -1)
+    pick = partial(np.take_along_axis, indices=number, axis=1)
+    return Block(
+        samples=cutter.samples,
+        sizes=flat_sizes,
+        starts=pick(starts + first)[real],
+        stops=pick(stops + first)[real],
+        rounds=taken,
+    )
+
+
+def _split(
+    starts: IntArray, target: IntArray, sizes: npt.NDArray[Any], rules: BatchRules
+) -> IntArray:
+    """Split micro-batches wherever a window has fewer than its target.
+
+    Args:
+        starts: shape `(windows, micro-batches)`, filled with S.
+        target: shape `(windows,)`.
+        sizes: as they are cut, shape `(windows, S)` or `(windows, S, d)`.
+        rules: what a micro-batch may be.
+
+    Returns:
+        Shape `(windows, max(target))`, filled with S.
+    """
+    windows, length = sizes.shape[:2]
+    out = np.full((windows, int(target.max())), length)
+    for window in range(windows):
+        mine = starts[window][starts[window] < length]
+        if len(mine) < target[window]:
+            stops = np.append(mine[1:], length)
+            costs = run_costs(sizes[window], mine, stops, rules)
+            split = split_to(mine.tolist(), length, costs.tolist(), int(target[window]))
+            mine = np.array(split)
+        out[window, : len(mine)] = mine
+    return out

@@ -1,0 +1,87 @@
+"""What a micro-batch may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
+from torchbudget.errors import OptionError
+
+# A table of capacities is kept for sizes below this: 8 MiB at most.
+_TABLE_SIZES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchRules:
+    """The budget of a micro-batch, and the options that shape it.
+
+    Attributes:
+        cost: bytes of a micro-batch.
+        budget_bytes: what no micro-batch may exceed.
+        size_multiple: padded sizes are rounded up to a multiple of it.
+        max_batch_size: samples in a micro-batch at the most; `None`: as many as fit.
+        batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
+            that many fit and are left.
+        packs: whether the cost is one of batches without padding.
+    """
+
+    cost: CostModel
+    budget_bytes: int
+    size_multiple: int = 1
+    max_batch_size: int | None = None
+    batch_size_multiple: int = 1
+    packs: bool = field(init=False)
+    _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packs", isinstance(self.cost, AdditiveCost))
+        if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
+            raise OptionError(
+                f"max_batch_size={self.max_batch_size} is below "
+                f"batch_size_multiple={self.batch_size_multiple}"
+            )
+        if self.packs and self.batch_size_multiple != 1:
+            raise OptionError(
+                "batch_size_multiple has no meaning for packed batches, which have no batch axis; "
+                f"leave it at 1, got {self.batch_size_multiple}"
+            )
+
+    def padded(self, sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Sizes rounded up to `size_multiple`, of the same shape."""
+        if self.size_multiple == 1:
+            return sizes
+        return -(-sizes.astype(np.int64) // self.size_multiple) * self.size_multiple
+
+    def capacity(self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike) -> IntArray:
+        """How many samples a micro-batch holds whose largest sample has the size; at least 1.
+
+        A sample that alone is over the budget was dealt with before planning, and with a budget
+        that is lowered to even out the ranks it stands alone: hence never 0.
+
+        Args:
+            sizes: before rounding, shape `(…)` or `(…, d)`.
+            budget_bytes: shape `(…)`, broadcast.
+        """
+        n = self.cost.capacity(self.padded(sizes), budget_bytes)
+        return np.clip(n, 1, self.max_batch_size)
+
+    def rounded(self, n: IntArray) -> IntArray:
+        """Numbers of samples, rounded down to `batch_size_multiple` where they reach it."""
+        if self.batch_size_multiple == 1:
+            return n
+        return np.where(n >= self.batch_size_multiple, n - n % self.batch_size_multiple, n)
+
+    def table(self, largest: int) -> IntArray | None:
+        """Capacities under the whole budget for the sizes 0 … largest of one axis.
+
+        `None` where the sizes are too large for a table. Evaluated once: O(largest).
+        """
+        if largest >= _TABLE_SIZES:
+            return None
+        if not self._table or len(self._table[0]) <= largest:
+            self._table[:] = [self.capacity(np.arange(largest + 1), self.budget_bytes)]
+        return self._table[0]
