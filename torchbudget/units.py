@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from torchbudget.errors import BudgetError
 
 MAX_BYTES: Final = 2**63 - 1
+
+Number: TypeAlias = "float | Fraction | np.integer[Any] | np.floating[Any]"
+Amount: TypeAlias = "int | np.integer[Any] | str"
 
 _UNITS: Final = {
     "": 1,
@@ -22,24 +27,40 @@ _UNITS: Final = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_TEXT: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_TEXT: Final = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def _count(number: float | Fraction, unit_bytes: int, came: object) -> int:
+def exact(number: object) -> Fraction | None:
+    """`number` without rounding; None where it is no finite real number, or a bool.
+
+    >>> exact(0.5)
+    Fraction(1, 2)
+    """
+    if isinstance(number, bool):
+        return None
+    if isinstance(number, (int, np.integer, Fraction)):
+        # NumPy's 64 bits would overflow in products: they become Python's integers first.
+        return Fraction(int(number.numerator), int(number.denominator))
+    if isinstance(number, (float, np.floating)) and np.isfinite(number):
+        return Fraction(*number.as_integer_ratio())
+    return None
+
+
+def _count(number: Number, unit_bytes: int, came: object) -> int:
     """`number` units in whole bytes, rounded down, so that a budget never grows by rounding."""
-    if isinstance(number, bool) or not isinstance(number, (int, float, Fraction)):
-        raise BudgetError(f"expected a number of bytes, got {came!r}")
-    try:
-        exact = Fraction(number) * unit_bytes
-    except (ValueError, OverflowError):
-        raise BudgetError(f"expected a finite number of bytes, got {came!r}") from None
-    if not 0 <= exact <= MAX_BYTES:
+    fraction = exact(number)
+    if fraction is None:
+        raise BudgetError(f"expected a finite number, got {came!r}")
+    if not 0 <= fraction * unit_bytes <= MAX_BYTES:
         raise BudgetError(f"expected between 0 and 2**63 - 1 bytes, got {came!r}")
-    return int(exact)
+    return int(fraction * unit_bytes)
 
 
-def KiB(number: float) -> int:  # noqa: N802  (the unit's own spelling)
+def KiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
     """`number` kibibytes (2¹⁰) in bytes, rounded down.
+
+    Raises:
+        BudgetError: `number` is no finite number, is negative, or is past 2⁶³ − 1 bytes.
 
     >>> KiB(4)
     4096
@@ -47,8 +68,11 @@ def KiB(number: float) -> int:  # noqa: N802  (the unit's own spelling)
     return _count(number, 2**10, number)
 
 
-def MiB(number: float) -> int:  # noqa: N802  (the unit's own spelling)
+def MiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
     """`number` mebibytes (2²⁰) in bytes, rounded down.
+
+    Raises:
+        BudgetError: `number` is no finite number, is negative, or is past 2⁶³ − 1 bytes.
 
     >>> MiB(0.5)
     524288
@@ -56,8 +80,11 @@ def MiB(number: float) -> int:  # noqa: N802  (the unit's own spelling)
     return _count(number, 2**20, number)
 
 
-def GiB(number: float) -> int:  # noqa: N802  (the unit's own spelling)
+def GiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
     """`number` gibibytes (2³⁰) in bytes, rounded down.
+
+    Raises:
+        BudgetError: `number` is no finite number, is negative, or is past 2⁶³ − 1 bytes.
 
     >>> GiB(1.5)
     1610612736
@@ -65,7 +92,7 @@ def GiB(number: float) -> int:  # noqa: N802  (the unit's own spelling)
     return _count(number, 2**30, number)
 
 
-def parse_bytes(amount: int | str) -> int:
+def parse_bytes(amount: Amount) -> int:
     """Read an amount of memory.
 
     Args:
@@ -92,16 +119,25 @@ def parse_bytes(amount: int | str) -> int:
                 f"cannot read {amount!r} as bytes; write a number and one of "
                 "B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, for example '8GiB'"
             )
-        return _count(Fraction(match[1].replace("_", "")), unit_bytes, amount)
-    if isinstance(amount, bool) or not hasattr(amount, "__index__"):
-        raise BudgetError(f"expected bytes as an int or text such as '8GiB', got {amount!r}")
-    return _count(amount.__index__(), 1, amount)
+        try:
+            number = Fraction(match[1].replace("_", ""))
+        except ValueError:  # Python refuses to convert text of thousands of digits
+            raise BudgetError(
+                f"expected at most 2**63 - 1 bytes, got {len(match[1])} digits"
+            ) from None
+        return _count(number, unit_bytes, amount)
+    if isinstance(amount, bool) or not isinstance(amount, (int, np.integer)):
+        raise BudgetError(
+            f"expected whole bytes as an int or text such as '8GiB', got {amount!r}; "
+            "GiB(1.5), MiB(…) and KiB(…) turn other numbers into bytes"
+        )
+    return _count(int(amount), 1, amount)
 
 
 def format_bytes(num_bytes: int) -> str:
     """Bytes for people, in binary units.
 
-    Three significant digits where the amount is no whole number of its unit.
+    At least three significant digits, and as few where the amount is a whole number of its unit.
 
     >>> format_bytes(8589934592)
     '8 GiB'
@@ -110,13 +146,13 @@ def format_bytes(num_bytes: int) -> str:
     >>> format_bytes(-512)
     '-512 B'
     """
-    sign, magnitude = ("-", -num_bytes) if num_bytes < 0 else ("", int(num_bytes))
+    magnitude = abs(int(num_bytes))
+    sign = "-" if num_bytes < 0 else ""
     for name in ("TiB", "GiB", "MiB", "KiB"):
         unit_bytes = _UNITS[name.lower()]
-        if magnitude >= unit_bytes:
+        # From 1023.5 of the smaller unit on, which would read as 1024 of them.
+        if 2048 * magnitude >= 2047 * unit_bytes:
             amount = magnitude / unit_bytes
-            text = (
-                f"{amount:.0f}" if magnitude % unit_bytes == 0 or amount >= 100 else f"{amount:.3g}"
-            )
-            return f"{sign}{text} {name}"
+            whole = magnitude % unit_bytes == 0 or amount >= 100
+            return f"{sign}{amount:.0f} {name}" if whole else f"{sign}{amount:.3g} {name}"
     return f"{sign}{magnitude} B"

@@ -136,11 +136,13 @@ class _Quadratic:
         item = self.item_bytes(padded_size)
         if number.size and number.min() < 0:
             raise CostError(f"a batch has at least 0 samples, got {number.min()}")
-        # In floating point the product cannot wrap, so it is what the range is checked on.
+        # In floating point the product cannot wrap, so it is what the range is checked on; the
+        # slack is what rounding can hide there.
         largest = np.asarray(number.astype(np.float64) * item)
-        if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES):
+        if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES - 4096):
             raise CostOverflowError("this batch costs 2**63 bytes or more")
-        return np.maximum(number * item + self.fixed_bytes, floor_bytes)
+        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), floor_bytes)
+        return total
 
     def _capacity(
         self, padded_size: ArrayLike, budget_bytes: ArrayLike, floor_bytes: int

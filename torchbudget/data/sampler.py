@@ -270,14 +270,12 @@ class _MicroBatches(Iterator[list[int]]):
         self._indices: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def __next__(self) -> list[int]:
-        bounds = next(self._bounds, None)
-        while bounds is None:
+        while True:
+            for start, stop in self._bounds:
+                self._drawn += 1
+                batch: list[int] = self._indices[start:stop].tolist()
+                return batch
             self._advance()
-            bounds = next(self._bounds, None)
-        self._drawn += 1
-        start, stop = bounds
-        batch: list[int] = self._indices[start:stop].tolist()
-        return batch
 
     def _advance(self) -> None:
         """Plan the next windows."""

@@ -1,1 +1,1 @@
-"""What really happened. It builds on `cost` and `plan`, and imports neither `data` nor `train`."""
+"""What really happened: it builds on `cost` and `plan`; `data` and `train` are its neighbours."""

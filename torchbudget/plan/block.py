@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import AdditiveCost, IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cut import cut
 from torchbudget.plan.pack import pack
@@ -61,9 +61,9 @@ def run_costs(
     sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
 ) -> IntArray:
     """Predicted bytes of runs of samples that tile `sizes`, shape `(runs,)`."""
-    if isinstance(rules.cost, AdditiveCost):
-        items = rules.cost.item_bytes(rules.padded(sizes))
-        return rules.cost.base_bytes + _over_runs(np.add, items, starts)
+    if rules.packing is not None:
+        items = rules.packing.item_bytes(rules.padded(sizes))
+        return rules.packing.base_bytes + _over_runs(np.add, items, starts)
     padded = rules.padded(_over_runs(np.maximum, sizes, starts))
     return rules.cost.batch_bytes(stops - starts, padded)
 
@@ -74,9 +74,9 @@ class _Cutter:
     def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, strips: int) -> None:
         self._rules = rules
         windows, length = sizes.shape[:2]
-        if isinstance(rules.cost, AdditiveCost):
-            self._base = rules.cost.base_bytes
-            self._items = rules.cost.item_bytes(rules.padded(sizes))
+        if rules.packing is not None:
+            self._base = rules.packing.base_bytes
+            self._items = rules.packing.item_bytes(rules.padded(sizes))
             order = arrange(self._items, 1)
             self._items = self._items[0, order[0]]
         else:
@@ -84,11 +84,11 @@ class _Cutter:
         order += np.arange(windows)[:, None] * length
         self.samples = order.reshape(-1)
         flat = sizes.reshape(windows * length, *sizes.shape[2:])
-        self.sizes = flat.take(self.samples, axis=0).reshape(sizes.shape)
+        self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
 
     def starts(self, budget_bytes: IntArray) -> IntArray:
         """Where the micro-batches start, as `cut` gives it."""
-        if self._rules.packs:
+        if self._rules.packing is not None:
             return self._packed(budget_bytes)[1][:, None]
         return cut(self.sizes, self._rules, budget_bytes)
 
@@ -98,7 +98,7 @@ class _Cutter:
 
     def settle(self, budget_bytes: IntArray) -> IntArray:
         """Cut under the final budget; `samples` and `sizes` then stand in the order of the cut."""
-        if not self._rules.packs:
+        if self._rules.packing is None:
             return self.starts(budget_bytes)
         grouped, starts = self._packed(budget_bytes)
         self.samples, self.sizes = self.samples[grouped], self.sizes[:, grouped]

@@ -164,8 +164,10 @@ class EpochOrder:
         while start < stop:
             number, first = divmod(start, n)
             count = min(stop - start, n - first)
-            positions = np.arange(first, first + count)
-            parts.append(self._pass(number)(positions) if self._order.shuffle else positions)
+            if self._order.shuffle:
+                parts.append(self._pass(number).stretch(first, first + count))
+            else:
+                parts.append(np.arange(first, first + count))
             start += count
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 

@@ -4,9 +4,9 @@ A Feistel network over pairs (x, y) of range(a) × range(b) with a·b just above
 table's entry for one half to the other half, modulo its range, which is a bijection whatever the
 table holds. The tables are drawn at random, so the network is that of Luby and Rackoff ("How to
 construct pseudorandom permutations from pseudorandom functions", 1988) on a mixed radix, as in
-Black and Rogaway ("Ciphers with arbitrary finite domains", 2002); six rounds are one more than
-Patarin's bound asks for ("Security of random Feistel schemes with 5 or more rounds", 2004).
-Values past n walk on along their cycle until they fall below it, which n/(a·b) ≈ 1 makes rare.
+Black and Rogaway ("Ciphers with arbitrary finite domains", 2002); five rounds are those of
+Patarin's bound ("Security of random Feistel schemes with 5 or more rounds", 2004).
+Elements past n walk on along their cycle until they fall below it; n/(a·b) ≈ 1 makes that rare.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchbudget.cost.protocol import IntArray
 
 WordArray: TypeAlias = npt.NDArray[np.uint64]
 
-_ROUNDS: Final = 6
-# Few elements mix slowly: below this n, a chi-square test over all n! orders tells six rounds from
-# a fair shuffle.
+_ROUNDS: Final = 5
+# Few elements mix slowly: below this n, a chi-square test over all n! orders tells so few rounds
+# from a fair shuffle.
 _SMALL: Final = 2**16
 _SMALL_ROUNDS: Final = 24
 # Positions that go through the network together: their halves stay in the second-level cache.
-_CHUNK: Final = 2**14
+_CHUNK: Final = 2**15
 
 
 def random_words(seed: int, *key: int, start: int = 0, count: int) -> WordArray:
@@ -77,15 +77,15 @@ class Permutation:
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
-    __slots__ = ("_a", "_b", "_n", "_tables")
+    __slots__ = ("_b", "_columns", "_n", "_rows", "_tables")
 
     def __init__(self, n: int, seed: int, *key: int) -> None:
         self._n = n
         # An even number of rows keeps odd permutations within reach when a·b = n.
-        self._a = a = 2 * math.isqrt(max(n - 1, 0) // 4) + 2
+        a = 2 * math.isqrt(max(n - 1, 0) // 4) + 2
         self._b = b = -(-n // a)
         rounds = _SMALL_ROUNDS if n < _SMALL else _ROUNDS
-        words = random_words(seed, *key, count=(a + b) * (rounds // 2))
+        words = random_words(seed, *key, count=(a + b) * ((rounds + 1) // 2))
         self._tables: list[IntArray] = []
         for round_ in range(rounds):
             length, modulus = (a, b) if round_ % 2 else (b, a)
@@ -94,34 +94,50 @@ class Permutation:
             periods = 1 + (round_ + 1) // 2
             self._tables.append(np.tile(scale(words[:length], modulus), periods))
             words = words[length:]
+        # The reduced halves, put together: looked up, because a remainder costs more.
+        self._rows = np.tile(np.arange(a) * b, 1 + (rounds + 1) // 2)
+        self._columns = np.tile(np.arange(b), 1 + rounds // 2)
 
     def __call__(self, positions: IntArray) -> IntArray:
         """The elements at `positions`, an int64 array of shape `(k,)` within range(n)."""
-        out = np.empty(len(positions), np.int64)
-        for first in range(0, len(positions), _CHUNK):
-            self._network(positions[first : first + _CHUNK], out[first : first + _CHUNK])
-        outside = np.flatnonzero(out >= self._n)
-        while outside.size:
-            walked = out[outside]
-            self._network(walked, walked)
-            out[outside] = walked
-            outside = outside[walked >= self._n]
-        return out
-
-    def _network(self, positions: IntArray, out: IntArray) -> None:
-        # NumPy divides by one number fast, and takes remainders and both at once slowly.
+        # NumPy divides by one number fast, but is slow at a remainder or at both at once.
         x = positions // self._b
         y = positions - x * self._b
+        x += self._tables[0][y]
+        return self._walk(self._network(x, y))
+
+    def stretch(self, start: int, stop: int) -> IntArray:
+        """The elements at positions `start … stop`: what a call gives, in two thirds of the time.
+
+        Neighbours stand in one row of the grid, where the first round is a sum of two slices.
+        """
+        parts = [np.empty(0, np.int64)]
+        while start < stop:
+            row, first = divmod(start, self._b)
+            rows = min((stop - start) // self._b, max(_CHUNK // self._b, 1)) if not first else 0
+            last = self._b if rows else min(self._b, first + stop - start)
+            rows = max(rows, 1)
+            x = np.arange(row, row + rows)[:, None] + self._tables[0][first:last]
+            y = np.tile(np.arange(first, last), rows)
+            parts.append(self._network(x.reshape(-1), y))
+            start += rows * (last - first)
+        return self._walk(np.concatenate(parts))
+
+    def _walk(self, elements: IntArray) -> IntArray:
+        """Elements that lie past n, sent on along their cycle until they do not, in place."""
+        outside = np.flatnonzero(elements >= self._n)
+        if outside.size:
+            elements[outside] = self(elements[outside])
+        return elements
+
+    def _network(self, x: IntArray, y: IntArray) -> IntArray:
+        """The rounds behind the first one. Both halves are used up."""
         added = np.empty_like(x)
-        for round_, table in enumerate(self._tables):
+        for round_, table in enumerate(self._tables[1:], start=1):
             half, other = (y, x) if round_ % 2 else (x, y)
             np.take(table, other, out=added, mode="clip")  # in range already: no second check
             half += added
-        np.floor_divide(x, self._a, out=added)
-        added *= self._a
-        x -= added
-        np.floor_divide(y, self._b, out=added)
-        added *= self._b
-        y -= added
-        x *= self._b
-        np.add(x, y, out=out)
+        np.take(self._columns, y, out=added, mode="clip")
+        np.take(self._rows, x, out=y, mode="clip")
+        y += added
+        return y

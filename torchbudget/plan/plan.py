@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -19,9 +20,9 @@ from torchbudget.plan.report import PlanReport, ReportBuilder
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.sizes import SizeTable
 
-# Samples that are planned by one call: enough to drown the calls' own time, and within the cache.
+# Samples that are planned by one call: enough to drown the calls' own time.
 # Blocks grow up to it, so that the first micro-batch waits for one window only.
-_BLOCK_SAMPLES: Final = 2**17
+_BLOCK_SAMPLES: Final = 2**18
 # Evening out ranks and cutting along several axes make more calls per window.
 _WIDE_BLOCK_SAMPLES: Final = 2**19
 # Samples whose capacities tell how many micro-batches a window will have.
@@ -166,7 +167,7 @@ class Plan:
         """Whole windows from `start` to `tail`, and the last one from there to `end`."""
         wide = self.ranks > 1 or self.sizes.axes > 1
         most = max((_WIDE_BLOCK_SAMPLES if wide else _BLOCK_SAMPLES) // self.window, 1)
-        if self.rules.packs:
+        if self.rules.packing is not None:
             most = 1
         windows = 1
         while start < tail:
@@ -218,7 +219,7 @@ class Plan:
         block = whole.block
         sizes = block.padded()
         taken = block.stops - block.starts
-        if self.rules.packs:
+        if self.rules.packing is not None:
             slack = self.rules.budget_bytes - block.costs(self.rules)
             smallest = self.sizes.values[whole.indices].min(axis=0)
             one = self.rules.cost.batch_bytes(1, self.rules.padded(np.asarray(smallest)))
@@ -293,7 +294,8 @@ class Plan:
                 f"{len(indices)} samples are left of epoch {epoch}, too few for {ranks} ranks; "
                 f"use at most {len(indices)}, or start the next epoch"
             )
-        sizes = self.sizes.values.take(indices, axis=0)
+        # The indices are in range by construction: "clip" spares NumPy checking each of them.
+        sizes = self.sizes.values.take(indices, axis=0, mode="clip")
         each = len(indices) // windows
         block = solve(
             sizes.reshape(windows, each, *sizes.shape[1:]),
@@ -303,11 +305,11 @@ class Plan:
             even_sums=self.step_per_window,
             keys=self._keys(epoch, start, windows, length),
         )
-        return Span(Stretch(start, length, left), indices.take(block.samples), block)
+        return Span(Stretch(start, length, left), indices.take(block.samples, mode="clip"), block)
 
     def _strips(self, length: int) -> int:
-        micro_batches = length * self._micro_batches
-        return max(round(_STRIPS_PER_ROOT * micro_batches ** (1 / self.sizes.axes)), 1)
+        root = math.pow(length * self._micro_batches, 1 / self.sizes.axes)
+        return max(round(_STRIPS_PER_ROOT * root), 1)
 
     def _keys(self, epoch: int, start: int, windows: int, length: int) -> Keys | None:
         """Words that shuffle the rounds of each window: a function of the window's place alone."""

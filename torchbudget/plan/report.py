@@ -113,7 +113,7 @@ class _Tally:
         self.cost += float(costs.sum(dtype=np.float64))
         axes = len(self.real)
         self.real += sizes.reshape(-1, axes).sum(axis=0, dtype=np.float64)
-        if self.rules.packs:
+        if self.rules.packing is not None:
             self.padded += self.rules.padded(sizes).reshape(-1, axes).sum(axis=0, dtype=np.float64)
         else:
             elements = self.rules.padded(padded).reshape(-1, axes).astype(np.float64)

@@ -26,7 +26,7 @@ class BatchRules:
         max_batch_size: samples in a micro-batch at the most; `None`: as many as fit.
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
-        packs: whether the cost is one of batches without padding.
+        packing: the cost, if it is one of batches without padding.
     """
 
     cost: CostModel
@@ -34,17 +34,18 @@ class BatchRules:
     size_multiple: int = 1
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
-    packs: bool = field(init=False)
+    packing: AdditiveCost | None = field(init=False, repr=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "packs", isinstance(self.cost, AdditiveCost))
+        packing = self.cost if isinstance(self.cost, AdditiveCost) else None
+        object.__setattr__(self, "packing", packing)
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
                 f"max_batch_size={self.max_batch_size} is below "
                 f"batch_size_multiple={self.batch_size_multiple}"
             )
-        if self.packs and self.batch_size_multiple != 1:
+        if self.packing is not None and self.batch_size_multiple != 1:
             raise OptionError(
                 "batch_size_multiple has no meaning for packed batches, which have no batch axis; "
                 f"leave it at 1, got {self.batch_size_multiple}"

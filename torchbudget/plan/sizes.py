@@ -58,14 +58,16 @@ class SizeTable:
         weights = random_words(0, count=_CHUNK * axes)
         sums, largest = [], np.zeros(axes, np.int64)
         for first in range(0, len(values), _CHUNK):
-            chunk = values[first : first + _CHUNK].reshape(-1, axes)
+            # Seen as unsigned, a negative size is a huge one: one comparison finds both.
+            signed = np.ascontiguousarray(values[first : first + _CHUNK], np.int64)
+            chunk = signed.reshape(-1, axes).view(np.uint64)
             high = chunk.max(axis=0)
-            if int(chunk.min()) < 0 or int(high.max()) >= _LARGEST:
-                raise _out_of_range(chunk, first)
+            if high.max() >= _LARGEST:
+                raise _out_of_range(values[first : first + _CHUNK].reshape(-1, axes), first)
             np.maximum(largest, high.astype(np.int64), out=largest)
             # A multilinear hash modulo 2**64 (Lemire and Kaser, "Strongly universal string hashing
             # is fast", 2014) is an order of magnitude faster than a cryptographic one.
-            words = chunk.astype(np.uint64).reshape(-1)
+            words = chunk.reshape(-1)
             sums.append(np.dot(words, weights[: len(words)]))
         digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
         digest.update(np.array(sums, "<u8").tobytes())

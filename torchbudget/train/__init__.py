@@ -1,1 +1,1 @@
-"""The large-batch step. It builds on `cost` and `plan`, and imports neither `data` nor `observe`."""
+"""The large-batch step: it builds on `cost` and `plan`; `data` and `observe` are its neighbours."""

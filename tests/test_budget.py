@@ -1,0 +1,276 @@
+import copy
+import dataclasses
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchbudget import budget as budget_module
+from torchbudget.budget import MemoryBudget
+from torchbudget.errors import BudgetError, MachineError, OptionError
+from torchbudget.machine import MemoryPool, host_memory, shared_memory
+from torchbudget.units import MAX_BYTES, GiB, MiB, parse_bytes
+
+amounts = st.integers(1, MAX_BYTES)
+stated = st.fixed_dictionaries(
+    {name: st.one_of(st.none(), amounts) for name in ("device", "host", "shared")}
+).filter(lambda arguments: any(amount is not None for amount in arguments.values()))
+
+
+# --- stated --------------------------------------------------------------------------------------
+
+
+@given(arguments=stated)
+def test_ints_are_bytes_and_none_is_no_limit(arguments):
+    """What is stated in bytes is kept."""
+    assert dataclasses.asdict(MemoryBudget(**arguments)) == arguments
+
+
+@given(
+    number=st.integers(1, 1000),
+    unit=st.sampled_from(["B", "KiB", "MiB", "GiB", "kB", "MB", "GB", "TB"]),
+    name=st.sampled_from(["device", "host", "shared"]),
+)
+def test_text_is_parsed(number, unit, name):
+    """Each attribute of text is what `parse_bytes` reads, as a plain int."""
+    budget = MemoryBudget(**{name: f"{number} {unit}"})
+    assert getattr(budget, name) == parse_bytes(f"{number} {unit}")
+
+
+def test_numpy_ints_become_plain_ints():
+    budget = MemoryBudget(device=np.int64(5))
+    assert type(budget.device) is int
+    assert repr(budget) == "MemoryBudget(device=5, host=None, shared=None)"
+
+
+@pytest.mark.parametrize("name", ["device", "host", "shared"])
+@pytest.mark.parametrize("amount", [0, "0", "0 GiB", "0.4 B", np.int64(0)])
+def test_a_budget_of_zero_is_refused(name, amount):
+    """Nothing fits zero bytes: who means no limit says None."""
+    with pytest.raises(BudgetError, match=rf"^{name}: .* holds nothing; .*None, for no limit"):
+        MemoryBudget(**{name: amount})
+
+
+@pytest.mark.parametrize("amount", ["much", -1, 1.5, True, 2**63, [1], b"8GiB", math.inf])
+def test_an_error_names_the_amount_that_cannot_be_read(amount):
+    with pytest.raises(BudgetError, match=r"^host: (cannot read|expected)"):
+        MemoryBudget(device=1, host=amount)
+
+
+def test_a_budget_states_something():
+    with pytest.raises(BudgetError, match="at least one of device, host and shared"):
+        MemoryBudget()
+
+
+def test_amounts_are_named():
+    """A call site says which memory it means."""
+    with pytest.raises(TypeError):
+        MemoryBudget(GiB(8))
+
+
+@given(arguments=stated)
+def test_a_budget_is_a_value(arguments):
+    """Equal amounts are equal budgets, with equal hashes; copies and pickles are equal too."""
+    budget = MemoryBudget(**arguments)
+    assert budget == MemoryBudget(**arguments)
+    assert len({budget, MemoryBudget(**arguments)}) == 1
+    assert copy.deepcopy(budget) == budget
+    assert pickle.loads(pickle.dumps(budget)) == budget  # noqa: S301  (our own bytes)
+    assert eval(repr(budget)) == budget  # noqa: S307  (our own text)
+
+
+def test_a_budget_does_not_change():
+    budget = MemoryBudget(device="8GiB")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        budget.device = 1
+    assert not hasattr(budget, "__dict__")
+
+
+def test_replace_reads_amounts_as_the_constructor_does():
+    budget = dataclasses.replace(MemoryBudget(device="8GiB"), host="16GiB")
+    assert budget == MemoryBudget(device="8GiB", host="16GiB")
+    with pytest.raises(BudgetError, match="device: 0 holds nothing"):
+        dataclasses.replace(budget, device=0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        (MemoryBudget(device="8GiB"), "device 8 GiB"),
+        (MemoryBudget(host=1500, shared="64MiB"), "host 1.46 KiB, shared 64 MiB"),
+        (MemoryBudget(device=1, host=2, shared=3), "device 1 B, host 2 B, shared 3 B"),
+    ],
+)
+def test_a_budget_reads_well(budget, text):
+    assert str(budget) == text
+
+
+@given(arguments=stated)
+def test_of_a_budget_is_that_budget(arguments):
+    budget = MemoryBudget(**arguments)
+    assert MemoryBudget.of(budget) is budget
+
+
+@pytest.mark.parametrize("amount", [8192, np.int32(8192), "8192", "8 KiB"])
+def test_of_an_amount_is_the_devices(amount):
+    assert MemoryBudget.of(amount) == MemoryBudget(device=8192)
+
+
+@pytest.mark.parametrize("value", [0, -1, "much", 1.5, True, {"device": 1}, (1, 2, 3)])
+def test_of_anything_else_is_refused(value):
+    with pytest.raises(BudgetError, match=r"^device: "):
+        MemoryBudget.of(value)
+
+
+def test_of_nothing_is_refused():
+    with pytest.raises(BudgetError, match="at least one of"):
+        MemoryBudget.of(None)
+
+
+# --- detected ------------------------------------------------------------------------------------
+
+pools = st.builds(
+    MemoryPool,
+    name=st.sampled_from(["machine", "/sys/fs/cgroup/job", "cuda:0"]),
+    limit_bytes=st.integers(2**10, 2**50),
+    used_bytes=st.integers(0, 2**9),
+    held_bytes=st.integers(0, 2**50),
+)
+fractions = st.fractions(Fraction(1, 4), 1).filter(lambda fraction: fraction > 0)
+
+
+class Fakes:
+    """Readings of a machine that does not exist, in place of the real ones."""
+
+    def __init__(self, host, shared=None, gpu=None):
+        self.readings = {
+            "host_memory": lambda: tuple(host),
+            "shared_memory": lambda: shared,
+            "cuda_memory": lambda device: dataclasses.replace(gpu, name=str(device)),
+        }
+
+    def detect(self, device, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, reading in self.readings.items():
+                patch.setattr(budget_module, name, reading)
+            return MemoryBudget.detect(device, **options)
+
+
+@given(
+    host=st.lists(pools, min_size=1, max_size=5),
+    shared=st.one_of(st.none(), pools),
+    gpu=pools,
+    fraction=fractions,
+)
+def test_each_amount_is_the_fraction_of_what_is_usable(host, shared, gpu, fraction):
+    """Rounded down; the host's is of the tightest pool; no pool of shared memory is no limit."""
+    budget = Fakes(host, shared, gpu).detect("cuda:0", fraction=fraction)
+    assert budget.device == math.floor(gpu.usable_bytes * fraction)
+    assert budget.host == math.floor(min(pool.usable_bytes for pool in host) * fraction)
+    if shared is None:
+        assert budget.shared is None
+    else:
+        assert budget.shared == math.floor(shared.usable_bytes * fraction)
+
+
+@given(host=st.lists(pools, min_size=1, max_size=5), pair=st.tuples(fractions, fractions))
+def test_a_larger_fraction_is_never_less(host, pair):
+    small, large = sorted(pair)
+    fakes = Fakes(host)
+    assert (
+        fakes.detect(None, fraction=small).host
+        <= fakes.detect(None, fraction=large).host
+        <= min(pool.usable_bytes for pool in host)
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.9, np.float64(0.9), np.float32(0.9), Fraction(9, 10)])
+def test_every_kind_of_number_is_a_fraction(fraction):
+    host = [MemoryPool(name="machine", limit_bytes=GiB(100), used_bytes=GiB(60))]
+    assert Fakes(host).detect(None, fraction=fraction).host == pytest.approx(GiB(36), abs=MiB(1))
+
+
+def test_the_default_leaves_a_tenth():
+    host = [MemoryPool(name="machine", limit_bytes=1000, used_bytes=0)]
+    assert Fakes(host).detect(None).host == 900
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("cpu", 0)])
+def test_on_the_cpu_the_device_is_the_host(device):
+    """Both amounts are of one memory."""
+    host = [MemoryPool(name="machine", limit_bytes=1000, used_bytes=300, held_bytes=100)]
+    assert Fakes(host).detect(device, fraction=0.5) == MemoryBudget(device=400, host=400)
+
+
+def test_without_a_device_there_is_no_limit_on_it():
+    host = [MemoryPool(name="machine", limit_bytes=1000, used_bytes=300)]
+    assert Fakes(host).detect(None, fraction=1) == MemoryBudget(host=700)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 1)])
+def test_the_gpu_that_was_asked_for_is_read(device):
+    """The error names the pool, which the fake calls by the device that it was given."""
+    machine = MemoryPool(name="machine", limit_bytes=1000, used_bytes=0)
+    full = MemoryPool(name="", limit_bytes=GiB(80), used_bytes=GiB(80))
+    with pytest.raises(BudgetError, match=f"nothing is left of {device}: others use 80 GiB of"):
+        Fakes([machine], gpu=full).detect(device)
+
+
+@pytest.mark.parametrize("full", ["machine", "/group", "/dev/shm"])  # noqa: S108  (a name)
+def test_nothing_left_is_an_error_that_names_what_is_full(full):
+    """A budget of zero would only fail later, and without the reason."""
+    machine, group, shared = (
+        MemoryPool(name=name, limit_bytes=1000, used_bytes=1000 if name == full else 0)
+        for name in ("machine", "/group", "/dev/shm")  # noqa: S108  (a name)
+    )
+    with pytest.raises(BudgetError, match=f"nothing is left of {full}: others use 1000 B of its"):
+        Fakes([machine, group], shared).detect(None)
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.0001, math.nan, math.inf, True, "0.9", None, 1j])
+def test_a_fraction_out_of_range_is_refused(fraction):
+    with pytest.raises(OptionError, match="fraction must be above 0 and at most 1, got"):
+        MemoryBudget.detect(None, fraction=fraction)
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:x", "meta"])
+def test_a_device_whose_memory_cannot_be_told_is_refused(device):
+    with pytest.raises(OptionError, match=r"expected a CUDA device .* state the budget's bytes"):
+        MemoryBudget.detect(device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(MachineError, match="cannot read the memory of cuda:0"):
+        MemoryBudget.detect("cuda:0")
+
+
+def test_this_machine():
+    """The real readings are between what is free and the tightest limit."""
+    budget = MemoryBudget.detect("cpu", fraction=0.5)
+    limit = min(pool.limit_bytes for pool in host_memory())
+    free = min(pool.free_bytes for pool in host_memory())
+    assert 0.5 * free - GiB(1) <= budget.host <= 0.5 * limit
+    assert budget.device == budget.host
+    shared = shared_memory()
+    if shared is None:
+        assert budget.shared is None
+    else:
+        assert budget.shared == pytest.approx(0.5 * shared.usable_bytes, abs=GiB(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_this_gpu():
+    """What the process holds already does not change its budget, and a tensor of it fits."""
+    before = MemoryBudget.detect("cuda:0", fraction=0.9)
+    tensor = torch.empty(before.device, dtype=torch.uint8, device="cuda:0")
+    after = MemoryBudget.detect("cuda:0", fraction=0.9)
+    del tensor
+    torch.cuda.empty_cache()
+    assert after.device == pytest.approx(before.device, abs=MiB(64))
