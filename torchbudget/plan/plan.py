@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.block import Block, solve
+from torchbudget.plan.drop import without_last
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.permutation import WordArray, shuffled_keys
 from torchbudget.plan.position import BoolArray, Position
@@ -214,31 +215,17 @@ class Plan:
         total = len(self.order)
         if not self.drop_last or self.step_per_window:
             return self._span(epoch, tail, total - tail)
-        whole = self._solve(epoch, tail, total - tail, 1, None, ranks=1)
-        kept = np.ones(total - tail, np.bool_)
-        block = whole.block
-        sizes = block.padded()
-        taken = block.stops - block.starts
-        if self.rules.packing is not None:
-            slack = self.rules.budget_bytes - block.costs(self.rules)
-            smallest = self.sizes.values[whole.indices].min(axis=0)
-            one = self.rules.cost.batch_bytes(1, self.rules.padded(np.asarray(smallest)))
-            could = slack >= one - int(self.rules.cost.batch_bytes(0, smallest))
-            last = int(slack.argmax())
-        else:
-            fits = self.rules.rounded(self.rules.capacity(sizes, self.rules.budget_bytes))
-            could = taken < fits
-            last = int(block.starts.argmax())
-        if could[last]:
-            kept[block.samples[block.starts[last] : block.stops[last]]] = False
-        if not self._always_even:
+        sizes = self._sizes_at(self._order_of(epoch).indices(tail, total))
+        stays = without_last(
+            sizes,
+            self.rules,
+            strips=self._strips(len(sizes)),
             # Of samples that stand alone, only a multiple of the ranks' number can be dealt.
-            surplus = int(kept.sum()) % self.ranks
-            still = block.samples[kept[block.samples]]
-            kept[still[len(still) - surplus :]] = False
-        if kept.sum() < self.ranks:
+            multiple_of=1 if self._always_even else self.ranks,
+        )
+        if stays.sum() < self.ranks:
             return None
-        return self._span(epoch, tail, total - tail, 1, None if kept.all() else kept)
+        return self._span(epoch, tail, total - tail, 1, None if stays.all() else stays)
 
     def _first(self, position: Position) -> tuple[Span | None, int]:
         """The window that `position` stands in, and where the next one starts.
@@ -274,38 +261,29 @@ class Plan:
         windows: int = 1,
         left: BoolArray | None = None,
     ) -> Span:
-        return self._solve(epoch, start, length, windows, left, ranks=self.ranks)
-
-    def _solve(
-        self,
-        epoch: int,
-        start: int,
-        length: int,
-        windows: int,
-        left: BoolArray | None,
-        *,
-        ranks: int,
-    ) -> Span:
         indices = self._order_of(epoch).indices(start, start + windows * length)
         if left is not None:
             indices = indices[left]
-        if len(indices) < ranks:
+        if len(indices) < self.ranks:
             raise UnevenRanksError(
-                f"{len(indices)} samples are left of epoch {epoch}, too few for {ranks} ranks; "
-                f"use at most {len(indices)}, or start the next epoch"
+                f"{len(indices)} samples are left of epoch {epoch}, too few for {self.ranks} "
+                f"ranks; use at most {len(indices)}, or start the next epoch"
             )
-        # The indices are in range by construction: "clip" spares NumPy checking each of them.
-        sizes = self.sizes.values.take(indices, axis=0, mode="clip")
+        sizes = self._sizes_at(indices)
         each = len(indices) // windows
         block = solve(
             sizes.reshape(windows, each, *sizes.shape[1:]),
             self.rules,
             strips=self._strips(each),
-            ranks=ranks,
+            ranks=self.ranks,
             even_sums=self.step_per_window,
             keys=self._keys(epoch, start, windows, length),
         )
         return Span(Stretch(start, length, left), indices.take(block.samples, mode="clip"), block)
+
+    def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
+        # The indices are in range by construction: "clip" spares NumPy checking each of them.
+        return self.sizes.values.take(indices, axis=0, mode="clip")
 
     def _strips(self, length: int) -> int:
         root = math.pow(length * self._micro_batches, 1 / self.sizes.axes)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
@@ -160,12 +159,3 @@ def _exchange(weighed: IntArray, order: IntArray) -> None:
         other = (better, give[better], least[better])
         for array in (weighed, order):
             array[one], array[other] = array[other], array[one]
-
-
-def imbalance(costs: npt.NDArray[np.float64]) -> float:
-    """Σ over steps of the costliest rank's cost, over Σ of the mean one's.
-
-    Args:
-        costs: shape `(steps, ranks)`.
-    """
-    return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())

@@ -27,7 +27,8 @@ class BatchFigures:
         fill: mean predicted bytes of a batch / budget.
         padding: share of the batches' elements that are padding, over all axes.
         axis_padding: the same for each ragged axis.
-        smallest, largest: numbers of samples in a batch.
+        smallest: the least number of samples in a batch.
+        largest: the largest number.
         over_budget: batches whose predicted bytes exceed the budget.
     """
 
