@@ -14,7 +14,7 @@ SHAPES = ("uniform", "constant", "ones", "heavy", "bimodal", "giant")
 
 
 @st.composite
-def one_axis_sizes(draw: st.DrawFn, *, most: int = 300) -> npt.NDArray[np.int64]:
+def one_axis_sizes(draw: st.DrawFn, *, most: int = 150) -> npt.NDArray[np.int64]:
     """Sizes of one axis, shape `(N,)`: every kind of distribution that broke some sampler."""
     n = draw(st.integers(1, most))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -37,7 +37,7 @@ def one_axis_sizes(draw: st.DrawFn, *, most: int = 300) -> npt.NDArray[np.int64]
 
 @st.composite
 def several_axes_sizes(
-    draw: st.DrawFn, *, most: int = 200, axes: int | None = None
+    draw: st.DrawFn, *, most: int = 120, axes: int | None = None
 ) -> npt.NDArray[np.int64]:
     """Sizes of two or three axes, shape `(N, d)`, correlated or not."""
     first = draw(one_axis_sizes(most=most)).astype(np.float64)
@@ -51,7 +51,7 @@ def several_axes_sizes(
     return np.stack(columns, axis=1).astype(np.int64)
 
 
-def sizes(most: int = 300) -> st.SearchStrategy[npt.NDArray[Any]]:
+def sizes(most: int = 150) -> st.SearchStrategy[npt.NDArray[Any]]:
     """Sizes of one axis or several."""
     return st.one_of(one_axis_sizes(most=most), several_axes_sizes(most=most))
 
@@ -82,7 +82,7 @@ def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
 
 @st.composite
 def problems(
-    draw: st.DrawFn, *, most: int = 300, packed: bool | None = None, fits: bool = True
+    draw: st.DrawFn, *, most: int = 150, packed: bool | None = None, fits: bool = True
 ) -> tuple[npt.NDArray[Any], Any, int]:
     """Sizes, a cost for their axes, and a budget; with `fits` every sample fits it alone."""
     values = draw(sizes(most))
@@ -105,7 +105,5 @@ def rules(draw: st.DrawFn, *, packed: bool = False) -> dict[str, Any]:
     if draw(st.booleans()):
         options["batch_size_multiple"] = 1 if packed else draw(st.sampled_from([1, 2, 8]))
     if draw(st.booleans()):
-        options["max_batch_size"] = draw(
-            st.integers(options.get("batch_size_multiple", 1), 40)
-        )
+        options["max_batch_size"] = draw(st.integers(options.get("batch_size_multiple", 1), 40))
     return options

@@ -192,7 +192,14 @@ def _split(
         if len(mine) < target[window]:
             stops = np.append(mine[1:], length)
             costs = run_costs(sizes[window], mine, stops, rules)
-            split = split_to(mine.tolist(), length, costs.tolist(), int(target[window]))
-            mine = np.array(split)
+            mine = np.array(
+                split_to(
+                    mine.tolist(),
+                    length,
+                    costs.tolist(),
+                    int(target[window]),
+                    multiple=rules.batch_size_multiple,
+                )
+            )
         out[window, : len(mine)] = mine
     return out

@@ -115,7 +115,8 @@ class EpochOrder:
         if order.weights is not None:
             weights = order._kept(order.weights)
             if order.replacement:
-                self._cumulative = np.cumsum(weights)
+                # Weights are relative: their sum must not overflow.
+                self._cumulative = np.cumsum(weights / weights.max())
             else:
                 self._drawn = self._weighted_without_replacement(weights)
 
@@ -126,8 +127,9 @@ class EpochOrder:
         order of those times is the order of successive weighted draws. O(N log N).
         """
         words = random_words(self._order.seed, self._epoch, _WAIT, count=len(weights))
-        with np.errstate(divide="ignore"):  # a weight of 0 waits for ever
-            waiting = -np.log1p(-_uniform(words)) / weights
+        # Compared by their logarithms, in which no weight above 0 waits as long as one of 0.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            waiting = np.log(-np.log1p(-_uniform(words))) - np.log(weights)
         return np.argsort(waiting, kind="stable")[: len(self._order)]
 
     def indices(self, start: int, stop: int) -> IntArray:

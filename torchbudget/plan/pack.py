@@ -85,7 +85,7 @@ def _bins(sizes: list[int], counts: list[int], room: int) -> IntArray:
             put(low, number, items, left - items * size)
             count -= number * items
         while count:
-            items = min(max(room // size, 1) if size else count, count)
+            items = min(max(room // size, 1) if size else count if room >= 0 else 1, count)
             number = count // items
             put(opened, number, items, room - items * size)
             opened += number

@@ -132,6 +132,7 @@ class Plan:
         self._always_even = ranks == 1 or pairs
         self._micro_batches = self._survey()
         self._epoch_order: tuple[int, EpochOrder] | None = None
+        self._turns: tuple[Position, IntArray] | None = None
 
     @property
     def _largest(self) -> npt.NDArray[Any]:
@@ -308,28 +309,30 @@ class Plan:
 
     # ------------------------------------------------------------------ questions
 
-    def span_at(self, position: Position) -> Span:
-        """The one window that `position` stands in."""
-        length = position.stop - position.start
-        return self._span(position.epoch, position.start, length, 1, position.left)
-
     def left_of(self, position: Position) -> BoolArray | None:
         """Which positions of the window that `position` stands in are still to come.
 
-        Shape `(stop − start,)`; `None`: all. Plans that window: O(its samples).
+        Shape `(stop − start,)`; `None`: all. Plans that window once: O(its samples).
         """
         if not position.rounds:
             return position.left
-        span = self.span_at(position)
-        done = position.rounds * self.ranks
-        dealt = np.arange(position.stop - position.start)
-        if position.left is not None:
-            dealt = np.flatnonzero(position.left)
-        left = np.zeros(position.stop - position.start, np.bool_)
-        block = span.block
-        for start, stop in zip(block.starts[done:], block.stops[done:], strict=True):
-            left[dealt[block.samples[start:stop]]] = True
-        return left
+        if self._turns is None or not self._turns[0].same_window(position):
+            self._turns = position, self._turns_of(position)
+        return self._turns[1] >= position.rounds
+
+    def _turns_of(self, position: Position) -> IntArray:
+        """The round in which each position of a window comes, −1 where none does."""
+        start, stop = position.start, position.stop
+        block = self._span(position.epoch, start, stop - start, 1, position.left).block
+        ascending = np.argsort(block.starts)
+        rounds = ascending // self.ranks
+        turns = np.empty(len(block.samples), np.int64)
+        turns[block.samples] = np.repeat(rounds, (block.stops - block.starts)[ascending])
+        if position.left is None:
+            return turns
+        spread = np.full(stop - start, -1)
+        spread[position.left] = turns
+        return spread
 
     def is_end(self, position: Position) -> bool:
         """Whether no micro-batch is left behind the window that `position` stands in."""

@@ -8,8 +8,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
-
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -35,8 +33,8 @@ class Position:
     left: BoolArray | None = None
     rounds: int = 0
 
-    def remaining(self) -> IntArray:
-        """Positions that were dealt in this window, ascending."""
-        if self.left is None:
-            return np.arange(self.start, self.stop)
-        return self.start + np.flatnonzero(self.left)
+    def same_window(self, other: Position) -> bool:
+        """Whether both stand in the same window of the same epoch, dealt alike."""
+        return (self.epoch, self.start, self.stop) == (other.epoch, other.start, other.stop) and (
+            self.left is other.left
+        )

@@ -68,7 +68,9 @@ def lowest_budget(
     return feasible, target
 
 
-def split_to(starts: list[int], length: int, costs: list[int], target: int) -> list[int]:
+def split_to(
+    starts: list[int], length: int, costs: list[int], target: int, *, multiple: int = 1
+) -> list[int]:
     """Split the costliest runs in two until there are `target` of them.
 
     Args:
@@ -76,6 +78,7 @@ def split_to(starts: list[int], length: int, costs: list[int], target: int) -> l
         length: where the last one ends; at least `target`.
         costs: bytes of each run.
         target: how many runs to reach.
+        multiple: the first half of a run is a multiple of it wherever the run is longer.
 
     Returns:
         Where the runs start now. A half counts as half its run's cost.
@@ -86,7 +89,9 @@ def split_to(starts: list[int], length: int, costs: list[int], target: int) -> l
         cost, start, stop = run = max(
             (run for run in runs if run[2] - run[1] > 1), key=lambda run: run[0]
         )
-        middle = (start + stop + 1) // 2
+        half = -(-(stop - start) // 2)
+        rounded = -(-half // multiple) * multiple
+        middle = start + (rounded if rounded < stop - start else half)
         run[:] = [cost // 2, start, middle]
         runs.append([cost // 2, middle, stop])
     return sorted(start for _, start, _ in runs)
