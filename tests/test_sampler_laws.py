@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from tests.strategies import problems, rules
 from torchbudget import MemoryBudgetBatchSampler
-from torchbudget.errors import UnevenRanksError
+from torchbudget.errors import OptionError, UnevenRanksError
+
+# What a drawing may say at once: that it cannot be dealt evenly, that drop_last leaves nothing.
+REFUSALS = (UnevenRanksError, OptionError)
 
 
 @st.composite
@@ -55,11 +58,11 @@ def samplers(sizes: Any, cost: Any, budget: int, ranks: int, **options: Any) -> 
 
 
 def drawn(those: Any) -> list[list[list[int]]]:
-    """Every rank's epoch; an example that cannot be dealt evenly is checked to say so at once."""
+    """Every rank's epoch; one that is refused is checked to say so at once."""
     try:
         return [list(sampler) for sampler in those]
-    except UnevenRanksError:
-        with pytest.raises(UnevenRanksError):
+    except REFUSALS:
+        with pytest.raises(REFUSALS):
             next(iter(those[0]))
         return []
 
@@ -161,7 +164,7 @@ def test_len_is_what_comes(case: Any) -> None:
         for _ in range(2):
             try:
                 expected = len(sampler)
-            except UnevenRanksError:
+            except REFUSALS:
                 return
             assert len(list(sampler)) == expected
 
@@ -175,7 +178,7 @@ def test_resuming_goes_on_exactly(case: Any, data: st.DataObject) -> None:
     try:
         whole = list(sampler)
         following = list(sampler)
-    except UnevenRanksError:
+    except REFUSALS:
         return
     done = data.draw(st.integers(0, len(whole)))
     sampler = samplers(sizes, cost, budget, ranks, **options)[rank]
@@ -221,7 +224,7 @@ def test_resuming_on_other_ranks_brings_every_remaining_sample_once(
     for _ in range(3):
         try:
             expected = len(those[0])
-        except UnevenRanksError:
+        except REFUSALS:
             return
         done = data.draw(st.integers(0, max(expected - 1, 0)))
         for sampler in those:
@@ -263,7 +266,7 @@ def test_the_state_is_small_plain_and_counts_for_the_loop(case: Any, data: st.Da
             states.append(sampler.state_dict())
             if len(states) > 6:
                 break
-    except UnevenRanksError:
+    except REFUSALS:
         return
     for done, state in enumerate(states):
         assert sampler.state_dict(batches_done=done) == state
@@ -280,9 +283,7 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
     options.pop("num_samples", None)
     multiple = options["size_multiple"]
     over = {
-        index
-        for index in range(len(sizes))
-        if batch_cost(sizes, cost, [index], multiple) > budget
+        index for index in range(len(sizes)) if batch_cost(sizes, cost, [index], multiple) > budget
     }
     if oversize == "skip" and len(sizes) - len(over) < ranks:
         return

@@ -6,7 +6,7 @@ import warnings
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.protocol import CostModel
 from torchbudget.data.state import decode, encode
-from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError
+from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
 from torchbudget.plan.identity import dealing_identity, order_identity
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
@@ -25,8 +25,6 @@ from torchbudget.plan.position import Position
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.sizes import SizeTable
-
-DEFAULT_WINDOW: Final = 4096
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]]):
@@ -46,7 +44,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             one step (the last one may be smaller, or larger by what cannot be dealt evenly alone),
             and ranks are balanced by what they do in a step.
         window: samples that are drawn, sorted and cut together, over all ranks. Default:
-            `samples_per_step`, else 4,096 for each rank. A larger one pads less, and makes the
+            `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
+            each where that is more; but at most a quarter of a shuffled epoch, so that epochs
+            differ, unless that is less than 8 micro-batches on each. A larger one pads less, and makes the
             samples of a micro-batch more alike.
         shuffle: draw at random. Otherwise windows follow the data set's order and their
             micro-batches come longest first.
@@ -78,7 +78,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
     per sample beside `sizes`. `len` plans the whole epoch once.
 
-    The sampler goes on to the next epoch by itself when an epoch was drawn to its end;
+    The sampler goes on to the next epoch by itself when an epoch's last micro-batch was drawn;
     `set_epoch` chooses one.
 
     >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
@@ -109,7 +109,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        if not isinstance(cost, CostModel):
+        if isinstance(cost, type) or not isinstance(cost, CostModel):
             raise OptionError(f"expected a cost model such as PaddedCost, got {cost!r}")
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
@@ -132,6 +132,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             max_batch_size=_optional("max_batch_size", max_batch_size),
             batch_size_multiple=_at_least_one("batch_size_multiple", batch_size_multiple),
         )
+        if np.ndim(cost.batch_bytes(1, table.values[0])):
+            raise SizesError(
+                f"the cost takes sizes of one axis, got sizes of shape {table.values.shape}; "
+                "give it unit_bytes or pair_bytes for every axis"
+            )
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),
@@ -145,11 +150,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             table,
             rules,
             order,
-            window=(
-                _optional("samples_per_step", samples_per_step)
-                or _optional("window", window)
-                or DEFAULT_WINDOW * self.num_replicas
-            ),
+            window=(_optional("samples_per_step", samples_per_step) or _optional("window", window)),
             step_per_window=samples_per_step is not None,
             drop_last=drop_last,
             ranks=self.num_replicas,
@@ -177,16 +178,16 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         loaded stays.
         """
         epoch = _natural("epoch", epoch)
-        if epoch == self.epoch:
-            return
-        if self._drawing is None and self._position.stop:
-            warnings.warn(
-                f"set_epoch({epoch}) discards the position that was loaded in epoch {self.epoch}; "
-                "go on in that epoch, or do not load the state",
-                DiscardedStateWarning,
-                stacklevel=2,
-            )
-        self._position = Position(epoch=epoch)
+        if epoch != self.epoch:
+            if self._drawing is None and self._position.stop:
+                warnings.warn(
+                    f"set_epoch({epoch}) discards the position that was loaded in epoch "
+                    f"{self.epoch}; go on in that epoch, or do not load the state",
+                    DiscardedStateWarning,
+                    stacklevel=2,
+                )
+            self._position = Position(epoch=epoch)
+        self._drawing = None
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the epoch from its beginning, or from the position that was loaded.
@@ -207,8 +208,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
     def steps(self) -> Iterator[int]:
         """How many micro-batches each optimizer step takes on this rank.
 
-        Of the epoch that is being drawn, from where its drawing began; before the first `iter()`,
-        of the coming one. Planned as it is read.
+        Of the epoch whose drawing `iter()` began last, from where it began; before that and behind
+        `set_epoch`, of the coming one. Planned as it is read.
         """
         drawing = self._drawing
         return self.plan.steps(self._position if drawing is None else drawing.began)
@@ -249,6 +250,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         self._position = decode(state_dict, self._order, self._dealing)
         self._drawing = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins where `iter()` would; what is being drawn stays with the one that draws it.
+        return {**self.__dict__, "_drawing": None}
+
     def _finish(self, drawing: _MicroBatches) -> None:
         """An epoch was drawn to its end: the next one comes."""
         if drawing is self._drawing:
@@ -261,28 +266,36 @@ class _MicroBatches(Iterator[list[int]]):
     def __init__(self, sampler: MemoryBudgetBatchSampler, began: Position) -> None:
         self.began = began
         self._sampler = sampler
-        self._plan = sampler.plan
-        self._spans = self._plan.spans(began)
+        self._spans = sampler.plan.spans(began)
         self._walked: list[tuple[int, Stretch]] = []  # with the number of its first window
         self._ends = array("q", [])  # micro-batches on this rank up to each window's end
         self._drawn = 0
+        self._finished = False
         self._bounds: Iterator[tuple[int, int]] = iter(())
         self._indices: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def __next__(self) -> list[int]:
-        while True:
-            for start, stop in self._bounds:
-                self._drawn += 1
-                batch: list[int] = self._indices[start:stop].tolist()
-                return batch
+        if not self._ends:
             self._advance()
+        bounds = next(self._bounds, None)
+        if bounds is None:
+            raise StopIteration
+        self._drawn += 1
+        start, stop = bounds
+        batch: list[int] = self._indices[start:stop].tolist()
+        if self._drawn == self._ends[-1]:
+            # Planned ahead by one, so that a loop that takes exactly `len` batches, and never asks
+            # for one more, has finished its epoch.
+            self._advance()
+        return batch
 
     def _advance(self) -> None:
-        """Plan the next windows."""
+        """Plan the next windows, or find that there are none."""
         span = next(self._spans, None)
         if span is None:
+            self._finished = True
             self._sampler._finish(self)
-            raise StopIteration
+            return
         done = 0 if self._ends else self.began.rounds
         before = self._ends[-1] if self._ends else -done
         block, rank, ranks = span.block, self._sampler.rank, self._sampler.num_replicas
@@ -297,17 +310,18 @@ class _MicroBatches(Iterator[list[int]]):
         done = self._drawn if batches is None else _natural("batches_done", batches)
         if done > self._drawn:
             raise OptionError(f"batches_done={done}, but only {self._drawn} were drawn")
+        epoch = self.began.epoch
+        if self._finished and done == self._drawn:
+            return Position(epoch=epoch + 1)
         if not done:
             return self.began
         window = bisect_right(self._ends, done - 1)
-        number = bisect_right([first for first, _ in self._walked], window) - 1
+        number = bisect_right(self._walked, window, key=lambda walked: walked[0]) - 1
         first, stretch = self._walked[number]
         already = self._ends[window - 1] if window else -self.began.rounds
-        position = stretch.position(self.began.epoch, window - first, done - already)
+        position = stretch.position(epoch, window - first, done - already)
         if done == self._ends[window]:
-            position = Position(epoch=position.epoch, start=position.stop, stop=position.stop)
-            if self._plan.is_end(position):
-                return Position(epoch=position.epoch + 1)
+            return Position(epoch=epoch, start=position.stop, stop=position.stop)
         return position
 
 

@@ -73,6 +73,26 @@ class Span:
     block: Block
 
 
+def default_window(positions: int, ranks: int, micro_batches: float) -> int:
+    """How many shuffled positions are sorted and cut together where nobody says.
+
+    Padding falls as windows grow, and so does what their last micro-batches leave unfilled. But
+    samples that share every window share their micro-batches in every epoch.
+
+    Args:
+        positions: of an epoch.
+        ranks: how many ranks share each window.
+        micro_batches: that a sample makes, on average.
+
+    Returns:
+        4,096 for each rank, or 32 micro-batches on each where that is more; at most a quarter of
+        the epoch, unless that is less than 8 micro-batches on each rank. At least `ranks`.
+    """
+    fill = ranks / micro_batches
+    window = min(max(4096 * ranks, 32 * fill), max(positions / 4, 8 * fill))
+    return max(math.ceil(window), ranks)
+
+
 class Plan:
     """Micro-batches of every epoch, as a function of (seed, epoch, position).
 
@@ -83,7 +103,8 @@ class Plan:
         sizes: of all samples.
         rules: what a micro-batch may be.
         order: which sample stands at which position.
-        window: positions that are sorted and cut together, at least `ranks`.
+        window: positions that are sorted and cut together, at least `ranks`; `None`: see
+            `default_window`.
         step_per_window: a window is an optimizer step, so that ranks wait for each other once per
             window; otherwise every micro-batch is a step.
         drop_last: drop an incomplete last window (with `step_per_window`), or else the last
@@ -101,7 +122,7 @@ class Plan:
         rules: BatchRules,
         order: Order,
         *,
-        window: int,
+        window: int | None = None,
         step_per_window: bool = False,
         drop_last: bool = False,
         ranks: int = 1,
@@ -117,6 +138,11 @@ class Plan:
                 f"{len(order)} samples cannot be dealt to {ranks} ranks: every rank needs at least "
                 "one; use fewer ranks"
             )
+        self._micro_batches = self._survey()
+        if window is None:
+            # Epochs that are not shuffled are alike anyway: there, no window is too wide.
+            positions = len(order) if order.shuffle else 4 * len(order)
+            window = default_window(positions, ranks, self._micro_batches)
         if window < ranks:
             name = "samples_per_step" if step_per_window else "window"
             raise OptionError(f"{name}={window} is below the number of ranks, {ranks}")
@@ -130,7 +156,6 @@ class Plan:
         pairs = bool(rules.capacity(self._largest, rules.budget_bytes) >= 2)
         self.window = window if step_per_window or pairs else window - window % ranks
         self._always_even = ranks == 1 or pairs
-        self._micro_batches = self._survey()
         self._epoch_order: tuple[int, EpochOrder] | None = None
         self._turns: tuple[Position, IntArray] | None = None
 
@@ -151,6 +176,7 @@ class Plan:
 
         Raises:
             UnevenRanksError: what is left cannot be dealt evenly; before the first span.
+            OptionError: `drop_last` leaves nothing of the epoch.
         """
         first, start = self._first(position)
         tail, end = self._tail(position.epoch, start)
@@ -225,6 +251,11 @@ class Plan:
             multiple_of=1 if self._always_even else self.ranks,
         )
         if stays.sum() < self.ranks:
+            if not tail:
+                raise OptionError(
+                    f"drop_last=True leaves nothing of the epoch's {total} samples: they do not "
+                    "fill one micro-batch on each rank"
+                )
             return None
         return self._span(epoch, tail, total - tail, 1, None if stays.all() else stays)
 
@@ -333,10 +364,6 @@ class Plan:
         spread = np.full(stop - start, -1)
         spread[position.left] = turns
         return spread
-
-    def is_end(self, position: Position) -> bool:
-        """Whether no micro-batch is left behind the window that `position` stands in."""
-        return self._tail(position.epoch, position.stop)[1] <= position.stop
 
     def micro_batches(self, position: Position) -> int:
         """Micro-batches of each rank from `position` to the end of its epoch; O(samples left)."""
