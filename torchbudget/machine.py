@@ -187,9 +187,8 @@ def shared_memory(*, root: Path = _ROOT) -> MemoryPool | None:
     Returns:
         The pool; None where `/dev/shm` does not exist, or has no limit of its own.
     """
-    folder = root / "dev" / "shm"
     try:
-        system = os.statvfs(folder)
+        system = os.statvfs(root / "dev/shm")
     except FileNotFoundError:
         return None
     if system.f_blocks == 0:  # a tmpfs that was mounted with size=0 grows without limit
@@ -276,8 +275,7 @@ def process_memory(pid: int | None = None, *, root: Path = _ROOT) -> ProcessMemo
     status = _fields(folder / "status")
     if "Pid" not in status:
         raise MachineError(f"cannot read {folder / 'status'}: no such process, or no Linux /proc")
-    # A process that has ended but was not waited for has no memory, and no such lines.
-    resident_bytes = status.get("VmRSS", 0)
+    resident_bytes = status.get("VmRSS", 0)  # no such line once a process has ended
     held_bytes = status.get("RssAnon", 0) + status.get("RssShmem", 0)
     shares: dict[str, int] = {}
     with suppress(MachineError):  # another user's process shows its status only
@@ -364,11 +362,8 @@ def _cgroup_mounts(root: Path, version: int) -> Iterator[tuple[PurePosixPath, Pa
             for field in mount.split()[3:5]
         )
         kind, _, options = system.split()[:3]
-        if (
-            kind == "cgroup2"
-            if version == 2
-            else kind == "cgroup" and "memory" in options.split(",")
-        ):
+        controls_memory = "memory" in options.split(",")
+        if kind == "cgroup2" if version == 2 else kind == "cgroup" and controls_memory:
             yield PurePosixPath(mount_root), root / mount_point.lstrip("/")
 
 

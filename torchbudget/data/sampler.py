@@ -143,7 +143,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             num_samples=_optional("num_samples", num_samples),
             shuffle=shuffle,
             replacement=replacement,
-            weights=None if weights is None else np.asarray(weights, np.float64),
+            weights=None if weights is None else _floats("weights", weights),
             seed=_natural("seed", seed),
         )
         self.plan = Plan(
@@ -348,6 +348,13 @@ def _at_least_one(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise OptionError(f"{name} must be an int of at least 1, got {value!r}")
     return int(value)
+
+
+def _floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{name} must be numbers: {error}") from error
 
 
 def _optional(name: str, value: int | None) -> int | None:

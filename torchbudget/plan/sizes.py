@@ -45,7 +45,10 @@ class SizeTable:
         Raises:
             SizesError: a wrong shape or type, no samples, or a size out of range (with its index).
         """
-        values = np.asarray(sizes)
+        try:
+            values = np.asarray(sizes)
+        except ValueError as error:  # lists of different lengths
+            raise SizesError(f"expected sizes of shape (N,) or (N, d): {error}") from error
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]
         if values.ndim not in (1, 2):

@@ -1,0 +1,80 @@
+"""Where the size of a sample stands: a field, several of them, a callable, or the sample itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from torchbudget.errors import OptionError, SizesError
+
+Field: TypeAlias = str | int
+Size: TypeAlias = int | tuple[int, ...]
+SizeKey: TypeAlias = Field | tuple[Field, ...] | Callable[[Any], Size] | None
+
+
+def check_key(key: SizeKey) -> None:
+    """Raise an `OptionError` where `key` is of no such kind."""
+    if key is None or callable(key):
+        return
+    fields = key if isinstance(key, tuple) and key else (key,)
+    if any(isinstance(field, bool) or not isinstance(field, (str, int)) for field in fields):
+        raise OptionError(
+            f"expected None, a str, an int, a tuple of those or a callable as key, got {key!r}"
+        )
+
+
+def size_of(sample: Any, key: SizeKey, index: int) -> Size:
+    """The size of one sample: an int, or one int per ragged axis.
+
+    Raises:
+        SizesError: it has none; the text names its `index`.
+    """
+    try:
+        if callable(key):
+            size = key(sample)
+            if not isinstance(size, (tuple, list)):
+                return _count(size)
+            if not size:
+                raise ValueError("expected an int or one int per axis, got none")
+            return tuple(map(_count, size))
+        if isinstance(key, tuple):
+            return tuple(_length(sample[field]) for field in key)
+        if key is not None:
+            return _length(sample[key])
+        if isinstance(sample, tuple):
+            raise TypeError(
+                "a tuple's length is its number of fields; name the one that is ragged, "
+                "as in key=0, or give key=len to count them"
+            )
+        return _length(sample)
+    except Exception as error:
+        raise SizesError(
+            f"sample {index} has no size for key {key!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, Mapping):
+        raise TypeError(
+            "a mapping's length is its number of fields; name the one that is ragged, "
+            "as in key='input_ids'"
+        )
+    shape = getattr(value, "shape", None)
+    if not isinstance(shape, tuple):
+        return len(value)
+    if not shape:
+        raise TypeError("a 0-dimensional array has no length")
+    return int(shape[0])
+
+
+def _count(size: Any) -> int:
+    if isinstance(size, (bool, np.bool_)) or getattr(size, "dtype", None) is torch.bool:
+        raise TypeError(f"expected an int, got {size!r}")
+    count = operator.index(size)
+    if not 0 <= count < 2**63:
+        raise ValueError(f"expected a size between 0 and 2**63 - 1, got {count}")
+    return count

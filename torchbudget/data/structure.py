@@ -1,0 +1,248 @@
+"""Samples taken apart into one column per field, and batches put together again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+
+from torchbudget.errors import CollateError
+
+Path: TypeAlias = tuple[Any, ...]
+"""The keys and positions that lead from a sample to one of its fields; `()` is the sample."""
+
+NUMBERS = frozenset({"bool", "int", "float", "complex"})
+
+_DESCRIPTIONS = {
+    "mapping": "a mapping",
+    "tuple": "a tuple",
+    "list": "a list",
+    "tensor": "a tensor",
+    "array": "a NumPy array or scalar",
+    "text": "a string",
+    "bool": "a bool",
+    "int": "an int",
+    "float": "a float",
+    "complex": "a complex number",
+    "unknown": "an object of another type",
+}
+
+
+class Field(NamedTuple):
+    """One field of all samples: where it stands, what kind it is of, its value in each sample."""
+
+    path: Path
+    kind: str
+    values: Sequence[Any]
+
+
+def as_path(name: Any) -> Path:
+    """The path that an option's key means: a tuple is one, anything else names a top field."""
+    return name if isinstance(name, tuple) else (name,)
+
+
+def show(path: Path) -> str:
+    """A path for people, spelled as the key that an option would take.
+
+    >>> show(("labels",)), show(("text", 0)), show(())
+    ("field 'labels'", "field ('text', 0)", 'the sample')
+    """
+    if not path:
+        return "the sample"
+    return f"field {path[0]!r}" if len(path) == 1 else f"field {path!r}"
+
+
+def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
+    """The place in `paths` of the field that an option names.
+
+    Raises:
+        CollateError: no field has that name.
+    """
+    path = as_path(name)
+    try:
+        return paths.index(path)
+    except ValueError:
+        known = ", ".join(repr(p[0] if len(p) == 1 else p) for p in paths)
+        raise CollateError(
+            f"{option} names {show(path)}, which the samples do not have; their fields: {known}"
+        ) from None
+
+
+def fail(path: Path, position: int, expected: str, came: str) -> NoReturn:
+    """Raise the error of one sample that does not agree with the first."""
+    raise CollateError(
+        f"sample {position} of the batch, {show(path)}: expected {expected}, got {came}"
+    )
+
+
+def fail_at_odd_one(
+    path: Path,
+    values: Iterable[Any],
+    key: Callable[[Any], Any],
+    describe: Callable[[Any], str] = str,
+) -> NoReturn:
+    """Find the first sample whose `key` differs from sample 0's, and raise its error.
+
+    Collating checks all samples at once, by the set of their keys; only a batch that fails pays
+    for the search.
+    """
+    keys = [key(value) for value in values]
+    position = next(i for i, k in enumerate(keys) if k != keys[0])
+    fail(path, position, f"{describe(keys[0])} as in sample 0", describe(keys[position]))
+
+
+def kind_of(value: Any) -> str:
+    """What a value is to a collate: a key of the table of descriptions."""
+    return kind_of_type(type(value))  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.lru_cache(maxsize=1024)
+def kind_of_type(cls: Any) -> str:
+    """What the values of a type are to a collate."""
+    # The order matters: np.float64 is a float, np.str_ a str, and bool an int.
+    for kind, bases in (
+        ("tensor", torch.Tensor),
+        ("text", (str, bytes)),
+        ("array", (np.ndarray, np.generic)),
+        ("bool", bool),
+        ("int", int),
+        ("float", float),
+        ("complex", complex),
+        ("mapping", Mapping),
+        ("tuple", tuple),
+        ("list", list),
+    ):
+        if issubclass(cls, bases):
+            return kind
+    return "unknown"
+
+
+def holds_numbers(values: list[Any]) -> bool:
+    """Whether a list is one field, of numbers or of lists of numbers, and no list of fields."""
+    types = set(map(type, values))
+    if all(kind_of_type(t) in NUMBERS or issubclass(t, np.generic) for t in types):
+        return True
+    return types == {list} and all(map(holds_numbers, values))
+
+
+def take_apart(samples: Sequence[Any]) -> tuple[Any, list[Field]]:
+    """One column per field.
+
+    The first sample says what the fields are, and every other one must agree. A mapping or a
+    tuple is always a structure of fields; a list is one field where it holds numbers, and a
+    structure otherwise.
+
+    Args:
+        samples: n samples, n ≥ 1.
+
+    Returns:
+        The structure of a batch, as dicts and tuples with None in each field's place, and the
+        fields in the order of those places.
+
+    Raises:
+        CollateError: there is no sample or no field, or the samples' structures differ.
+
+    >>> take_apart([{"x": 1, "y": (2.0, "a")}, {"y": (3.0, "b"), "x": 4}])[0]
+    {'x': None, 'y': (None, None)}
+    """
+    if not samples:
+        raise CollateError("expected at least one sample, got an empty batch")
+    fields: list[Field] = []
+    structure = _walk((), samples, fields)
+    if not fields:
+        raise CollateError(f"expected samples with at least one field, got {samples[0]!r}")
+    return structure, fields
+
+
+def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
+    types = set(map(type, column))
+    kinds = {kind_of_type(t) for t in types}
+    if len(kinds) > 1:
+        fail_at_odd_one(path, column, kind_of, _DESCRIPTIONS.__getitem__)
+    (kind,) = kinds
+    first = column[0]
+    if kind == "mapping":
+        # As many keys as the first has, and none of those missing: the same keys. A defaultdict
+        # must not be asked for a key that it lacks.
+        if types == {dict}:
+            alike = set(map(len, column)) == {len(first)}
+        else:
+            alike = all(sample.keys() == first.keys() for sample in column)
+        if not alike:
+            _fail_at_keys(path, column)
+        try:
+            columns = {key: [sample[key] for sample in column] for key in first}
+        except KeyError:
+            _fail_at_keys(path, column)
+        return {key: _walk((*path, key), values, fields) for key, values in columns.items()}
+    if kind == "tuple" or (kind == "list" and not holds_numbers(first)):
+        if set(map(len, column)) != {len(first)}:
+            fail_at_odd_one(path, column, len, "{} fields".format)
+        parts = [_walk((*path, i), c, fields) for i, c in enumerate(zip(*column, strict=True))]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if kind == "unknown":
+        raise CollateError(
+            f"sample 0 of the batch, {show(path)}: expected a tensor, an array, a list of numbers, "
+            f"a number, a string, or a mapping or tuple of those, got {type(first).__name__}; "
+            "convert it in the dataset, or leave it out"
+        )
+    fields.append(Field(path, kind, column))
+    return None
+
+
+def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
+    keys = column[0].keys()
+    position = next(i for i, sample in enumerate(column) if sample.keys() != keys)
+    came = column[position].keys()
+    raise CollateError(
+        f"sample {position} of the batch, {show(path)}: expected the keys {list(keys)} as in "
+        f"sample 0, got {list(came)}; missing: {[k for k in keys if k not in came]}, "
+        f"unexpected: {[k for k in came if k not in keys]}"
+    )
+
+
+def choose_length_field(
+    name: Any | None, paths: Sequence[Path], is_ragged: Sequence[bool], is_text: Sequence[bool]
+) -> int:
+    """The place of the field whose lengths are the batch's: the named or the first ragged one.
+
+    Without a ragged field, the first that is no text.
+
+    Raises:
+        CollateError: no field has that name, or it is not ragged.
+    """
+    if name is None:
+        if True in is_ragged:
+            return is_ragged.index(True)
+        return is_text.index(False) if False in is_text else 0
+    index = find_path(name, paths, "length_field")
+    if not is_ragged[index]:
+        raise CollateError(
+            f"length_field names {show(paths[index])}, which has no ragged axis; name one that has"
+        )
+    return index
+
+
+def put_together(structure: Any, leaves: Iterator[Any]) -> Any:
+    """The structure with the next of `leaves` in each field's place."""
+    if isinstance(structure, dict):
+        return {key: put_together(value, leaves) for key, value in structure.items()}
+    if isinstance(structure, tuple):
+        parts = [put_together(part, leaves) for part in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return next(leaves)
+
+
+def leaves_of(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Path and value of every field of a batch, in the order of `take_apart`."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from leaves_of(value, (*path, key))
+    elif isinstance(data, tuple):
+        for position, value in enumerate(data):
+            yield from leaves_of(value, (*path, position))
+    else:
+        yield path, data
