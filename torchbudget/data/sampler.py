@@ -46,8 +46,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         window: samples that are drawn, sorted and cut together, over all ranks. Default:
             `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
             each where that is more; but at most a quarter of a shuffled epoch, so that epochs
-            differ, unless that is less than 8 micro-batches on each. A larger one pads less, and makes the
-            samples of a micro-batch more alike.
+            differ, unless that is less than 8 micro-batches on each. A larger one pads less, and
+            makes the samples of a micro-batch more alike.
         shuffle: draw at random. Otherwise windows follow the data set's order and their
             micro-batches come longest first.
         seed: of all randomness. The order is a function of (seed, epoch, position) alone.
