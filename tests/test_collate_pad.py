@@ -151,6 +151,7 @@ class TestFields:
         samples = [np.arange(6, dtype=">i4")[::-2], np.arange(4, dtype=">i4")]
         expected = torch.tensor([[5, 3, 1, 0], [0, 1, 2, 3]], dtype=torch.int32)
         assert bitwise(PadCollate()(samples).data, expected)
+        assert bitwise(PadCollate(size_multiple=4)(samples[:1]).data, expected[:1])
 
     def test_read_only_arrays_are_read(self) -> None:
         array = np.arange(3)

@@ -635,11 +635,11 @@ def test_an_optimizer_that_cannot_be_told_says_what_to_do(optimizer):
     largest=st.integers(1, 110),
 )
 def test_the_sampler_yields_batches_of_the_largest_size(fixed_bytes, sample_bytes, largest):
-    """Samples of one shape: as many as fit in every batch, the rest in one."""
+    """Samples of one shape: as many as fit in every batch of a window, the rest in one."""
     cost = DenseCost(fixed_bytes=fixed_bytes, sample_bytes=sample_bytes)
     budget = int(cost.batch_bytes(largest + 1, 0)) - 1
     assert cost.largest_batch(budget) == largest
-    sampler = MemoryBudgetBatchSampler(np.ones(100, np.int64), cost, budget)
+    sampler = MemoryBudgetBatchSampler(np.ones(100, np.int64), cost, budget, window=100)
     full, rest = divmod(100, largest)
     lengths = sorted(map(len, sampler), reverse=True)
     assert lengths == [largest] * full + [rest] * (rest > 0)

@@ -117,9 +117,9 @@ def read_column(field: Field) -> Column:
 
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
 def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
-    array = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
-    array.flags.writeable = False
-    return array.reshape(len(shapes), len(shapes[0]))
+    flat = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
+    flat.flags.writeable = False
+    return flat.reshape(len(shapes), len(shapes[0]))
 
 
 def _shapes(path: Path, shapes: Sequence[tuple[int, ...]]) -> IntArray:

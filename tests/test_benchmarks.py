@@ -1,0 +1,77 @@
+"""The benchmarks run, and write what they print; what they measure is judged by people."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+
+TINY = {
+    "planning": "--samples 2000 --repetitions 1",
+    "first_batch": "--samples 20000",
+    "padding": "--samples 5000 --peer-samples 300",
+    "ranks": "--samples 4096 --few 4096 --most-ranks 2",
+    "packing": "--samples 2000 --peer-samples 300 --repetitions 1",
+    "several_axes": "--samples 600 --window 512",
+    "loader": "--samples 400 --repetitions 1",
+    "endurance": "--batches 300 --seed 4",
+}
+EXACT = {"padding": "over the budget", "several_axes": "over the budget", "endurance": "violations"}
+
+
+def run(command: list[str | Path]) -> str:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None:
+    """It prints a table and writes its rows and bars; what needs no clock holds at any size."""
+    written = tmp_path / "numbers.json"
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--json", written, *TINY[name].split()]
+    printed = run(command)
+    numbers = json.loads(written.read_text())
+    assert len(printed.splitlines()) == 1 + len(numbers["rows"]) + len(numbers["bars"])
+    exact = [bar for bar in numbers["bars"] if EXACT.get(name, "no bar") in bar["bar"]]
+    assert all(bar["holds"] for bar in exact)
+    assert bool(exact) == (name in EXACT)
+
+
+def test_recording_replaces_the_table(tmp_path: Path) -> None:
+    """Twice recorded is once recorded, and nothing but the table changes."""
+    for path in BENCHMARKS.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    script = tmp_path / "padding.py"
+    before = script.read_text()
+    for samples in ("2000", "1000"):
+        arguments = ["padding", "--samples", samples, "--peer-samples", "100"]
+        printed = run([sys.executable, tmp_path / "record.py", *arguments])
+    after = script.read_text()
+    assert all(f"    {line}\n" in after for line in printed.splitlines()[1:] if line)
+    assert after.partition("Figures are")[2] == before.partition("Figures are")[2]
+    assert after.partition("Hardware")[0] == before.partition("Hardware")[0]
+    assert after.count("window 4,096 ≤") == 1
+
+
+def test_every_benchmark_is_run_here() -> None:
+    """A new script does not go untested, and its docstring holds what was measured."""
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"_common", "collate", "record"}
+    assert scripts == set(TINY)
+    for name in scripts:
+        assert "Hardware:" in (BENCHMARKS / f"{name}.py").read_text()
