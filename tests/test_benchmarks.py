@@ -54,14 +54,13 @@ def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None
 
 
 def test_recording_replaces_the_table(tmp_path: Path) -> None:
-    """Twice recorded is once recorded, and nothing but the table changes."""
+    """The new table stands where the old one stood, and nothing else changes."""
     for path in BENCHMARKS.glob("*.py"):
         shutil.copy(path, tmp_path)
     script = tmp_path / "padding.py"
     before = script.read_text()
-    for samples in ("2000", "1000"):
-        arguments = ["padding", "--samples", samples, "--peer-samples", "100"]
-        printed = run([sys.executable, tmp_path / "record.py", *arguments])
+    arguments = ["padding", "--samples", "1000", "--peer-samples", "100"]
+    printed = run([sys.executable, tmp_path / "record.py", *arguments])
     after = script.read_text()
     assert all(f"    {line}\n" in after for line in printed.splitlines()[1:] if line)
     assert after.partition("Figures are")[2] == before.partition("Figures are")[2]

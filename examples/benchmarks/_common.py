@@ -1,0 +1,163 @@
+"""What the benchmarks share: arguments, clocks, figures of batches, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T")
+Sizes: TypeAlias = npt.NDArray[Any]
+Batches: TypeAlias = list[list[int]]
+
+
+def options(doc: str | None, **defaults: int) -> argparse.Namespace:
+    """The command line: `--json PATH`, and an int for every default."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    for name, value in defaults.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=int, default=value, help=f"default {value:,}"
+        )
+    return parser.parse_args()
+
+
+def lognormal(samples: int, mean: float, sigma: float, low: int, high: int) -> Sizes:
+    """Log-normal lengths, clipped, int64; always the same ones."""
+    rng = np.random.default_rng(0)
+    return np.clip(rng.lognormal(mean, sigma, samples), low, high).astype(np.int64)
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """Seconds on the wall, and of this process's own computing (all its threads)."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(work: Callable[[], T]) -> tuple[Elapsed, T]:
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    result = work()
+    return Elapsed(time.perf_counter() - wall_s, time.process_time() - cpu_s), result
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], repetitions: int
+) -> dict[str, list[Elapsed]]:
+    """Time all of them in turn, over and over, every other time in reverse.
+
+    What else the machine does then falls on all alike, and the ratio of two within one repetition
+    says more than the ratio of two means.
+    """
+    times: dict[str, list[Elapsed]] = {name: [] for name in contenders}
+    for repetition in range(repetitions):
+        names = list(contenders)
+        for name in names if repetition % 2 == 0 else reversed(names):
+            times[name].append(timed(contenders[name])[0])
+    return times
+
+
+def median(times: list[Elapsed], clock: str = "wall_s") -> float:
+    return statistics.median(getattr(time, clock) for time in times)
+
+
+def ratio(mine: list[Elapsed], theirs: list[Elapsed], clock: str = "wall_s") -> float:
+    """The median over the repetitions of mine / theirs."""
+    return statistics.median(
+        getattr(a, clock) / max(getattr(b, clock), 1e-9) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------- figures of batches
+
+
+def flat(batches: Iterable[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """All indices in the order of the batches, and the number of samples in each."""
+    batches = list(batches)
+    counts = np.fromiter(map(len, batches), np.int64, len(batches))
+    return np.fromiter(chain.from_iterable(batches), np.int64, int(counts.sum())), counts
+
+
+def padded_sizes(sizes: Sizes, indices: npt.NDArray[np.int64], counts: Sizes) -> Sizes:
+    """The maximum over each batch, on every axis, shape `(batches,)` or `(batches, d)`."""
+    return np.maximum.reduceat(sizes[indices], np.cumsum(counts) - counts, axis=0)
+
+
+def padded_figures(sizes: Sizes, batches: Iterable[list[int]], budget: int) -> dict[str, Any]:
+    """Figures of padded batches of one axis, whose cost is their padded elements."""
+    indices, counts = flat(batches)
+    padded = counts * padded_sizes(sizes, indices, counts)
+    return {
+        "batches": len(counts),
+        "padding": 1 - int(sizes[indices].sum()) / int(padded.sum()),
+        "fill": float(padded.mean()) / budget,
+        "over": int((padded > budget).sum()),
+        "largest": int(padded.max()),
+    }
+
+
+# ---------------------------------------------------------------------- tables and JSON
+
+
+class Results:
+    """Rows and bars of one benchmark: printed as a table, written as JSON.
+
+    Args:
+        formats: how each column is printed, by its name and in their order: a format
+            specification such as ".2%".
+    """
+
+    def __init__(self, formats: Mapping[str, str]) -> None:
+        self.formats = formats
+        self.rows: list[dict[str, Any]] = []
+        self.bars: list[dict[str, Any]] = []
+
+    def row(self, **cells: Any) -> None:
+        self.rows.append(cells)
+
+    def bar(self, what: str, value: float, limit: float, *, at_least: bool = False) -> None:
+        """A figure and what it is to be: at the most `limit`, or `at_least`."""
+        holds = bool(value >= limit if at_least else value <= limit)
+        self.bars.append(
+            {"bar": what, "value": value, "limit": limit, "at_least": at_least, "holds": holds}
+        )
+
+    def finish(self, path: Path | None) -> None:
+        """Print the table, then the bars; write the JSON."""
+        table = [list(self.formats)] + [
+            [self._cell(row.get(name), form) for name, form in self.formats.items()]
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for cells in table:
+            first, *rest = [*zip(cells, widths, strict=True)]
+            line = "  ".join([first[0].ljust(first[1]), *(c.rjust(width) for c, width in rest)])
+            print(line.rstrip())
+        for bar in self.bars:
+            sign = "≥" if bar["at_least"] else "≤"
+            holds = "holds" if bar["holds"] else "DOES NOT HOLD"
+            print(f"{bar['bar']} {sign} {bar['limit']:g}: {bar['value']:.5g}, {holds}")
+        if path is not None:
+            written = {"rows": self.rows, "bars": self.bars}
+            path.write_text(json.dumps(written, indent=2) + "\n")
+
+    @staticmethod
+    def _cell(value: Any, form: str) -> str:
+        if value is None:
+            return "–"
+        return value if isinstance(value, str) else format(value, form)

@@ -1,0 +1,168 @@
+"""How soon does the first batch of a billion samples come, and what does it take?
+
+Question: with the sizes of 1,000,000,000 samples in a memory map (uint16, a file of 2 GB), how long
+does the first batch of an epoch take after construction, how much memory is there beyond the sizes,
+and what does resuming in the middle of the epoch cost?
+
+Command: python examples/benchmarks/first_batch.py [--samples N] [--json PATH]
+(the file is written to the temporary directory, and removed; TMPDIR chooses another disk)
+
+Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
+
+    (the table comes here)
+
+A child process does the work, so that its memory is its own; this one watches the child's anonymous
+resident memory every 2 ms, from before construction on. Pages of the memory map are not anonymous:
+they are the sizes. Construction reads the whole file once, to check and fingerprint it, and the
+file was just written, so it comes from the page cache. `fresh` is the median of five samplers that
+were just constructed, `again` of one that goes on to other epochs, or to the same state again. The
+epoch is really drawn up to its middle; the batch of those that go on there is checked to be the one
+that would have come.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _common import Results, lognormal, median, options, timed
+
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost
+
+BLOCK = 10_000_000
+FRESH = 5
+AGAIN = 10
+
+
+def write_sizes(path: Path, samples: int) -> None:
+    """Tile a random block, so that making the file does not take longer than the benchmark."""
+    block = lognormal(min(samples, BLOCK), 3.2, 0.8, 1, 1024).astype(np.uint16)
+    with path.open("wb") as file:
+        for first in range(0, samples, len(block)):
+            file.write(block[: samples - first].tobytes())
+
+
+def child(path: Path) -> None:
+    """Tell that all is imported, wait for the word, work, and tell the times as JSON."""
+    sizes = np.memmap(path, np.uint16, "r")
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+    def construct() -> MemoryBudgetBatchSampler:
+        return MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 8192)
+
+    def first_of(sampler: MemoryBudgetBatchSampler) -> list[int]:
+        return next(iter(sampler))
+
+    def resume(sampler: MemoryBudgetBatchSampler, state: dict[str, Any]) -> list[int]:
+        sampler.load_state_dict(state)
+        return first_of(sampler)
+
+    told: dict[str, Any] = {}
+    constructed, first, again = [], [], []
+    for _ in range(FRESH):
+        elapsed, sampler = timed(construct)
+        constructed.append(elapsed)
+        first.append(timed(partial(first_of, sampler))[0])
+    for epoch in range(AGAIN):
+        sampler.set_epoch(epoch + 1)
+        again.append(timed(partial(first_of, sampler))[0])
+    told |= {"construct_s": median(constructed)}
+    told |= {"first_s": median(first), "first_again_s": median(again)}
+
+    sampler.set_epoch(0)
+    batches, drawn = iter(sampler), 0
+
+    def draw_to_the_middle() -> None:
+        nonlocal drawn
+        while drawn < len(sizes) // 2:
+            drawn += len(next(batches))
+
+    told["drawing_s"] = timed(draw_to_the_middle)[0].wall_s
+    told["drawn"] = drawn
+    saved, state = timed(sampler.state_dict)
+    told |= {"save_s": saved.wall_s, "state_chars": len(json.dumps(state))}
+    expected = next(batches)
+
+    resumed = []
+    for _ in range(FRESH):
+        sampler = construct()
+        elapsed, batch = timed(partial(resume, sampler, state))
+        assert batch == expected
+        resumed.append(elapsed)
+    again = [timed(partial(resume, sampler, state))[0] for _ in range(AGAIN)]
+    told |= {"resume_s": median(resumed), "resume_again_s": median(again)}
+    print(json.dumps(told), flush=True)
+
+
+def anonymous_bytes(process: int) -> int | None:
+    """Resident anonymous memory, or `None` where the system does not tell."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return None
+    lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return int(lines["RssAnon"].split()[0]) * 1024 if "RssAnon" in lines else None
+
+
+def watch(path: Path) -> dict[str, Any]:
+    """Run the child; what it tells, and its peak of anonymous memory beyond that of its start."""
+    command = [sys.executable, __file__, "--child", str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        before = anonymous_bytes(process.pid)
+        peak = before or 0
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while True:
+            try:
+                process.wait(0.002)
+                break
+            except subprocess.TimeoutExpired:
+                peak = max(peak, anonymous_bytes(process.pid) or 0)
+        told: dict[str, Any] = json.loads(process.stdout.read())
+    told["beyond_bytes"] = None if before is None else peak - before
+    return told
+
+
+def main() -> None:
+    if "--child" in sys.argv:
+        child(Path(sys.argv[-1]))
+        return
+    arguments = options(__doc__, samples=1_000_000_000)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sizes.bin"
+        write_sizes(path, arguments.samples)
+        told = watch(path)
+
+    results = Results({"what": "", "fresh": ",.2f", "again": ",.2f", "unit": ""})
+    results.row(what="samples", fresh=f"{arguments.samples:,}")
+    results.row(what="construction", fresh=told["construct_s"], unit="s")
+    for what, key in (("first batch", "first"), ("resume in the middle: load, batch", "resume")):
+        fresh, more = told[f"{key}_s"] * 1e3, told[f"{key}_again_s"] * 1e3
+        results.row(what=what, fresh=fresh, again=more, unit="ms")
+    results.row(what="drawing half the epoch", fresh=told["drawing_s"], unit="s")
+    results.row(what="the same, a sample", fresh=told["drawing_s"] / told["drawn"] * 1e6, unit="µs")
+    results.row(what="state_dict in the middle", fresh=told["save_s"] * 1e3, unit="ms")
+    results.row(what="the state as JSON", fresh=f"{told['state_chars']:,}", unit="characters")
+    results.bar("first batch after construction, ms", told["first_s"] * 1e3, 10)
+    results.bar("first batch after resuming, ms", told["resume_s"] * 1e3, 10)
+    if told["beyond_bytes"] is not None:
+        beyond = told["beyond_bytes"] / 2**20
+        results.row(what="peak memory beyond the sizes", fresh=beyond, unit="MiB")
+        results.bar("memory beyond the sizes, MiB", beyond, 64)
+    results.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
