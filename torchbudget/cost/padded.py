@@ -23,10 +23,10 @@ def _coefficient(name: str, value: object) -> float:
     """`value` as a finite, non-negative float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise CostError(f"{name} must be a number of bytes, got {value!r}")
-    number = float(value)
-    if not (math.isfinite(number) and 0 <= number < _EXACT):
+    # Compared before it is converted, since an int may be past every float; NaN is no less.
+    if not 0 <= value < _EXACT:
         raise CostError(f"{name} must be at least 0 and below 2**53, got {value!r}")
-    return number
+    return float(value)
 
 
 def _whole(name: str, value: object) -> int:
@@ -34,11 +34,18 @@ def _whole(name: str, value: object) -> int:
     return math.ceil(_coefficient(name, value))
 
 
+def _entries(value: Any) -> Sequence[Any] | None:
+    """What a list, a tuple or an array holds, each as it is; `None` of anything else."""
+    held = value.tolist() if hasattr(value, "tolist") else value
+    return held if isinstance(held, Sequence) and not isinstance(held, str) else None
+
+
 def _vector(name: str, value: Any) -> float | tuple[float, ...]:
     """A coefficient per axis: a number for one axis, else a tuple of d ≥ 2."""
-    if np.ndim(value) == 0:
+    held = _entries(value)
+    if held is None:
         return _coefficient(name, value)
-    entries = tuple(_coefficient(name, entry) for entry in np.asarray(value).tolist())
+    entries = tuple(_coefficient(name, entry) for entry in held)
     if len(entries) < 2:
         raise CostError(f"{name} must be a number for one axis or d ≥ 2 of them, got {value!r}")
     return entries
@@ -46,16 +53,17 @@ def _vector(name: str, value: Any) -> float | tuple[float, ...]:
 
 def _matrix(name: str, value: Any, axes: int) -> float | tuple[tuple[float, ...], ...]:
     """A coefficient per pair of axes: a number for one axis, else d rows of d."""
-    if np.ndim(value) == 0:
+    held = _entries(value)
+    if held is None:
         number = _coefficient(name, value)
         if axes == 1:
             return number
         if number == 0:
             return ((0.0,) * axes,) * axes
-    elif np.shape(value) == (axes, axes):
-        return tuple(
-            tuple(_coefficient(name, entry) for entry in row) for row in np.asarray(value).tolist()
-        )
+    elif axes > 1:
+        rows = [_entries(row) or () for row in held]
+        if [len(row) for row in rows] == [axes] * axes:
+            return tuple(tuple(_coefficient(name, entry) for entry in row) for row in rows)
     raise CostError(f"{name} must have the shape ({axes}, {axes}) of the axes, got {value!r}")
 
 
@@ -74,8 +82,9 @@ class _Quadratic:
 
     def __post_init__(self) -> None:
         unit = _vector("unit_bytes", self.unit_bytes)
-        if np.ndim(self.pair_bytes) == 2 and isinstance(unit, float):
-            unit = (unit,) * len(np.asarray(self.pair_bytes)) if unit == 0 else unit
+        rows = _entries(self.pair_bytes)
+        if unit == 0 and rows is not None and len(rows) > 1:
+            unit = (0.0,) * len(rows)
         axes = len(unit) if isinstance(unit, tuple) else 1
         object.__setattr__(self, "fixed_bytes", _whole("fixed_bytes", self.fixed_bytes))
         object.__setattr__(self, "sample_bytes", _coefficient("sample_bytes", self.sample_bytes))

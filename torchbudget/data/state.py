@@ -71,6 +71,10 @@ def decode(state: Mapping[str, Any], order: Plain, dealing: Plain) -> Position:
     positions = order["num_samples"]
     if not start <= stop <= int(positions or 0):
         raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
+    if rounds > stop - start:
+        raise StateError(
+            f"the state's rounds, {rounds}, are more than its window's {stop - start} samples"
+        )
     if state["dealing"] == dealing:
         dealt = _mask(state["dealt"], stop - start)
         return Position(epoch=epoch, start=start, stop=stop, left=dealt, rounds=rounds)
