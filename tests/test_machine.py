@@ -178,12 +178,13 @@ def test_shared_memory_is_held_once_over_the_processes_that_map_it():
             [sys.executable, "-c", MAP, str(file)], stdin=-1, stdout=-1, pass_fds=[file]
         ) as child:
             assert child.stdout.readline() == b"ready\n"
-            here, there = process_tree()
+            # Other tests in this process may have left helpers of multiprocessing behind.
+            tree = {reading.pid: reading for reading in process_tree()}
             child.kill()
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
             ended = process_memory(child.pid)
     os.close(file)
-    assert (here.pid, there.pid) == (os.getpid(), child.pid)
+    here, there = tree[os.getpid()], tree[child.pid]
     assert there.resident_bytes >= MiB(64)
     assert here.held_bytes + there.held_bytes == pytest.approx(alone.held_bytes, abs=MiB(16))
     assert (ended.resident_bytes, ended.held_bytes, ended.peak_resident_bytes) == (0, 0, None)
