@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,28 @@ def sizes(most: int = 150) -> st.SearchStrategy[npt.NDArray[Any]]:
 coefficients = st.one_of(st.integers(0, 50), st.floats(0, 50, allow_nan=False))
 
 
+@dataclass(frozen=True)
+class StairCost:
+    """A cost model of somebody else's: bytes rise in steps of 16 units, and nothing is linear."""
+
+    step_bytes: int
+
+    def batch_bytes(self, n: Any, padded_size: Any) -> npt.NDArray[np.int64]:
+        return np.asarray(n, np.int64) * self._item(padded_size)
+
+    def capacity(self, padded_size: Any, budget_bytes: Any) -> npt.NDArray[np.int64]:
+        return np.asarray(budget_bytes, np.int64) // self._item(padded_size)
+
+    def _item(self, padded_size: Any) -> npt.NDArray[np.int64]:
+        stair = np.asarray(padded_size, np.int64) // 16 + 1
+        return self.step_bytes * stair * np.sqrt(stair).astype(np.int64)
+
+
 @st.composite
 def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
-    """A `PaddedCost` or `PackedCost` of that many axes; every sample costs something."""
+    """A cost model of that many axes; every sample costs something."""
+    if axes == 1 and packed is None and draw(st.integers(0, 4)) == 0:
+        return StairCost(draw(st.integers(1, 100)))
     options: dict[str, Any] = {
         "fixed_bytes": draw(st.integers(0, 1000)),
         "sample_bytes": draw(st.one_of(st.integers(1, 9), st.floats(0.1, 9))),

@@ -33,7 +33,26 @@ def settings_of(draw: st.DrawFn, n: int, ranks: int) -> dict[str, Any]:
         options["num_samples"] = draw(st.integers(ranks, 2 * max(n, ranks)))
     if options["drop_last"] and "samples_per_step" in options:
         options["samples_per_step"] = min(window, options.get("num_samples", n))
+    if options["shuffle"] and draw(st.integers(0, 3)) == 0:
+        options["replacement"] = draw(st.booleans())
+        if options["replacement"] or options.get("num_samples", n) <= n:
+            options["weights"] = draw(
+                st.lists(st.floats(0.01, 9), min_size=n, max_size=n)
+                if n < 20
+                else st.just(np.linspace(0.5, 5, n))
+            )
     return options
+
+
+def drawn_once(options: dict[str, Any]) -> bool:
+    """Whether each index comes once in each pass over the data set."""
+    return not options.get("replacement") and "weights" not in options
+
+
+def without_draws(options: dict[str, Any]) -> dict[str, Any]:
+    """The options less those that change how often an index comes."""
+    changing = ("replacement", "weights", "num_samples")
+    return {name: value for name, value in options.items() if name not in changing}
 
 
 @st.composite
@@ -90,7 +109,8 @@ def test_no_micro_batch_is_over_the_budget(case: Any) -> None:
 def test_every_index_comes_once_over_all_ranks(case: Any) -> None:
     """Law 2: each index comes once in an epoch; with drop_last the report counts the missing ones.
 
-    With num_samples each index comes in every whole pass, and at most once more.
+    With num_samples each index comes in every whole pass, and at most once more; with weights each
+    drawn index comes once, and with replacement only their number is certain.
     """
     sizes, cost, budget, ranks, options = case
     those = samplers(sizes, cost, budget, ranks, **options)
@@ -104,6 +124,11 @@ def test_every_index_comes_once_over_all_ranks(case: Any) -> None:
     assert counts.total() == total - dropped
     if not options["drop_last"]:
         assert dropped == 0
+    if options.get("replacement"):
+        return
+    if not drawn_once(options):
+        assert set(counts.values()) == {1}
+    elif not options["drop_last"]:
         passes = total // len(sizes)
         assert all(passes <= counts[index] <= passes + 1 for index in range(len(sizes)))
         assert sum(counts[index] == passes for index in range(len(sizes))) == (
@@ -215,12 +240,9 @@ def test_resuming_on_other_ranks_brings_every_remaining_sample_once(
     What comes stays within the budget in force and is the same number on every rank.
     """
     sizes, cost, budget, ranks, options = case
-    options["drop_last"] = False
+    options = without_draws(options) | {"drop_last": False}
     those = samplers(sizes, cost, budget, ranks, **options)
     remaining = Counter(range(len(sizes)))
-    if "num_samples" in options:
-        options.pop("num_samples")
-        those = samplers(sizes, cost, budget, ranks, **options)
     for _ in range(3):
         try:
             expected = len(those[0])
@@ -279,8 +301,7 @@ def test_the_state_is_small_plain_and_counts_for_the_loop(case: Any, data: st.Da
 def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -> None:
     """Law 2 with oversize: the skipped ones are counted and never come; or each comes alone."""
     sizes, cost, budget, ranks, options = case
-    options["drop_last"] = False
-    options.pop("num_samples", None)
+    options = without_draws(options) | {"drop_last": False}
     multiple = options["size_multiple"]
     over = {
         index for index in range(len(sizes)) if batch_cost(sizes, cost, [index], multiple) > budget
