@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracles
+from tests.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, OptionError, PaddedCost, UnevenRanksError
+from torchbudget.plan.block import solve
 from torchbudget.plan.cut import cut
 from torchbudget.plan.ranks import deal, lowest_budget, split_to
 from torchbudget.plan.rules import BatchRules
@@ -205,9 +207,8 @@ def test_the_lowest_budget_of_as_many_micro_batches(
     def lower() -> Any:
         return lowest_budget(
             lambda budget: cut(ordered[None], rule, budget),
-            low=low,
+            low=np.array([low]),
             high=high,
-            windows=1,
             length=length,
             ranks=ranks,
         )
@@ -233,9 +234,8 @@ def test_windows_are_lowered_as_if_alone() -> None:
     def lower(some: Any) -> Any:
         return lowest_budget(
             lambda budget: cut(some, rule, budget),
-            low=1,
+            low=np.ones(len(some), np.int64),
             high=2000,
-            windows=len(some),
             length=64,
             ranks=4,
         )
@@ -244,6 +244,38 @@ def test_windows_are_lowered_as_if_alone() -> None:
     for window in range(9):
         alone = lower(sizes[window : window + 1])
         assert (budgets[window], targets[window]) == (alone[0][0], alone[1][0])
+
+
+@given(problems(most=120), st.integers(1, 8), st.booleans(), st.integers(0, 2**32))
+def test_windows_are_solved_as_if_alone(
+    problem: Any, ranks: int, even_sums: bool, seed: int
+) -> None:
+    """What a window becomes does not depend on those it is planned with: so resuming is exact."""
+    sizes, cost, budget = problem
+    if hasattr(cost, "base_bytes"):
+        return  # packed windows are solved one by one anyway
+    length = min(max(len(sizes) // 4, 2 * ranks), len(sizes))
+    length -= length % ranks
+    windows = len(sizes) // length if length else 0
+    if not windows:
+        return
+    rule = BatchRules(cost=cost, budget_bytes=budget)
+    rng = np.random.default_rng(seed)
+    many = sizes[rng.permutation(len(sizes))[: windows * length]]
+    many = many.reshape(windows, length, *sizes.shape[1:])
+    # Windows of unlike scales share a block.
+    many[: windows // 2] //= 7
+    block = solve(many, rule, strips=3, ranks=ranks, even_sums=even_sums)
+    at = 0
+    for window in range(windows):
+        alone = solve(many[window : window + 1], rule, strips=3, ranks=ranks, even_sums=even_sums)
+        number = int(block.rounds[window]) * ranks
+        assert alone.rounds.tolist() == [block.rounds[window]]
+        assert (block.starts[at : at + number] - window * length).tolist() == alone.starts.tolist()
+        assert (block.stops[at : at + number] - window * length).tolist() == alone.stops.tolist()
+        mine = slice(window * length, (window + 1) * length)
+        assert (block.samples[mine] - window * length).tolist() == alone.samples.tolist()
+        at += number
 
 
 # ---------------------------------------------------------------------- what cannot be dealt

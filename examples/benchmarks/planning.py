@@ -9,14 +9,14 @@ Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     2.14        0.214  1.000      1.000
-    padded                                0.88        0.088  0.408      0.400
-    padded, len only                      0.58        0.058  0.265      0.261
-    padded, samples_per_step=4096         0.71        0.071  0.332      0.321
-    padded, rank 3 of 8                   3.06        0.306  1.432      1.456
-    padded, two axes                      3.28        0.328  1.511      1.597
-    packed                                2.02        0.202  0.947      0.996
-    padded / torch, on the wall ≤ 0.35: 0.40758, DOES NOT HOLD
+    torch BatchSampler(RandomSampler)     4.71        0.471  1.000      1.000
+    padded                                1.36        0.136  0.299      0.311
+    padded, len only                      0.99        0.099  0.224      0.239
+    padded, samples_per_step=4096         1.40        0.140  0.307      0.343
+    padded, rank 3 of 8                   7.03        0.703  1.528      1.543
+    padded, two axes                      7.06        0.706  1.610      1.635
+    packed                                5.23        0.523  1.147      1.156
+    padded / torch, on the wall ≤ 0.35: 0.29926, holds
 
 Every repetition times each row once, in turn. The ratio is the median of the repetitions' own
 ratios, on the wall and in the process's computing time. `µs a sample` divides by all samples of the

@@ -11,7 +11,46 @@ Command: python examples/benchmarks/ranks.py [--samples N] [--few N] [--json PAT
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
 transformers 5.23.0.
 
-    (the table comes here)
+    scheme                            cost  ranks    samples  a step  a round  micro-batches  over
+    samples_per_step=4,096          linear      8  1,000,000  1.0012   1.0145         16,904     0
+    window=4,096                    linear      8  1,000,000  1.0079   1.0079         16,904     0
+    plain                           linear      8  1,000,000  1.0079   1.0079         16,872     0
+    samples_per_step=4,096       quadratic      8  1,000,000  1.0039   1.0354         13,552     0
+    window=4,096                 quadratic      8  1,000,000  1.0240   1.0240         13,552     0
+    plain                        quadratic      8  1,000,000  1.0240   1.0240         13,656     0
+    samples_per_step=4,096  pure quadratic      8  1,000,000  1.0035   1.0549         11,808     0
+    window=4,096            pure quadratic      8  1,000,000  1.0435   1.0435         11,808     0
+    plain                   pure quadratic      8  1,000,000  1.0446   1.0446         11,856     0
+    samples_per_step=4,096         its own      8  1,000,000  1.0055   1.0330         14,560     0
+    window=4,096                   its own      8  1,000,000  1.0236   1.0236         14,560     0
+    plain                          its own      8  1,000,000  1.0236   1.0236         14,424     0
+    samples_per_step=4,096          linear      2    200,000  1.0000   1.0038          3,204     0
+    samples_per_step=4,096          linear      4    200,000  1.0002   1.0087          3,264     0
+    samples_per_step=4,096          linear     16    200,000  1.0054   1.0164          3,680     0
+    samples_per_step=4,096          linear     32    200,000  1.0125   1.0203          4,224     0
+    samples_per_step=4,096          linear     64    200,000  1.0206   1.0276          5,312     0
+    samples_per_step=4,096       quadratic      2    200,000  1.0000   1.0050          2,562     0
+    samples_per_step=4,096       quadratic      4    200,000  1.0000   1.0166          2,608     0
+    samples_per_step=4,096       quadratic     16    200,000  1.0236   1.0432          3,072     0
+    samples_per_step=4,096       quadratic     32    200,000  1.0448   1.0562          3,136     0
+    samples_per_step=4,096       quadratic     64    200,000  1.0693   1.0693          3,136     0
+    samples_per_step=4,096  pure quadratic      2    200,000  1.0000   1.0064          2,210     0
+    samples_per_step=4,096  pure quadratic      4    200,000  1.0000   1.0215          2,260     0
+    samples_per_step=4,096  pure quadratic     16    200,000  1.0287   1.0883          2,432     0
+    samples_per_step=4,096  pure quadratic     32    200,000  1.1010   1.3071          3,136     0
+    samples_per_step=4,096  pure quadratic     64    200,000  1.5788   1.5788          3,136     0
+    samples_per_step=4,096         its own      2    200,000  1.0000   1.0048          2,758     0
+    samples_per_step=4,096         its own      4    200,000  1.0000   1.0141          2,804     0
+    samples_per_step=4,096         its own     16    200,000  1.0257   1.0407          3,120     0
+    samples_per_step=4,096         its own     32    200,000  1.0420   1.0488          3,136     0
+    samples_per_step=4,096         its own     64    200,000  1.0567   1.0567          3,136     0
+    BatchRebalanceSampler           linear      8     40,960  1.1440   1.2813            720     –
+    BatchRebalanceSampler        quadratic      8     40,960  1.0593   1.1644            720     –
+    BatchRebalanceSampler   pure quadratic      8     40,960  1.1886   1.5779            720     –
+    BatchRebalanceSampler          its own      8     40,960  1.0251   1.0258            720     –
+    8 ranks, linear, a step ≤ 1.003: 1.0012, holds
+    8 ranks, quadratic, a step ≤ 1.01: 1.0039, holds
+    8 ranks, pure quadratic, a step ≤ 1.01: 1.0035, holds
 
 Everything is computed from the batches that the ranks yield. `a step` compares the ranks' sums over
 each step, `a round` their micro-batches one by one. The plain scheme cuts the same windows, lowers

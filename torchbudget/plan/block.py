@@ -134,9 +134,8 @@ def solve(
     if ranks > 1:
         budget, target = lowest_budget(
             cutter.starts,
-            low=int(rules.cost.batch_bytes(1, rules.padded(sizes).min(axis=(0, 1)))),
+            low=rules.cost.batch_bytes(1, rules.padded(sizes.min(axis=1))),
             high=rules.budget_bytes,
-            windows=windows,
             length=length,
             ranks=ranks,
         )

@@ -22,7 +22,7 @@ Starts: TypeAlias = Callable[[IntArray], IntArray]
 
 
 def lowest_budget(
-    starts: Starts, *, low: int, high: int, windows: int, length: int, ranks: int
+    starts: Starts, *, low: IntArray, high: int, length: int, ranks: int
 ) -> tuple[IntArray, IntArray]:
     """Lower each window's budget as far as its number of micro-batches allows.
 
@@ -33,9 +33,8 @@ def lowest_budget(
     Args:
         starts: cuts the windows under a budget each, `(windows,)` to `(micro-batches, windows)`
             offsets, filled with `length`.
-        low: bytes no micro-batch is below.
+        low: bytes that no micro-batch of each window is below, shape `(windows,)`.
         high: the budget.
-        windows: how many windows.
         length: samples in each of them.
         ranks: how many ranks.
 
@@ -50,7 +49,7 @@ def lowest_budget(
         number: IntArray = np.count_nonzero(starts(budget) < length, axis=0)
         return number
 
-    feasible = np.full(windows, high)
+    feasible = np.full(len(low), high)
     least = count(feasible)
     target = -(-least // ranks) * ranks
     if (target > length).any():
@@ -59,7 +58,7 @@ def lowest_budget(
             f"to {ranks} ranks without repeating or dropping one; raise the budget, use another "
             "number of ranks, or drop_last=True"
         )
-    infeasible = np.full(windows, low - 1)
+    infeasible = low - 1
     for _ in range(_HALVINGS):
         middle = (infeasible + feasible) // 2
         enough = count(middle) <= target
@@ -131,8 +130,13 @@ def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
         order[row, at] = np.take_along_axis(order[row, at], place, axis=1)
         weighed[row, at] = np.take_along_axis(weighed[row, at], place, axis=1)
         sums += np.maximum(weighed[row, at], 0)
-    if even_sums and ranks > 1 and rounds <= _EXCHANGE_ROUNDS:
-        _exchange(weighed, order)
+    if even_sums and ranks > 1:
+        # Each window by itself: what is dealt must not depend on what it is planned together with.
+        few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
+        if few.any():
+            some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
+            _exchange(some, chosen)
+            weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS] = some, chosen
         # Rounds again: the g-th costliest of every rank.
         again = np.argsort(-weighed, axis=1, kind="stable")
         order = np.take_along_axis(order, again, axis=1)
