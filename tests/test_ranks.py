@@ -265,6 +265,25 @@ def test_windows_are_solved_as_if_alone(
     many = many.reshape(windows, length, *sizes.shape[1:])
     # Windows of unlike scales share a block.
     many[: windows // 2] //= 7
+    must_be_as_if_alone(many, rule, ranks, even_sums)
+
+
+@pytest.mark.parametrize("even_sums", [False, True])
+@pytest.mark.parametrize("rounds", [4, 100])
+def test_windows_of_many_bytes_are_solved_as_if_alone(rounds: int, even_sums: bool) -> None:
+    """Budgets of gigabytes, which the search for the lowest one does not settle to the byte.
+
+    A search that began at the least of all windows settled elsewhere for each of them.
+    """
+    rng = np.random.default_rng(0)
+    many = np.clip(rng.lognormal(5, 1, (4, 16 * 3 * rounds)), 16, 4096).astype(np.int64)
+    many[:2] //= 7
+    rule = BatchRules(cost=PaddedCost(unit_bytes=1_000_003), budget_bytes=4096 * 1_000_003)
+    must_be_as_if_alone(many, rule, 3, even_sums)
+
+
+def must_be_as_if_alone(many: Any, rule: BatchRules, ranks: int, even_sums: bool) -> None:
+    windows, length = many.shape[:2]
     block = solve(many, rule, strips=3, ranks=ranks, even_sums=even_sums)
     at = 0
     for window in range(windows):
