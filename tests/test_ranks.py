@@ -271,10 +271,7 @@ def test_windows_are_solved_as_if_alone(
 @pytest.mark.parametrize("even_sums", [False, True])
 @pytest.mark.parametrize("rounds", [4, 100])
 def test_windows_of_many_bytes_are_solved_as_if_alone(rounds: int, even_sums: bool) -> None:
-    """Budgets of gigabytes, which the search for the lowest one does not settle to the byte.
-
-    A search that began at the least of all windows settled elsewhere for each of them.
-    """
+    """With budgets of gigabytes, and with more rounds than are exchanged between ranks."""
     rng = np.random.default_rng(0)
     many = np.clip(rng.lognormal(5, 1, (4, 16 * 3 * rounds)), 16, 4096).astype(np.int64)
     many[:2] //= 7

@@ -105,6 +105,30 @@ class _Cutter:
         return starts[:, None]
 
 
+def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
+    """How many strips per axis give the fewest micro-batches, by trying powers of √2.
+
+    From 1, which sorts by the last axis alone, to as many as there are samples, which sorts by the
+    first one alone: where one axis decides the cost, an end is best. Where several do, the middle
+    is.
+
+    Args:
+        sizes: of a window's samples, shape `(S,)` or `(S, d)`.
+        rules: what a micro-batch may be.
+
+    Returns:
+        The number of strips, 1 for one axis and for packing, which have none.
+    """
+    length = len(sizes)
+    if sizes.ndim == 1 or rules.packing is not None:
+        return 1
+    tried = sorted({round(2 ** (power / 2)) for power in range(2 * length.bit_length() + 1)})
+    arranged = np.stack([sizes[arrange(sizes[None], strips)[0]] for strips in tried])
+    starts = cut(arranged, rules, np.full(len(tried), rules.budget_bytes))
+    fewest = int(np.count_nonzero(starts < length, axis=0).argmin())
+    return tried[fewest]
+
+
 def solve(
     sizes: npt.NDArray[Any],
     rules: BatchRules,

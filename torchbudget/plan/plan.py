@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.block import Block, solve
+from torchbudget.plan.block import Block, best_strips, solve
 from torchbudget.plan.drop import without_last
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.permutation import WordArray, shuffled_keys
@@ -28,9 +28,6 @@ _BLOCK_SAMPLES: Final = 2**18
 _WIDE_BLOCK_SAMPLES: Final = 2**19
 # Samples whose capacities tell how many micro-batches a window will have.
 _SURVEY: Final = 4096
-# Strips per axis for M micro-batches in a window of d axes: this times M**(1/d). M is counted
-# without padding; measured on five kinds of data, 1.6 is within 3 % of the best number of strips.
-_STRIPS_PER_ROOT: Final = 1.6
 _ROUND_STREAM: Final = 3
 
 Keys: TypeAlias = Callable[[int], WordArray]
@@ -138,11 +135,12 @@ class Plan:
                 f"{len(order)} samples cannot be dealt to {ranks} ranks: every rank needs at least "
                 "one; use fewer ranks"
             )
-        self._micro_batches = self._survey()
+        survey = self._survey()
         if window is None:
+            each = float((1 / rules.capacity(survey, rules.budget_bytes)).mean())
             # Epochs that are not shuffled are alike anyway: there, no window is too wide.
             positions = len(order) if order.shuffle else 4 * len(order)
-            window = default_window(positions, ranks, self._micro_batches)
+            window = default_window(positions, ranks, each)
         if window < ranks:
             name = "samples_per_step" if step_per_window else "window"
             raise OptionError(f"{name}={window} is below the number of ranks, {ranks}")
@@ -156,6 +154,7 @@ class Plan:
         pairs = bool(rules.capacity(self._largest, rules.budget_bytes) >= 2)
         self.window = window if step_per_window or pairs else window - window % ranks
         self._always_even = ranks == 1 or pairs
+        self._strips = best_strips(survey[: self.window], rules)
         self._epoch_order: tuple[int, EpochOrder] | None = None
         self._turns: tuple[Position, IntArray] | None = None
 
@@ -163,11 +162,10 @@ class Plan:
     def _largest(self) -> npt.NDArray[Any]:
         return self.sizes.largest if self.sizes.axes > 1 else self.sizes.largest[0]
 
-    def _survey(self) -> float:
-        """Micro-batches per sample, as if nothing were padded."""
+    def _survey(self) -> npt.NDArray[Any]:
+        """Sizes of up to about 4,096 samples, evenly spaced over the data set."""
         every = max(len(self.sizes) // _SURVEY, 1)
-        sizes = np.asarray(self.sizes.values[::every])
-        return float((1 / self.rules.capacity(sizes, self.rules.budget_bytes)).mean())
+        return np.asarray(self.sizes.values[::every])
 
     # ------------------------------------------------------------------ walking an epoch
 
@@ -246,7 +244,7 @@ class Plan:
         stays = without_last(
             sizes,
             self.rules,
-            strips=self._strips(len(sizes)),
+            strips=self._strips,
             # Of samples that stand alone, only a multiple of the ranks' number can be dealt.
             multiple_of=1 if self._always_even else self.ranks,
         )
@@ -306,7 +304,7 @@ class Plan:
         block = solve(
             sizes.reshape(windows, each, *sizes.shape[1:]),
             self.rules,
-            strips=self._strips(each),
+            strips=self._strips,
             ranks=self.ranks,
             even_sums=self.step_per_window,
             keys=self._keys(epoch, start, windows, length),
@@ -316,10 +314,6 @@ class Plan:
     def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
         # The indices are in range by construction: "clip" spares NumPy checking each of them.
         return self.sizes.values.take(indices, axis=0, mode="clip")
-
-    def _strips(self, length: int) -> int:
-        root = math.pow(length * self._micro_batches, 1 / self.sizes.axes)
-        return max(round(_STRIPS_PER_ROOT * root), 1)
 
     def _keys(self, epoch: int, start: int, windows: int, length: int) -> Keys | None:
         """Words that shuffle the rounds of each window: a function of the window's place alone."""
