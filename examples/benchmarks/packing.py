@@ -9,17 +9,17 @@ Command: python examples/benchmarks/packing.py [--samples N] [--peer-samples N] 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
 trl 1.16.0, datasets 5.2.0.
 
-    packing                        samples    bins      fill  over  first, ms  plan, µs  all, µs  CPU, µs
-    torchbudget, one window      1,000,000  14,891  0.999944     0     137.50     0.146    0.183    0.182
-    torchbudget, window 65,536   1,000,000  14,899  0.999407     0       9.98     0.158    0.224    0.215
-    torchbudget, window 4,096    1,000,000  15,013  0.991818     0       3.70     0.582    0.721    0.719
-    torchbudget, one window        100,000   1,486  0.999412     0      19.79     0.217    0.260    0.260
-    trl bfd, batches of 100,000    100,000   1,486  0.999412     0          –         –   41.025   36.997
-    trl bfd, batches of 1,000      100,000   1,536  0.966879     0          –         –   52.383   30.221
+    packing                    samples    bins     fill  over  first, ms  plan, µs  all, µs  CPU, µs
+    ours, one window         1,000,000  14,891  0.99994     0     160.35     0.166    0.211    0.210
+    ours, window of 65,536   1,000,000  14,899  0.99941     0      14.85     0.224    0.271    0.270
+    ours, window of 4,096    1,000,000  15,013  0.99182     0       3.31     0.728    0.827    0.815
+    ours, one window           100,000   1,486  0.99941     0      17.45     0.185    0.229    0.228
+    trl, batches of 100,000    100,000   1,486  0.99941     0          –         –   29.149   29.047
+    trl, batches of 1,000      100,000   1,536  0.96688     0          –         –   27.793   27.691
     fill, one window ≥ 0.9999: 0.99994, holds
-    first batch, for which all is planned, µs a sample ≤ 0.1: 0.1375, DOES NOT HOLD
-    ours / trl, all, on the wall ≤ 1: 0.0079855, holds
-    ours / trl, all, CPU ≤ 1: 0.0080154, holds
+    first batch, for which all is planned, µs a sample ≤ 0.1: 0.16035, DOES NOT HOLD
+    ours / trl, all, on the wall ≤ 1: 0.0091459, holds
+    ours / trl, all, CPU ≤ 1: 0.0091499, holds
 
 `first` is the time to the first micro-batch, for which its whole window is planned; then, a sample:
 `plan` is construction and `len`, which plans the epoch and draws nothing; `all` is construction and

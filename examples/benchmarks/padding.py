@@ -11,19 +11,19 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Nu
 transformers 5.23.0, infinibatch 0.1.1, lhotse 1.33.0.
 
     batches of                        samples  batches  padding   fill    over  largest  µs a sample
-    torchbudget, window 4,096       1,000,000   15,881    3.64%  0.973       0   16,384        0.707
-      its windows, cut plainly      1,000,000   15,881    3.64%  0.973       0   16,384        3.178
-    torchbudget, window 512         1,000,000   19,919   18.92%  0.922       0   16,384        0.534
-    torchbudget, window 1,024       1,000,000   17,729   11.57%  0.950       0   16,384        1.016
-    torchbudget, window 2,048       1,000,000   16,520    6.63%  0.965       0   16,384        0.333
-    torchbudget, window 8,192       1,000,000   15,545    1.94%  0.977       0   16,384        0.365
-    torchbudget, window 16,384      1,000,000   15,363    1.02%  0.979       0   16,384        0.305
-    torchbudget, window 65,536      1,000,000   15,222    0.28%  0.981       0   16,384        0.520
-    torch, 4 at random              1,000,000  250,000   54.68%  0.131       0   16,384        2.486
-    torch, 63 at random             1,000,000   15,874   85.48%  6.458  15,873  258,048        0.861
-    transformers LengthGrouped, 63  1,000,000   15,874   18.90%  1.157   4,714  258,048        2.936
-    infinibatch, read-ahead 4,096   1,000,000   15,873    3.63%  0.973       0   16,384        5.111
-    lhotse DynamicBucketing           100,000    1,658    7.88%  0.972      12   22,452       72.484
+    torchbudget, window 4,096       1,000,000   15,881    3.64%  0.973       0   16,384        0.157
+      its windows, cut plainly      1,000,000   15,881    3.64%  0.973       0   16,384        0.721
+    torchbudget, window 512         1,000,000   19,919   18.92%  0.922       0   16,384        0.101
+    torchbudget, window 1,024       1,000,000   17,729   11.57%  0.950       0   16,384        0.171
+    torchbudget, window 2,048       1,000,000   16,520    6.63%  0.965       0   16,384        0.086
+    torchbudget, window 8,192       1,000,000   15,545    1.94%  0.977       0   16,384        0.095
+    torchbudget, window 16,384      1,000,000   15,363    1.02%  0.979       0   16,384        0.084
+    torchbudget, window 65,536      1,000,000   15,222    0.28%  0.981       0   16,384        0.132
+    torch, 4 at random              1,000,000  250,000   54.70%  0.131       0   16,384        0.603
+    torch, 63 at random             1,000,000   15,874   85.48%  6.462  15,873  258,048        0.241
+    transformers LengthGrouped, 63  1,000,000   15,874   18.81%  1.155   4,716  258,048        0.823
+    infinibatch, read-ahead 4,096   1,000,000   15,873    3.63%  0.973       0   16,384        0.851
+    lhotse DynamicBucketing           100,000    1,658    7.88%  0.972      12   22,452       22.594
     padding, window 4,096 ≤ 0.0365: 0.036363, holds
     fill, window 4,096 ≥ 0.972: 0.97299, holds
     batches over the budget ≤ 0: 0, holds

@@ -9,14 +9,14 @@ Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     4.71        0.471  1.000      1.000
-    padded                                1.36        0.136  0.299      0.311
-    padded, len only                      0.99        0.099  0.224      0.239
-    padded, samples_per_step=4096         1.40        0.140  0.307      0.343
-    padded, rank 3 of 8                   7.03        0.703  1.528      1.543
-    padded, two axes                      7.06        0.706  1.610      1.635
-    packed                                5.23        0.523  1.147      1.156
-    padded / torch, on the wall ≤ 0.35: 0.29926, holds
+    torch BatchSampler(RandomSampler)     1.69        0.169  1.000      1.000
+    padded                                0.56        0.056  0.332      0.332
+    padded, len only                      0.37        0.037  0.214      0.214
+    padded, samples_per_step=4096         0.60        0.060  0.328      0.328
+    padded, rank 3 of 8                   2.86        0.286  1.708      1.738
+    padded, two axes                      3.05        0.305  1.809      1.863
+    packed                                1.76        0.176  1.047      1.077
+    padded / torch, on the wall ≤ 0.35: 0.33156, holds
 
 Every repetition times each row once, in turn. The ratio is the median of the repetitions' own
 ratios, on the wall and in the process's computing time. `µs a sample` divides by all samples of the
