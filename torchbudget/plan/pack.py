@@ -29,13 +29,14 @@ def pack(items: IntArray, room: int, most: int | None = None) -> tuple[IntArray,
         shape `(bins,)`. In NumPy O(k log k) for grouping; in Python O(D²) at the very worst, and
         about O(D log D) in practice, for D distinct sizes.
     """
-    heads = np.flatnonzero(np.diff(items, prepend=items[0] + 1))
+    heads = np.append(0, np.flatnonzero(items[1:] != items[:-1]) + 1)
     counts = np.diff(heads, append=len(items))
     bin_of = _bins(items[heads].tolist(), counts.tolist(), room)
     grouped = ascending(bin_of[None])[0]
-    starts = np.flatnonzero(np.diff(bin_of[grouped], prepend=-1))
+    held = np.bincount(bin_of)  # no bin is empty
+    starts = np.cumsum(held) - held
     if most is not None:
-        pieces = -(-np.diff(starts, append=len(items)) // most)
+        pieces = -(-held // most)
         before = np.cumsum(pieces) - pieces
         nth = np.arange(pieces.sum()) - np.repeat(before, pieces)
         starts = np.repeat(starts, pieces) + most * nth
