@@ -79,9 +79,7 @@ class StairCost:
 
 @st.composite
 def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
-    """A cost model of that many axes; every sample costs something."""
-    if axes == 1 and packed is None and draw(st.integers(0, 4)) == 0:
-        return StairCost(draw(st.integers(1, 100)))
+    """A `PaddedCost` or `PackedCost` of that many axes; every sample costs something."""
     options: dict[str, Any] = {
         "fixed_bytes": draw(st.integers(0, 1000)),
         "sample_bytes": draw(st.one_of(st.integers(1, 9), st.floats(0.1, 9))),

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from tests.strategies import problems, rules
 from torchbudget import (
     BatchFigures,
     MemoryBudgetBatchSampler,
+    OptionError,
     PackedCost,
     PaddedCost,
     PlanReport,
@@ -44,6 +45,10 @@ def reported(draw: st.DrawFn) -> Any:
         MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=rank, **options)
         for rank in range(ranks)
     ]
+    try:
+        len(those[0])
+    except (OptionError, UnevenRanksError):
+        reject()  # what cannot be drawn has no report
     return sizes.astype(np.int64), cost, budget, those, options
 
 

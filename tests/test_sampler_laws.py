@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import problems, rules
+from tests.strategies import StairCost, problems, rules
 from torchbudget import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, UnevenRanksError
 
@@ -58,6 +58,9 @@ def without_draws(options: dict[str, Any]) -> dict[str, Any]:
 @st.composite
 def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True) -> Any:
     sizes, cost, budget = draw(problems(fits=fits))
+    if sizes.ndim == 1 and draw(st.integers(0, 4)) == 0:
+        cost = StairCost(draw(st.integers(1, 100)))
+        budget = int(cost.batch_bytes(1, sizes.max())) * draw(st.integers(1, 10))
     ranks = draw(st.integers(1, min(most_ranks, len(sizes))))
     options = draw(settings_of(len(sizes), ranks))
     options |= draw(rules(packed=hasattr(cost, "base_bytes")))

@@ -8,7 +8,27 @@ Command: python examples/benchmarks/endurance.py [--batches N] [--seed S] [--jso
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
-    (the table comes here)
+    checked            number
+    samplers              411
+    batches         1,037,539
+    samples         2,156,740
+    resumed               411
+    axes                  168
+    packed                113
+    one rank              233
+    num_samples            99
+    oversize=skip         103
+    drop_last              91
+    one axis              243
+    padded                298
+    ranks                 178
+    replacement            61
+    weights                53
+    oversize=alone        100
+    oversize=raise        208
+    refused                23
+    seconds               466
+    violations ≤ 0: 0, holds
 
 Costs are recomputed in whole numbers from the samples' own sizes, by a formula that shares nothing
 with the library: coefficients are whole eighths of a byte. A sampler is resumed once, after a
