@@ -132,6 +132,7 @@ class _Quadratic:
             )
         length = [lengths[..., axis].astype(np.float64) for axis in range(len(unit))]
         total: npt.NDArray[np.float64] = np.full(lengths.shape[:-1], self.sample_bytes)
+        # The field's type is what users give; __post_init__ made it a tuple of rows.
         for axis, (linear, row) in enumerate(zip(unit, self.pair_bytes, strict=True)):  # type: ignore[arg-type]
             slope: Any = linear
             for other, pair in enumerate(row):

@@ -22,6 +22,7 @@ _BY_HAND: Final = (
 )
 
 
+# torch leaves the dispatch mode's class and constructor without types.
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The bytes that live after each operation inside the context, each storage counted once.
 

@@ -32,6 +32,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     if get_worker_info() is None or device.type != "cpu" or 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)
     # What default_collate does too; share_memory_() would copy the uninitialised bytes.
+    # torch leaves these two without types.
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
