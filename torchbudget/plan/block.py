@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.protocol import AdditiveCost, IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cut import cut
 from torchbudget.plan.pack import pack
@@ -69,18 +69,23 @@ def run_costs(
 
 
 class _Cutter:
-    """One arrangement of some windows, to be cut under any budget."""
+    """One arrangement of some windows, to be cut under any budget.
 
-    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, strips: int) -> None:
+    Attributes:
+        samples: places in the given sizes, shape `(windows·S,)`, window after window.
+        sizes: of those samples, shape `(windows, S)` or `(windows, S, d)`.
+    """
+
+    def __init__(
+        self,
+        sizes: npt.NDArray[Any],
+        rules: BatchRules,
+        strips: int,
+        keys: npt.NDArray[Any] | None = None,
+    ) -> None:
         self._rules = rules
         windows, length = sizes.shape[:2]
-        if rules.packing is not None:
-            self._base = rules.packing.base_bytes
-            self._items = rules.packing.item_bytes(rules.padded(sizes))
-            order = arrange(self._items, 1)
-            self._items = self._items[0, order[0]]
-        else:
-            order = arrange(sizes, strips)
+        order = arrange(sizes if keys is None else keys, strips)
         order += np.arange(windows)[:, None] * length
         self.samples = order.reshape(-1)
         flat = sizes.reshape(windows * length, *sizes.shape[2:])
@@ -88,21 +93,44 @@ class _Cutter:
 
     def starts(self, budget_bytes: IntArray) -> IntArray:
         """Where the micro-batches start, as `cut` gives it."""
-        if self._rules.packing is not None:
-            return self._packed(budget_bytes)[1][:, None]
         return cut(self.sizes, self._rules, budget_bytes)
-
-    def _packed(self, budget_bytes: IntArray) -> tuple[IntArray, IntArray]:
-        """The one window's samples grouped by bin, and where each bin starts."""
-        return pack(self._items, int(budget_bytes[0]) - self._base, self._rules.max_batch_size)
 
     def settle(self, budget_bytes: IntArray) -> IntArray:
         """Cut under the final budget; `samples` and `sizes` then stand in the order of the cut."""
-        if self._rules.packing is None:
-            return self.starts(budget_bytes)
+        return self.starts(budget_bytes)
+
+
+class _Packer(_Cutter):
+    """The samples of one window, to be packed under any budget."""
+
+    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, packing: AdditiveCost) -> None:
+        def item_bytes(sizes: npt.NDArray[Any]) -> IntArray:
+            return packing.item_bytes(rules.padded(sizes))
+
+        # Along one axis bytes rise with the size, and are needed of the distinct sizes only.
+        keys = None if sizes.ndim == 2 else item_bytes(sizes)
+        super().__init__(sizes, rules, strips=1, keys=keys)
+        kinds = self.sizes[0] if keys is None else keys[0, self.samples]
+        first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
+        self._base = packing.base_bytes
+        self._items = item_bytes(self.sizes[0, first])
+        self._counts = np.diff(first, append=len(kinds))
+
+    def starts(self, budget_bytes: IntArray) -> IntArray:
+        """Where the bins start once the samples are grouped by bin, shape `(bins, 1)`."""
+        return self._packed(budget_bytes)[1]
+
+    def settle(self, budget_bytes: IntArray) -> IntArray:
+        """Pack under the final budget; `samples` and `sizes` are then grouped by bin."""
         grouped, starts = self._packed(budget_bytes)
-        self.samples, self.sizes = self.samples[grouped], self.sizes[:, grouped]
-        return starts[:, None]
+        self.samples = self.samples.take(grouped, mode="clip")
+        self.sizes = self.sizes.take(grouped, axis=1, mode="clip")
+        return starts
+
+    def _packed(self, budget_bytes: IntArray) -> tuple[IntArray, IntArray]:
+        room = int(budget_bytes[0]) - self._base
+        grouped, starts = pack(self._items, self._counts, room, self._rules.max_batch_size)
+        return grouped, starts[:, None]
 
 
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
@@ -153,7 +181,11 @@ def solve(
         UnevenRanksError: a window cannot be dealt evenly.
     """
     windows, length = sizes.shape[:2]
-    cutter = _Cutter(sizes, rules, strips)
+    cutter = (
+        _Cutter(sizes, rules, strips)
+        if rules.packing is None
+        else _Packer(sizes, rules, rules.packing)
+    )
     budget = np.full(windows, rules.budget_bytes)
     if ranks > 1:
         budget, target = lowest_budget(

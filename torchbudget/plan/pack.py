@@ -16,26 +16,32 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.plan.arrange import ascending
 
 
-def pack(items: IntArray, room: int, most: int | None = None) -> tuple[IntArray, IntArray]:
+def pack(
+    sizes: IntArray, counts: IntArray, room: int, most: int | None = None
+) -> tuple[IntArray, IntArray]:
     """Put every item into a bin.
 
     Args:
-        items: bytes of each item in descending order, shape `(k,)`, k ≥ 1.
+        sizes: bytes of an item of each kind in descending order, shape `(D,)`, D ≥ 1.
+        counts: items of each kind, at least one, shape `(D,)`, together k.
         room: bytes of a bin. An item of more than that gets a bin of its own.
         most: items in a bin at the most; a bin of more is cut into pieces.
 
     Returns:
-        The items' numbers grouped by bin, shape `(k,)`, and where each bin starts among them,
-        shape `(bins,)`. In NumPy O(k log k) for grouping; in Python O(D²) at the very worst, and
-        about O(D log D) in practice, for D distinct sizes.
+        The items' numbers, kind after kind, grouped by bin, shape `(k,)`, and where each bin
+        starts among them, shape `(bins,)`. In NumPy O(k); in Python O(D²) at the very worst, and
+        about O(D log D) in practice.
     """
-    heads = np.append(0, np.flatnonzero(items[1:] != items[:-1]) + 1)
-    counts = np.diff(heads, append=len(items))
-    bin_of = _bins(items[heads].tolist(), counts.tolist(), room)
-    grouped = ascending(bin_of[None])[0]
-    held = np.bincount(bin_of)  # no bin is empty
-    starts = np.cumsum(held) - held
+    bins, held = _shares(sizes.tolist(), counts.tolist(), room)
+    items = np.cumsum(held) - held
+    order = ascending(bins[None])[0]
+    bins, held, items = bins[order], held[order], items[order]
+    before = np.cumsum(held) - held
+    grouped = np.repeat(items - before, held)
+    grouped += np.arange(len(grouped))
+    starts = before[np.append(True, bins[1:] != bins[:-1])]
     if most is not None:
+        held = np.diff(starts, append=len(grouped))
         pieces = -(-held // most)
         before = np.cumsum(pieces) - pieces
         nth = np.arange(pieces.sum()) - np.repeat(before, pieces)
@@ -43,8 +49,8 @@ def pack(items: IntArray, room: int, most: int | None = None) -> tuple[IntArray,
     return grouped, starts
 
 
-def _bins(sizes: list[int], counts: list[int], room: int) -> IntArray:
-    """The bin of each item, for items in descending order of size."""
+def _shares(sizes: list[int], counts: list[int], room: int) -> tuple[IntArray, IntArray]:
+    """Which bin takes the next items, kind after kind, and how many of them; shapes `(shares,)`."""
     smallest = sizes[-1]
     opened = 0
     # Bins by the room they have left: its distinct values, ascending, and for each of them
@@ -95,5 +101,4 @@ def _bins(sizes: list[int], counts: list[int], room: int) -> IntArray:
     numbers = np.array(bins)
     move = np.repeat(np.arange(len(numbers)), numbers)
     before = np.cumsum(numbers) - numbers
-    bin_number = np.array(first)[move] + np.arange(len(move)) - before[move]
-    return np.repeat(bin_number, np.array(each)[move])
+    return np.array(first)[move] + np.arange(len(move)) - before[move], np.array(each)[move]
