@@ -22,6 +22,7 @@ ALL = (
     "ranks",
     "packing",
     "several_axes",
+    "collate",
     "loader",
     "endurance",
 )
