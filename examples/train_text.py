@@ -3,8 +3,9 @@
     python examples/train_text.py --budget 640MiB --plot batches.png
 
 A byte-level transformer learns the docstrings of Python's standard library: most are short, a few
-are very long. It is trained twice, each time in a process of its own, from the same weights, on
-the same docstrings, for one epoch, with the same number of samples in an optimizer step:
+are very long. What a training step costs is measured on the step itself. The model is trained
+twice, each time in a process of its own, from the same weights, on the same docstrings, for one
+epoch, with the same number of samples in an optimizer step:
 
 - in the micro-batches of `MemoryBudgetBatchSampler`, each as many samples as fit the budget;
 - in fixed batches of as many of the *longest* samples as fit the budget, which is what a fixed
@@ -20,14 +21,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import gc
 import math
 import os
 import random
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,28 +43,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from torchbudget import (
-    BudgetError,
+    MeasuredCost,
     MemoryBudgetBatchSampler,
     MissingExtraError,
     OptionError,
     PadCollate,
     PaddedBatch,
-    PaddedCost,
     TorchBudgetError,
     format_bytes,
+    measure_cost,
     parse_bytes,
     sizes_of,
 )
 
 T = TypeVar("T")
 
-# How the training processes manage memory. Ragged batches ask for blocks of ever new sizes, and
-# whoever keeps the old ones for reuse grows.
+# How the training processes manage memory. Ragged batches ask for ever new shapes, and whoever
+# keeps something for the old ones grows.
 ENVIRONMENT = {
-    # glibc's own default for the size from which a block is mapped, and unmapped once it is freed.
-    # Unless it is stated, glibc raises it up to 32 MiB as it goes and keeps freed activations in
-    # its heap: the activations' share of the peak was then up to 2.3 times what it is now.
-    "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
     # oneDNN compiles kernels for every new shape. It keeps the last 1,024 of them by default, which
     # came to 13 MiB after 200 shapes, and was still growing.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
@@ -170,53 +166,31 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def loss_sum(model: nn.Module, batch: PaddedBatch) -> Tensor:
+def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy, summed over the bytes that are no padding (whose label is -100)."""
     logits = model(batch["ids"]).flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
 
 
-def cost_of(config: ModelConfig, process_bytes: int) -> PaddedCost:
-    """What a training step of a `Transformer` under AdamW costs, all in float32.
+def measured_cost(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace
+) -> MeasuredCost:
+    """What a training step on a batch costs in this process, measured under the budget.
 
-    For P parameters:
-
-    - from step to step: weights, gradients and AdamW's two averages, 4·4·P bytes;
-    - while the optimizer steps: one more temporary of each gradient at the most, 5·4·P bytes. The
-      activations are gone by then, so this bounds small batches from below (`floor_bytes`).
-
-    For each position of a batch, padding included, at the end of the forward pass, in floats:
-
-    - a block keeps for its backward pass 16·width + heads + 4: inputs and outputs of its two norms
-      (4·width) with mean and deviation (4), query, key and value (3), the attention's output (1)
-      and the logarithm of its denominator (heads), the perceptron's two wide activations (4 + 4);
-    - the last norm's input, output, mean and deviation: 2·width + 2;
-    - the loss: log-probabilities and, as its backward pass begins, the gradients of those and of
-      the logits: 3·classes. A block's own backward pass needs less than that, after the loss's is
-      over, as long as 5·width < 3·classes;
-    - ids and labels, int64: 4.
-
-    Nothing grows with the square of the length: torch's fused attention never holds the scores.
-
-    Measured on the CPU (torch 2.13, glibc 2.36, two threads): what a step added to the resident
-    memory at its peak was 0.990 to 1.004 times these bytes, for 12 shapes from 1 × 2048 to 2000 × 8
-    of a model of width 64 with 2 layers and one of width 128 with 4. `margin` makes it an upper
-    bound. Whole runs under budgets from 400 MiB to 1.5 GiB peaked at 0.956 to 0.992 of the budget.
-    For CUDA it is the same arithmetic, not measured.
-
-    Args:
-        config: the model.
-        process_bytes: what the process holds beside that, from `measure_process_bytes`.
+    Gradients stay between the steps (`set_to_none=False`), as they do while micro-batches add to
+    them; with them and the optimizer's step, this is the most that any micro-batch asks for.
     """
-    margin = 1.02
-    parameters = sum(p.numel() for p in Transformer(config).parameters())
-    block = 16 * config.width + config.heads + 4
-    position = config.layers * block + 2 * config.width + 2 + 3 * config.classes + 4
-    return PaddedCost(
-        fixed_bytes=process_bytes + 4 * 4 * parameters,
-        floor_bytes=process_bytes + 5 * 4 * parameters,
-        unit_bytes=margin * 4 * position,
-    )
+
+    def step(batch: dict[str, Tensor]) -> None:
+        loss_sum(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def make_batch(n: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(256, (n, length), device=options.device)
+        return {"ids": ids, "labels": ids.clone()}
+
+    return measure_cost(step, make_batch, max_size=options.max_length, budget=options.budget_bytes)
 
 
 # ---------------------------------------------------------------------- one process, one run
@@ -227,6 +201,8 @@ class Run:
     """What one training run did.
 
     Attributes:
+        cost: of a step, as it was measured in the process.
+        measuring_s: seconds that measuring took.
         shapes: samples and padded length of every micro-batch, in order, `(batches, 2)`.
         tokens: bytes of text that were learned from, padding left out.
         steps: optimizer steps.
@@ -235,6 +211,8 @@ class Run:
         loss: nats for each byte of the held-out texts.
     """
 
+    cost: MeasuredCost
+    measuring_s: float
     shapes: np.ndarray[Any, np.dtype[np.int64]]
     tokens: int
     steps: int
@@ -252,24 +230,28 @@ def train_one(
     options: argparse.Namespace,
     train_texts: list[bytes],
     held_out_texts: list[bytes],
-    cost: PaddedCost,
-    batch_size: int | None,
+    fixed: bool,
 ) -> Run:
-    """Train a new model for one epoch, and evaluate it.
+    """Measure what a step costs, train a new model for one epoch, and evaluate it.
 
     Args:
         options: the command line's.
         train_texts: texts to learn from.
         held_out_texts: texts for the evaluation.
-        cost: of a training step.
-        batch_size: fixed batches of so many samples; None: micro-batches that fit the budget.
+        fixed: fixed batches of as many samples as fit whatever their length; otherwise
+            micro-batches of as many samples as fit.
     """
     model, optimizer = new_model(options)
     data = ByteData(train_texts, options.max_length)
+    sizes = sizes_of(data, "ids", progress=False)
+    began_s = time.perf_counter()
+    cost = measured_cost(model, optimizer, options)
+    measuring_s = time.perf_counter() - began_s
+
     common = {"num_workers": options.workers, "pin_memory": options.device == "cuda"}
-    if batch_size is None:
+    if not fixed:
         sampler = MemoryBudgetBatchSampler(
-            sizes_of(data, "ids", progress=False),
+            sizes,
             cost,
             options.budget_bytes,
             samples_per_step=options.samples_per_step,
@@ -277,6 +259,8 @@ def train_one(
         )
         loader = DataLoader(data, batch_sampler=sampler, collate_fn=PadCollate(), **common)
     else:
+        capacity = int(cost.capacity(sizes.max(), options.budget_bytes))
+        batch_size = min(capacity, options.samples_per_step)
         loader = DataLoader(
             data, batch_size=batch_size, shuffle=True, collate_fn=PadCollate(), **common
         )
@@ -289,13 +273,15 @@ def train_one(
 
     forget_peak(options.device)
     began_s = time.perf_counter()
-    name = "torchbudget" if batch_size is None else "fixed batches"
+    name = "fixed batches" if fixed else "torchbudget"
     shapes, tokens, steps = train_epoch(
         model, optimizer, with_bar(loader, name), len(data), options
     )
     elapsed_s = time.perf_counter() - began_s
     loss = evaluate(model, held_out_loader, options.device)
     return Run(
+        cost=cost,
+        measuring_s=measuring_s,
         shapes=np.array(shapes),
         tokens=tokens,
         steps=steps,
@@ -359,28 +345,6 @@ def evaluate(model: nn.Module, batches: Iterable[PaddedBatch], device: str) -> f
     return total / tokens
 
 
-def measure_process_bytes(options: argparse.Namespace, texts: list[bytes]) -> int:
-    """What a training process holds beside the model and its batches.
-
-    Read after training on texts of every length, one at a time: libraries load most of their code
-    when it is first called, threads and kernels get stacks and workspaces, and the heap its gaps.
-    The model is dropped before the reading, because `cost_of` counts it.
-
-    Args:
-        options: the command line's.
-        texts: a few of the training texts, the longest one among them.
-    """
-    model, optimizer = new_model(options)
-    loader = DataLoader(ByteData(texts, options.max_length), collate_fn=PadCollate())
-    train_epoch(model, optimizer, with_bar(loader, "measuring"), len(texts), options)
-    del model, optimizer, loader
-    gc.collect()
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
-    return read_status("VmRSS")
-
-
 def forget_peak(device: str) -> None:
     """Let the peak of memory begin at what is held now."""
     if device == "cuda":
@@ -419,7 +383,7 @@ def in_own_process(function: Callable[..., T], *arguments: object) -> T:
 # ---------------------------------------------------------------------- what came out
 
 
-def print_table(ours: Run, fixed: Run, cost: PaddedCost, budget_bytes: int) -> None:
+def print_table(ours: Run, fixed: Run, budget_bytes: int) -> None:
     """Print the two runs side by side."""
     rows = [("", "torchbudget", f"fixed batches of {fixed.shapes[:, 0].max()}")]
 
@@ -430,12 +394,13 @@ def print_table(ours: Run, fixed: Run, cost: PaddedCost, budget_bytes: int) -> N
     row("micro-batches", lambda run: f"{len(run.shapes):,}")
     row("samples in each", lambda run: "{:,} to {:,}".format(*np.sort(run.shapes[:, 0])[[0, -1]]))
     row("padding", lambda run: f"{run.padding:.1%}")
-    row("fill of the budget", lambda run: f"{predicted(run, cost).mean() / budget_bytes:.1%}")
+    row("fill of the budget", lambda run: f"{predicted(run).mean() / budget_bytes:.1%}")
     row("budget", lambda _: format_bytes(budget_bytes))
     row("peak memory", lambda run: format_bytes(run.peak_bytes))
     row("peak / budget", lambda run: f"{run.peak_bytes / budget_bytes:.3f}")
     row("held-out loss", lambda run: f"{run.loss:.3f}")
-    row("seconds", lambda run: f"{run.elapsed_s:.1f}")
+    row("seconds of measuring", lambda run: f"{run.measuring_s:.1f}")
+    row("seconds of training", lambda run: f"{run.elapsed_s:.1f}")
     row("tokens/s", lambda run: f"{run.tokens / run.elapsed_s:,.0f}")
     row("speed-up", lambda run: f"{fixed.elapsed_s / run.elapsed_s:.2f}×")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -444,9 +409,9 @@ def print_table(ours: Run, fixed: Run, cost: PaddedCost, budget_bytes: int) -> N
         print("  ".join([name.ljust(widths[0]), *columns]))
 
 
-def predicted(run: Run, cost: PaddedCost) -> np.ndarray[Any, np.dtype[np.int64]]:
+def predicted(run: Run) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The predicted bytes of each batch, `(batches,)`."""
-    return cost.batch_bytes(*run.shapes.T)
+    return run.cost.batch_bytes(*run.shapes.T)
 
 
 def load_figure() -> type[Any]:
@@ -462,23 +427,22 @@ def load_figure() -> type[Any]:
     return Figure
 
 
-def plot(figure: Any, ours: Run, fixed: Run, cost: PaddedCost, budget_bytes: int) -> None:
+def plot(figure: Any, ours: Run, fixed: Run, budget_bytes: int) -> None:
     """Draw the predicted cost of every batch under the budget, one panel for each run.
 
     Args:
         figure: an empty matplotlib figure.
         ours: the run of micro-batches that fit the budget.
         fixed: the run of fixed batches.
-        cost: of a training step.
         budget_bytes: the budget.
     """
     mebi = 2**20
-    base = int(cost.batch_bytes(0, 0)) / mebi
     panels = figure.subplots(1, 2, sharey=True)
     titles = ("torchbudget", f"fixed batches of {fixed.shapes[:, 0].max()}")
     for axes, title, run in zip(panels, titles, (ours, fixed), strict=True):
         number = np.arange(1, len(run.shapes) + 1)
-        costs = predicted(run, cost) / mebi
+        costs = predicted(run) / mebi
+        base = int(run.cost.batch_bytes(0, 0)) / mebi
         axes.bar(number, costs - base, bottom=base, width=0.9, color="C0", label="batch, predicted")
         axes.axhspan(0, base, color="0.85", label="process and model")
         axes.axhline(budget_bytes / mebi, color="C3", label="budget")
@@ -546,28 +510,11 @@ def compare(options: argparse.Namespace) -> None:
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # read once, when a process starts
-    by_length = sorted(train_texts, key=len, reverse=True)
-    of_every_length = by_length[:: math.ceil(options.samples / 64)]
-    cost = cost_of(
-        ModelConfig(max_length=options.max_length),
-        in_own_process(measure_process_bytes, options, of_every_length),
-    )
-    alone_bytes = int(cost.batch_bytes(0, 0))
-    if budget_bytes < alone_bytes:
-        raise BudgetError(
-            f"the process and the model alone need {alone_bytes} bytes "
-            f"({format_bytes(alone_bytes)}), the budget is {budget_bytes} "
-            f"({format_bytes(budget_bytes)}); raise --budget"
-        )
-
-    ours = in_own_process(train_one, options, train_texts, held_out_texts, cost, None)
-    longest = min(len(by_length[0]) + 1, options.max_length)
-    capacity = int(cost.capacity(longest, budget_bytes))
-    batch_size = min(capacity, options.samples_per_step)
-    fixed = in_own_process(train_one, options, train_texts, held_out_texts, cost, batch_size)
-    print_table(ours, fixed, cost, budget_bytes)
+    ours = in_own_process(train_one, options, train_texts, held_out_texts, False)
+    fixed = in_own_process(train_one, options, train_texts, held_out_texts, True)
+    print_table(ours, fixed, budget_bytes)
     if figure is not None:
-        plot(figure, ours, fixed, cost, budget_bytes)
+        plot(figure, ours, fixed, budget_bytes)
         figure.savefig(options.plot, format="png", dpi=150)
 
 

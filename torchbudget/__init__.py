@@ -2,8 +2,12 @@
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.dense import DenseCost
+from torchbudget.cost.measure import measure_cost, measured_on
+from torchbudget.cost.measured import MeasuredCost, Probe, load_cost
 from torchbudget.cost.padded import PackedCost, PaddedCost
 from torchbudget.cost.protocol import AdditiveCost, CostModel
+from torchbudget.cost.table import TableCost
+from torchbudget.cost.trace import trace_peak_bytes
 from torchbudget.data.collate import JaggedCollate, PackCollate
 from torchbudget.data.jagged import JaggedBatch
 from torchbudget.data.packed import PackedBatch
@@ -18,6 +22,7 @@ from torchbudget.errors import (
     CostOverflowError,
     DiscardedStateWarning,
     MachineError,
+    MeasureWarning,
     MissingExtraError,
     OptionError,
     OversizeError,
@@ -28,6 +33,7 @@ from torchbudget.errors import (
     TorchBudgetWarning,
     UnevenRanksError,
 )
+from torchbudget.machine import return_freed_memory
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import BatchFigures, PlanReport
 from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
@@ -49,6 +55,8 @@ __all__ = [
     "JaggedCollate",
     "KiB",
     "MachineError",
+    "MeasureWarning",
+    "MeasuredCost",
     "MemoryBudget",
     "MemoryBudgetBatchSampler",
     "MiB",
@@ -63,14 +71,21 @@ __all__ = [
     "PaddedCost",
     "Plan",
     "PlanReport",
+    "Probe",
     "SizesError",
     "StateError",
     "StateMismatchError",
+    "TableCost",
     "TorchBudgetError",
     "TorchBudgetWarning",
     "UnevenRanksError",
     "__version__",
     "format_bytes",
+    "load_cost",
+    "measure_cost",
+    "measured_on",
     "parse_bytes",
+    "return_freed_memory",
     "sizes_of",
+    "trace_peak_bytes",
 ]

@@ -88,3 +88,7 @@ class TorchBudgetWarning(UserWarning):
 
 class DiscardedStateWarning(TorchBudgetWarning):
     """A loaded position was thrown away before it was used."""
+
+
+class MeasureWarning(TorchBudgetWarning):
+    """A measured cost may not tell the truth: of the step, of another machine, of what is seen."""

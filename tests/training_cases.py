@@ -1,0 +1,304 @@
+"""Models with a training step each, of the kinds whose bytes grow in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+Step: TypeAlias = Callable[[Batch], torch.Tensor]
+MakeBatch: TypeAlias = Callable[[int, Any], Batch]
+MakeOptimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+
+VOCABULARY = 500
+SGD: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3)
+MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3)
+FOREACH: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model in training: `step` runs on what `make_batch` makes."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+    make_batch: MakeBatch
+    max_size: int | tuple[int, ...]
+
+
+def training(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Batch], torch.Tensor],
+    make_batch: MakeBatch,
+    max_size: int | tuple[int, ...],
+    optimizer: MakeOptimizer = ADAMW,
+    *,
+    autocast: bool = False,
+) -> Training:
+    trained = optimizer(model.parameters())
+
+    def step(batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, batch)
+        loss.backward()
+        trained.step()
+        trained.zero_grad()
+        return loss.detach()
+
+    return Training(model, trained, step, make_batch, max_size)
+
+
+def tokens(n: int, length: int) -> Batch:
+    return {"x": torch.randint(0, VOCABULARY, (n, length))}
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x = batch["x"]
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+# ---------------------------------------------------------------------- transformers
+
+
+class Attention(nn.Module):
+    """Attention with scores that are kept (`materialised`), or by the fused kernel."""
+
+    def __init__(self, width: int, heads: int, dropout: float, *, materialised: bool) -> None:
+        super().__init__()
+        self.heads, self.materialised = heads, materialised
+        self.query, self.both = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        def split(y: torch.Tensor) -> torch.Tensor:
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        query = split(self.query(x))
+        key, value = map(split, self.both(memory).chunk(2, -1))
+        if self.materialised:
+            scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+            y = self.dropout(scores.softmax(-1)) @ value
+        else:
+            y = F.scaled_dot_product_attention(query, key, value)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(
+        self, width: int, heads: int, dropout: float, *, materialised: bool, cross: bool = False
+    ) -> None:
+        super().__init__()
+        make = partial(Attention, width, heads, dropout, materialised=materialised)
+        self.attention = make()
+        self.cross = make() if cross else None
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.mix = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y)
+        if self.cross is not None:
+            assert memory is not None
+            x = x + self.cross(self.norms[1](x), memory)
+        return x + self.mix(self.norms[2](x))
+
+
+class Transformer(nn.Module):
+    def __init__(
+        self,
+        layers: int = 2,
+        width: int = 64,
+        heads: int = 4,
+        dropout: float = 0.1,
+        *,
+        materialised: bool = False,
+        checkpointed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            Layer(width, heads, dropout, materialised=materialised) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x)
+
+
+class Translator(nn.Module):
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.encoder = Layer(width, heads, 0.1, materialised=True)
+        self.decoder = Layer(width, heads, 0.1, materialised=True, cross=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(self.embed(source))
+        return self.head(self.decoder(self.embed(target), memory))
+
+
+def transformer(optimizer: MakeOptimizer = ADAMW, *, autocast: bool = False, **kw: Any) -> Training:
+    return training(Transformer(**kw), next_token_loss, tokens, 512, optimizer, autocast=autocast)
+
+
+def translator(optimizer: MakeOptimizer = ADAMW) -> Training:
+    def make_batch(n: int, size: tuple[int, int]) -> Batch:
+        return {k: tokens(n, length)["x"] for k, length in zip(("s", "t"), size, strict=True)}
+
+    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["s"], batch["t"]).flatten(0, 1), batch["t"].flatten())
+
+    return training(Translator(), loss_of, make_batch, (256, 256), optimizer)
+
+
+# ---------------------------------------------------------------------- recurrent and convolutional
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.rnn = kind(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(self.embed(x))[0])
+
+
+def recurrent(kind: type[nn.RNNBase], optimizer: MakeOptimizer = ADAMW) -> Training:
+    return training(Recurrent(kind), next_token_loss, tokens, 128, optimizer)
+
+
+def pooled_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def waves(optimizer: MakeOptimizer = ADAMW) -> Training:
+    """Convolutions along one axis, with strides, batch norm and a pooled output."""
+    model = nn.Sequential(
+        nn.Conv1d(1, 32, 9, stride=4, padding=4),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Conv1d(32, 64, 9, stride=2, padding=4),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+    def make_batch(n: int, length: int) -> Batch:
+        return {"x": torch.randn(n, 1, length), "y": torch.randint(0, 10, (n,))}
+
+    return training(model, pooled_loss, make_batch, 16_000, optimizer)
+
+
+def images(optimizer: MakeOptimizer = ADAMW) -> Training:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+    def make_batch(n: int, size: tuple[int, int]) -> Batch:
+        return {"x": torch.randn(n, 3, *size), "y": torch.randint(0, 10, (n,))}
+
+    return training(model, pooled_loss, make_batch, (256, 256), optimizer)
+
+
+# ---------------------------------------------------------------------- others
+
+
+def heavy(optimizer: MakeOptimizer = ADAMW) -> Training:
+    """Eight million parameters and next to no activations."""
+    model = nn.Sequential(nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU())
+    head = nn.Linear(4000, 10)
+
+    def make_batch(n: int, length: int) -> Batch:
+        return {"x": torch.randn(n, length, 16), "y": torch.randint(0, 10, (n,))}
+
+    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"].mean(1)), batch["y"])
+
+    return training(nn.Sequential(*model, head), loss_of, make_batch, 1000, optimizer)
+
+
+class Graphs(nn.Module):
+    """Two rounds of messages along edges, for graphs that are padded to (nodes, edges)."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.message = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
+        self.update = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        n, nodes, _ = x.shape
+        x = self.embed(x).flatten(0, 1)
+        source, target = (edges + torch.arange(n)[:, None, None] * nodes).movedim(1, 0).flatten(1)
+        for message, update in zip(self.message, self.update, strict=True):
+            sent = F.relu(message(torch.cat([x[source], x[target]], -1)))
+            received = torch.zeros_like(x).index_add(0, target, sent)
+            x = F.relu(update(torch.cat([x, received], -1)))
+        return self.head(x).unflatten(0, (n, nodes)).mean((1, 2))
+
+
+def graphs(optimizer: MakeOptimizer = ADAMW) -> Training:
+    def make_batch(n: int, size: tuple[int, int]) -> Batch:
+        nodes, edges = size
+        return {
+            "x": torch.randn(n, nodes, 8),
+            "edges": torch.randint(0, nodes, (n, 2, edges)),
+            "y": torch.randn(n),
+        }
+
+    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"], batch["edges"]), batch["y"])
+
+    return training(Graphs(), loss_of, make_batch, (200, 800), optimizer)
+
+
+CASES: dict[str, Callable[[], Training]] = {
+    "encoder, fused attention": transformer,
+    "encoder, SGD": partial(transformer, SGD),
+    "encoder, momentum": partial(transformer, MOMENTUM),
+    "encoder, foreach": partial(transformer, FOREACH),
+    "encoder, bfloat16": partial(transformer, autocast=True),
+    "encoder, checkpointed": partial(transformer, checkpointed=True),
+    "decoder, scores kept": partial(transformer, materialised=True),
+    "decoder, scores kept, checkpointed": partial(
+        transformer, materialised=True, checkpointed=True
+    ),
+    "encoder and decoder": translator,
+    "LSTM": partial(recurrent, nn.LSTM),
+    "GRU": partial(recurrent, nn.GRU),
+    "waves": waves,
+    "images": images,
+    "heavy": heavy,
+    "heavy, foreach": partial(heavy, FOREACH),
+    "graphs": graphs,
+}

@@ -1,0 +1,111 @@
+"""The real training step, run on synthetic batches, and the memory that it really takes."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchbudget.cost.measured import Probe
+from torchbudget.cost.training_state import TrainingState
+from torchbudget.machine import Peak, peak_memory
+
+# What torch's allocator on the CPU says; there is no class of its own for it.
+_CPU_TELLS = "can't allocate memory"
+
+
+class ProbeOutOfMemoryError(Exception):
+    """A probe did not fit into the device's or the process's memory."""
+
+
+class StepRunner:
+    """Runs the step and reads the peak; to be used inside `TrainingState.kept(contents=True)`.
+
+    Args:
+        step: the full training step.
+        make_batch: makes a batch of n samples padded to a size.
+        state: what the step trains.
+        copied_bytes: held by the copies that are put back at the end; not the step's.
+
+    Attributes:
+        idle_bytes: what is held while no step runs.
+        sampled: whether a peak was only looked for now and then.
+        not_finite: whether a step returned what is no finite number.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], object],
+        make_batch: Callable[[int, Any], Any],
+        state: TrainingState,
+        copied_bytes: int,
+    ) -> None:
+        self._step = step
+        self._make_batch = make_batch
+        self._state = state
+        self._copied_bytes = copied_bytes
+        with peak_memory(state.device) as idle:
+            pass
+        self.idle_bytes = idle.bytes - copied_bytes
+        # Reserved over allocated bytes of the largest batch: smaller ones find its blocks reserved.
+        self._reserved: Peak | None = None
+        self.sampled = False
+        self.not_finite = False
+
+    def run(self, n: int, size: tuple[int, ...], *, held_out: bool = False) -> Probe:
+        """Step twice on a batch of one shape; the first time loads kernels and fills caches.
+
+        Raises:
+            ProbeOutOfMemoryError: it did not fit; everything that it held is given back.
+        """
+        try:
+            return self._run(n, size, held_out=held_out)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Here the exception is gone, and with it the frames that held the step's tensors.
+        for parameter in self._state.parameters():
+            parameter.grad = None
+        gc.collect()
+        if self._state.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise ProbeOutOfMemoryError
+
+    def _run(self, n: int, size: tuple[int, ...], *, held_out: bool) -> Probe:
+        gc.collect()
+        with self._state.watched(), peak_memory(self._state.device) as peak:
+            for _ in range(2):
+                batch = self._make_batch(n, size if len(size) > 1 else size[0])
+                start_s = time.perf_counter()
+                result = self._step(batch)
+                self._note(result)
+                seconds = time.perf_counter() - start_s
+                del batch, result
+        self.sampled |= peak.sampled
+        peak_bytes = self._without_reserve(peak) - self._copied_bytes
+        return Probe(n, size, peak_bytes, held_out, "run", seconds)
+
+    def _note(self, result: object) -> None:
+        value = result.detach() if isinstance(result, torch.Tensor) else result
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            self.not_finite = True
+
+    def _without_reserve(self, peak: Peak) -> int:
+        if not peak.allocated_bytes:
+            return peak.bytes
+        if self._reserved is None or peak.bytes > self._reserved.bytes:
+            self._reserved = peak
+        return round(peak.allocated_bytes / self._reserved.allocated_bytes * self._reserved.bytes)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: on CUDA, on the CPU, or Python's own."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_TELLS in str(error)
