@@ -55,7 +55,7 @@ def test_both_runs_stay_within_the_budget_and_ours_pads_less(model_bytes, tmp_pa
     """The real peaks, as the kernel kept them, are below what the command line states."""
     picture = tmp_path / "batches.png"
     plotted = ("--plot", picture) if importlib.util.find_spec("matplotlib") else ()
-    budget_bytes = model_bytes + MiB(96)
+    budget_bytes = model_bytes + MiB(32)
     done = train_text(*SMALL, "--budget", str(budget_bytes), *plotted)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

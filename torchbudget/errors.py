@@ -16,7 +16,8 @@ TorchBudgetError
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
 TorchBudgetWarning       (UserWarning)
-└── DiscardedStateWarning                a loaded position was thrown away before it was used
+├── DiscardedStateWarning                a loaded position was thrown away before it was used
+└── MeasureWarning                       a measured cost may not tell the truth
 ```
 """
 

@@ -175,10 +175,8 @@ def _costs(forms: FloatArray, matrix: FloatArray, peaks: FloatArray) -> tuple[Pa
     forms = np.where(forms * matrix.max(axis=0) < _NEGLIGIBLE * peaks.max(), 0, forms)
     grows = forms[:, 1:].any(axis=1)
     floor = float(forms[~grows, 0].max(initial=0))
-    growing = forms[grows]
-    if not len(growing):  # a batch of any size costs the same: as good as nothing each
-        growing = np.zeros((1, forms.shape[1]))
-        growing[0, :2] = floor, 1
+    # Where a batch of any size costs the same, the floor is all there is.
+    growing = forms[grows] if grows.any() else forms[forms[:, 0].argmax()][None]
     return tuple(_cost(form, floor) for form in np.unique(growing, axis=0))
 
 
@@ -188,6 +186,8 @@ def _cost(form: FloatArray, floor: float) -> PaddedCost:
     pair = np.zeros((axes, axes))
     pair[np.triu_indices(axes)] = pairs
     one = axes == 1
+    if not form[1:].any():
+        sample = 1.0  # as good as nothing, but a sample must cost something
     return PaddedCost(
         fixed_bytes=float(fixed),
         sample_bytes=float(sample),

@@ -447,12 +447,14 @@ def _fit_runs(probes: Sequence[Probe], shapes: MeasuredCost | None) -> tuple[Pad
     if shapes is None:
         return fit_peaks(n, sizes, peaks)
     target = np.array(peaks, np.float64)
-    tensors = np.stack([np.ones(len(target)), _predicted(shapes, probes)], axis=1)
-    for matrix in (tensors, np.concatenate([tensors, features(n, sizes)[:, 1:]], axis=1)):
-        offset, factor, *beside = x = non_negative(matrix / target[:, None], np.ones_like(target))
-        if np.abs(matrix @ x / target - 1).max() < _SCALED:
+    tensors = _predicted(shapes, probes)
+    # The tensors are there for certain: what is fitted is what comes on top of them.
+    above = np.stack([np.ones(len(target)), tensors], axis=1)
+    for matrix in (above, np.concatenate([above, features(n, sizes)[:, 1:]], axis=1)):
+        offset, share, *beside = x = non_negative(matrix / target[:, None], 1 - tensors / target)
+        if np.abs((tensors + matrix @ x) / target - 1).max() < _SCALED:
             break
-    totals = (total_cost(form, offset, factor, np.array(beside)) for form in _formulas(shapes))
+    totals = (total_cost(form, offset, 1 + share, np.array(beside)) for form in _formulas(shapes))
     return tuple(dict.fromkeys(totals))  # kernels may outweigh what told the forms apart
 
 
