@@ -299,7 +299,7 @@ def reset_peak_memory(*, root: Path = _ROOT) -> bool:
     """Let this process's high-water mark of resident memory begin anew, at what it holds now.
 
     Returns:
-        Whether the kernel allowed it: Linux, with a `/proc` that may be written to.
+        Whether the kernel allowed it, which takes Linux with a `/proc` that may be written to.
     """
     try:
         (root / "proc" / "self" / "clear_refs").write_text("5")
@@ -377,7 +377,7 @@ def return_freed_memory(threshold_bytes: int = 2**17) -> bool:
     process; `MALLOC_MMAP_THRESHOLD_` in the environment does the same from its start.
 
     Returns:
-        Whether it was done: the C library is glibc.
+        Whether it was done, which takes glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -117,8 +117,8 @@ def measure_cost(
         size_multiple: sizes of probes are multiples of it, as the sampler's padded sizes are.
 
     Returns:
-        A cost with a margin: twice the largest underestimate on shapes that were held out, at least
-        0.1 % where it was traced and 1 % where it was run.
+        A cost whose margin is twice the largest underestimate on shapes that were held out, at
+        least 0.1 % where it was traced and 1 % where it was run.
 
     Raises:
         CostError: the step cannot be measured, is no full training step, or does not fit the budget
