@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import training_cases
+from tests.memory_groups import memory_group
 from tests.training_cases import CASES, Training
 from torchbudget import (
     CostError,
@@ -466,15 +468,18 @@ def test_the_report_and_the_figure(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- the machine's own counters
 
-RUN = """
+EPOCH = """
+import resource
 import sys
+
 import numpy as np
 import torch
+
 import torchbudget as tb
 from tests.training_cases import CASES
 from torchbudget.machine import process_memory, reset_peak_memory
 
-name, budget, method = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+name, budget, method, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 training = CASES[name]()
 cost = tb.measure_cost(
     training.step, training.make_batch, max_size=training.max_size, budget=budget, method=method
@@ -482,15 +487,34 @@ cost = tb.measure_cost(
 rng = np.random.default_rng(0)
 ends = np.atleast_1d(training.max_size)
 sizes = np.clip(ends * rng.lognormal(-2, 0.8, (400, len(ends))), 1, ends).astype(int)
-sampler = tb.MemoryBudgetBatchSampler(sizes, cost, budget)
+batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
+if "fixed" in kind:  # as many samples in each as ours have on average
+    each = -(-len(sizes) // len(batches))
+    batches = np.split(rng.permutation(len(sizes)), range(each, len(sizes), each))
+if "limited" in kind:  # what is there now, and what the budget leaves
+    memory = process_memory()
+    status = open("/proc/self/status").read()
+    data = int(status.partition("VmData:")[2].split()[0]) * 1024
+    limit = data + budget - memory.resident_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 reset_peak_memory()
-for batch in sampler:
+print("measured", flush=True)
+for batch in batches:
     size = sizes[batch].max(0)
     size = tuple(map(int, size)) if len(ends) > 1 else int(size[0])
     training.step(training.make_batch(len(batch), size))
-    del batch
 print(process_memory().peak_resident_bytes / budget, len(cost.probes))
 """
+BUDGET = 600 * 2**20
+
+
+def epoch(name: str, method: str, kind: str = "ours") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", EPOCH, name, str(BUDGET), method, kind],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
@@ -509,14 +533,28 @@ def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) 
 
     Without a trace the form of several axes is known less well, and less of the budget is filled.
     """
-    budget = 600 * 2**20
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, name, str(budget), method],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = epoch(name, method)
     assert not done.returncode, done.stderr
-    share, probes = done.stdout.split()
+    share, probes = done.stdout.split()[1:]
     assert least <= float(share) <= 1
     assert int(probes) <= 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_an_epoch_ends_under_a_limit_of_allocations() -> None:
+    """`RLIMIT_DATA` at the budget: ours ends; fixed batches of the same mean number do not."""
+    name = "decoder, scores kept"
+    ours, fixed = epoch(name, "auto", "ours, limited"), epoch(name, "auto", "fixed, limited")
+    assert not ours.returncode, ours.stderr
+    assert fixed.stdout.split() == ["measured"]
+    assert "can't allocate memory" in fixed.stderr
+
+
+def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
+    """The kernel kills who needs more: not ours; fixed batches of the same mean number."""
+    with memory_group(BUDGET) as group:
+        group.output(EPOCH, "decoder, scores kept", BUDGET, "auto", "ours")
+        with group.python(EPOCH, "decoder, scores kept", BUDGET, "auto", "fixed") as fixed:
+            printed, errors = fixed.communicate(timeout=120)
+    assert printed.split() == ["measured"], errors
+    assert fixed.returncode == -signal.SIGKILL

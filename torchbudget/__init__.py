@@ -36,6 +36,7 @@ from torchbudget.errors import (
 from torchbudget.machine import return_freed_memory
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import BatchFigures, PlanReport
+from torchbudget.train.warm_up import WarmUp, warm_up
 from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
 __version__ = "0.1.0.dev0"
@@ -79,6 +80,7 @@ __all__ = [
     "TorchBudgetError",
     "TorchBudgetWarning",
     "UnevenRanksError",
+    "WarmUp",
     "__version__",
     "format_bytes",
     "load_cost",
@@ -88,4 +90,5 @@ __all__ = [
     "return_freed_memory",
     "sizes_of",
     "trace_peak_bytes",
+    "warm_up",
 ]

@@ -24,6 +24,8 @@ ALL = (
     "several_axes",
     "collate",
     "loader",
+    "traced_cost",
+    "kept_budget",
     "endurance",
 )
 TABLE = re.compile(r"(?:^    .*\S.*\n)+", re.MULTILINE)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.block import Block, best_strips, solve
+from torchbudget.plan.block import Block, best_strips, run_costs, solve
 from torchbudget.plan.drop import without_last
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.permutation import WordArray, shuffled_keys
@@ -371,6 +371,31 @@ class Plan:
             for rounds in span.block.rounds.tolist():
                 yield from [rounds - done] if self.step_per_window else [1] * (rounds - done)
                 done = 0
+
+    def batch_bytes(self, indices: IntArray) -> int:
+        """Predicted bytes of a micro-batch of these samples."""
+        sizes = self._sizes_at(indices)
+        ends = np.array([0]), np.array([len(sizes)])
+        return int(run_costs(sizes, *ends, self.rules)[0])
+
+    def extremes(self, epoch: int = 0) -> dict[str, IntArray]:
+        """The micro-batches of an epoch that are likeliest to fail; O(samples).
+
+        Returns:
+            Indices in the data set of the "largest" micro-batch, whose cost is the highest; the
+            "longest", of which a single sample would cost the most; and the "shortest".
+        """
+        best: dict[str, tuple[int, IntArray]] = {}
+        for span in self.spans(Position(epoch=epoch)):
+            block = span.block
+            costs = block.costs(self.rules)
+            singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
+            for name, values in (("largest", costs), ("longest", singles), ("shortest", -singles)):
+                number = int(values.argmax())
+                if name not in best or values[number] > best[name][0]:
+                    held = span.indices[block.starts[number] : block.stops[number]]
+                    best[name] = int(values[number]), held
+        return {name: indices for name, (_, indices) in best.items()}
 
     def report(self, epoch: int = 0) -> PlanReport:
         """Plan a whole epoch and sum up what it holds; O(samples)."""

@@ -1,0 +1,75 @@
+"""The extreme batches of a plan, run once before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from torchbudget.cost.training_state import TrainingState
+from torchbudget.errors import OptionError
+from torchbudget.machine import peak_memory
+from torchbudget.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """One batch that was run.
+
+    Attributes:
+        name: "largest", "longest" or "shortest".
+        samples: in the batch.
+        predicted_bytes: what the sampler's cost says of it.
+        peak_bytes: what the device held at most: resident memory on the CPU.
+    """
+
+    name: str
+    samples: int
+    predicted_bytes: int
+    peak_bytes: int
+
+
+def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[WarmUp]:
+    """Run the largest, the longest and the shortest batch of the coming epoch.
+
+    What fails, fails now rather than after hours, and an allocator meets the largest blocks first.
+    They are the epoch's on all ranks together, so that every rank runs the same ones. Model,
+    optimizer and random generators are put back afterwards, bit for bit, and the sampler stays
+    where it is.
+
+    Args:
+        step: the full training step on a batch of the loader's.
+        loader: with a `MemoryBudgetBatchSampler` as its `batch_sampler`, over a map-style data set.
+
+    Returns:
+        What was run, with predicted and real bytes.
+
+    Raises:
+        OptionError: the loader has another sampler.
+    """
+    sampler: Any = loader.batch_sampler
+    plan = getattr(sampler, "plan", None)
+    if not isinstance(plan, Plan):
+        raise OptionError(
+            "warm_up needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…), got "
+            f"batch_sampler={type(sampler).__name__}"
+        )
+    state = TrainingState(step)
+    ran = []
+    with state.kept(contents=True) as copied_bytes:
+        for name, indices in plan.extremes(sampler.epoch).items():
+            batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
+            with peak_memory(state.device) as peak:
+                step(batch)
+            del batch
+            ran.append(
+                WarmUp(
+                    name=name,
+                    samples=len(indices),
+                    predicted_bytes=plan.batch_bytes(indices),
+                    peak_bytes=peak.bytes - copied_bytes,
+                )
+            )
+    return ran
