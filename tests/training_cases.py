@@ -290,9 +290,7 @@ CASES: dict[str, Callable[[], Training]] = {
     "encoder, bfloat16": partial(transformer, autocast=True),
     "encoder, checkpointed": partial(transformer, checkpointed=True),
     "decoder, scores kept": partial(transformer, materialised=True),
-    "decoder, scores kept, checkpointed": partial(
-        transformer, materialised=True, checkpointed=True
-    ),
+    "decoder, checkpointed": partial(transformer, materialised=True, checkpointed=True),
     "encoder and decoder": translator,
     "LSTM": partial(recurrent, nn.LSTM),
     "GRU": partial(recurrent, nn.GRU),

@@ -8,23 +8,23 @@ Command: PYTHONPATH=. python examples/benchmarks/traced_cost.py [--shapes N] [--
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU.
 
-    step                                axes  fitted  forms    under     over  margin  covered  s a shape
-    encoder, fused attention               1       6      2  -0.011%  +0.001%   0.10%  +0.093%       0.32
-    encoder, SGD                           1       6      2  -0.020%  +0.001%   0.10%  +0.084%       0.09
-    encoder, momentum                      1       6      2  -0.014%  +0.001%   0.10%  +0.090%       0.10
-    encoder, foreach                       1       6      2  -0.008%  +0.001%   0.10%  +0.097%       0.17
-    encoder, bfloat16                      1       6      2  -0.011%  +0.001%   0.10%  +0.093%       0.30
-    encoder, checkpointed                  1       6      3  -0.003%  +0.000%   0.10%  +0.101%       0.26
-    decoder, scores kept                   1       6      3  -0.015%  +0.000%   0.10%  +0.089%       0.32
-    decoder, scores kept, checkpointed     1       6      6  -0.007%  +1.923%   0.10%  +0.097%       0.39
-    encoder and decoder                    2       8      8  -0.026%  +0.003%   0.10%  +0.078%       0.56
-    LSTM                                   1       6      2  -0.004%  +0.001%   0.10%  +0.100%       0.10
-    GRU                                    1       6      1  -0.005%  +0.021%   0.10%  +0.099%       0.55
-    waves                                  1       6      2  -0.047%  +0.149%   0.10%  +0.057%       0.21
-    images                                 2       8      3  -0.411%  +1.927%   0.80%  +0.391%       0.17
-    heavy                                  1       6      2  -0.000%  +0.000%   0.10%  +0.104%       0.06
-    heavy, foreach                         1       6      3  -0.000%  +0.000%   0.10%  +0.104%       0.02
-    graphs                                 2       8      6  -0.021%  +0.016%   0.10%  +0.085%       0.12
+    step                      axes  fitted  forms    under     over  margin  covered  s a shape
+    encoder, fused attention     1       6      2  -0.011%  +0.001%   0.10%  +0.093%       0.32
+    encoder, SGD                 1       6      2  -0.020%  +0.001%   0.10%  +0.084%       0.09
+    encoder, momentum            1       6      2  -0.014%  +0.001%   0.10%  +0.090%       0.10
+    encoder, foreach             1       6      2  -0.008%  +0.001%   0.10%  +0.097%       0.17
+    encoder, bfloat16            1       6      2  -0.011%  +0.001%   0.10%  +0.093%       0.30
+    encoder, checkpointed        1       6      3  -0.003%  +0.000%   0.10%  +0.101%       0.26
+    decoder, scores kept         1       6      3  -0.015%  +0.000%   0.10%  +0.089%       0.32
+    decoder, checkpointed        1       6      6  -0.007%  +1.923%   0.10%  +0.097%       0.39
+    encoder and decoder          2       8      8  -0.026%  +0.003%   0.10%  +0.078%       0.56
+    LSTM                         1       6      2  -0.004%  +0.001%   0.10%  +0.100%       0.10
+    GRU                          1       6      1  -0.005%  +0.021%   0.10%  +0.099%       0.55
+    waves                        1       6      2  -0.047%  +0.149%   0.10%  +0.057%       0.21
+    images                       2       8      3  -0.411%  +1.927%   0.80%  +0.391%       0.17
+    heavy                        1       6      2  -0.000%  +0.000%   0.10%  +0.104%       0.06
+    heavy, foreach               1       6      3  -0.000%  +0.000%   0.10%  +0.104%       0.02
+    graphs                       2       8      6  -0.021%  +0.016%   0.10%  +0.085%       0.12
     fitted shapes ≤ 8: 8, holds
     worst underestimate before the margin ≤ 0.005: 0.0041096, holds
     worst underestimate after it ≤ 0: -0.00057083, holds

@@ -149,17 +149,17 @@ def total_cost(cost: PaddedCost, offset: float, factor: float, beside: FloatArra
 
     Args:
         cost: of the tensors.
-        offset: bytes that are there in any case.
+        offset: bytes that are there in any case; may be negative.
         factor: what their bytes are multiplied by.
         beside: coefficients without the fixed one, of what the batch needs beside its tensors;
             may be empty.
     """
     form = factor * _coefficients(cost)
-    form[0] += offset
+    form[0] = max(form[0] + offset, 0)
     if len(beside):
         form[1:] += beside
     # The optimizer's step comes when the batch is gone: nothing lives beside it.
-    return _cost(form, offset + factor * cost.floor_bytes if cost.floor_bytes else 0)
+    return _cost(form, max(offset + factor * cost.floor_bytes, 0) if cost.floor_bytes else 0)
 
 
 def _coefficients(cost: PaddedCost) -> FloatArray:

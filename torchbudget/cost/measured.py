@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from torchbudget.cost.fit import fit_peaks
 from torchbudget.cost.padded import UNLIMITED, PaddedCost
 from torchbudget.cost.protocol import ArrayLike, IntArray
 from torchbudget.cost.table import TableCost
@@ -47,6 +48,11 @@ class Probe:
     held_out: bool
     how: str
     seconds: float | None = None
+
+
+def columns(probes: Sequence[Probe]) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
+    """Samples, sizes and peaks of probes."""
+    return [p.n for p in probes], [p.size for p in probes], [p.peak_bytes for p in probes]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +92,19 @@ class MeasuredCost:
     def axes(self) -> int:
         """The number of ragged axes, d."""
         return self.forms[0].axes
+
+    @property
+    def time(self) -> PaddedCost | None:
+        """Nanoseconds of a step, as a cost model; `None` where nothing was run.
+
+        Fitted to the seconds of the probes: the second of two steps on each shape.
+        """
+        ran = [probe for probe in self.probes if probe.seconds is not None]
+        if not ran:
+            return None
+        n, sizes, _ = columns(ran)
+        [fitted] = fit_peaks(n, sizes, [round(1e9 * (probe.seconds or 0)) for probe in ran])
+        return fitted
 
     @property
     def _parts(self) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchbudget.cost.measured import Probe
 from torchbudget.cost.training_state import TrainingState
-from torchbudget.machine import Peak, peak_memory
+from torchbudget.machine import Peak, peak_memory, process_memory
 
 # What torch's allocator on the CPU says; there is no class of its own for it.
 _CPU_TELLS = "can't allocate memory"
@@ -51,6 +52,7 @@ class StepRunner:
         with peak_memory(state.device) as idle:
             pass
         self.idle_bytes = idle.bytes - copied_bytes
+        self._held: list[int] = []
         # Reserved over allocated bytes of the largest batch: smaller ones find its blocks reserved.
         self._reserved: Peak | None = None
         self.sampled = False
@@ -79,6 +81,7 @@ class StepRunner:
         gc.collect()
         with self._state.watched(), peak_memory(self._state.device) as peak:
             for _ in range(2):
+                held_bytes = self._held_bytes()
                 batch = self._make_batch(n, size if len(size) > 1 else size[0])
                 start_s = time.perf_counter()
                 result = self._step(batch)
@@ -86,8 +89,24 @@ class StepRunner:
                 seconds = time.perf_counter() - start_s
                 del batch, result
         self.sampled |= peak.sampled
+        self._held.append(held_bytes)
         peak_bytes = self._without_reserve(peak) - self._copied_bytes
         return Probe(n, size, peak_bytes, held_out, "run", seconds)
+
+    def settled(self, probes: Sequence[Probe]) -> list[Probe]:
+        """All probes so far, as if what the process holds by now had been there from the start.
+
+        Kernels are compiled for new shapes, and the heap gets its gaps, while probes are run.
+        """
+        now_bytes = self._held_bytes()
+        return [
+            replace(probe, peak_bytes=probe.peak_bytes + max(now_bytes - held_bytes, 0))
+            for probe, held_bytes in zip(probes, self._held, strict=True)
+        ]
+
+    def _held_bytes(self) -> int:
+        cpu = self._state.device.type == "cpu"
+        return process_memory().resident_bytes if cpu else 0
 
     def _note(self, result: object) -> None:
         value = result.detach() if isinstance(result, torch.Tensor) else result

@@ -6,7 +6,7 @@ import warnings
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             left, and need no splitting to give every rank as many micro-batches.
         size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
             same).
+        balance: what the ranks of a step get equal sums of: `"cost"`, or `"time"` where the cost
+            was measured with one (`MeasuredCost.time`).
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         replacement: draw each position independently.
@@ -102,6 +104,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         max_batch_size: int | None = None,
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
+        balance: Literal["cost", "time"] = "cost",
         oversize: Oversize = "raise",
         replacement: bool = False,
         weights: npt.ArrayLike | None = None,
@@ -131,6 +134,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             size_multiple=_at_least_one("size_multiple", size_multiple),
             max_batch_size=_optional("max_batch_size", max_batch_size),
             batch_size_multiple=_at_least_one("batch_size_multiple", batch_size_multiple),
+            balance=_balance(balance, cost),
         )
         if np.ndim(cost.batch_bytes(1, table.values[0])):
             raise SizesError(
@@ -342,6 +346,20 @@ def _natural(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise OptionError(f"{name} must be an int of at least 0, got {value!r}")
     return int(value)
+
+
+def _balance(balance: object, cost: CostModel) -> CostModel | None:
+    """What ranks are balanced by, if it is not the cost."""
+    if balance == "cost":
+        return None
+    if balance != "time":
+        raise OptionError(f"balance must be 'cost' or 'time', got {balance!r}")
+    time = getattr(cost, "time", None)
+    if time is None:
+        raise OptionError(
+            "balance='time' needs a cost that tells time: one that measure_cost has run"
+        )
+    return cast("CostModel", time)
 
 
 def _at_least_one(name: str, value: int) -> int:

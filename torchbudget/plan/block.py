@@ -43,6 +43,10 @@ class Block:
         """Predicted bytes of each micro-batch, shape `(micro-batches,)`."""
         return run_costs(self.sizes, self.starts, self.stops, rules)
 
+    def work(self, rules: BatchRules) -> IntArray:
+        """What ranks are balanced by, of each micro-batch, shape `(micro-batches,)`."""
+        return run_work(self.sizes, self.starts, self.stops, rules)
+
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
         return _over_runs(np.maximum, self.sizes, self.starts)
@@ -66,6 +70,16 @@ def run_costs(
         return rules.packing.base_bytes + _over_runs(np.add, items, starts)
     padded = rules.padded(_over_runs(np.maximum, sizes, starts))
     return rules.cost.batch_bytes(stops - starts, padded)
+
+
+def run_work(
+    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
+) -> IntArray:
+    """What ranks are balanced by, of runs of samples that tile `sizes`, shape `(runs,)`."""
+    if rules.balance is None:
+        return run_costs(sizes, starts, stops, rules)
+    padded = rules.padded(_over_runs(np.maximum, sizes, starts))
+    return rules.balance.batch_bytes(stops - starts, padded)
 
 
 class _Cutter:
@@ -205,7 +219,7 @@ def solve(
     first = np.arange(windows)[:, None] * length
     if ranks > 1:
         costs = np.full(starts.shape, -1)
-        costs[real] = run_costs(flat_sizes, (starts + first)[real], (stops + first)[real], rules)
+        costs[real] = run_work(flat_sizes, (starts + first)[real], (stops + first)[real], rules)
         rounds = deal(costs, ranks, even_sums=even_sums)
     else:
         rounds = np.broadcast_to(np.arange(starts.shape[1])[:, None], (*starts.shape, 1))

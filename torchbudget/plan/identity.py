@@ -57,6 +57,9 @@ def dealing_identity(plan: Plan) -> Plain:
         "step_per_window": plan.step_per_window,
         "drop_last": plan.drop_last,
         "ranks": plan.ranks,
+        "balance": None
+        if rules.balance is None
+        else cost_fingerprint(rules.balance, plan.sizes.largest),
     }
 
 

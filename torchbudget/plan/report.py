@@ -53,6 +53,7 @@ class PlanReport:
         steps: optimizer steps of each rank.
         ranks: how many ranks.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the mean rank's: 1 is even.
+            With `balance="time"`, of their time.
         dropped: positions of the epoch that `drop_last` drops.
         skipped: samples that are over the budget alone and are never drawn.
     """
@@ -154,7 +155,8 @@ class ReportBuilder:
         """Count the micro-batches of a block."""
         costs = block.costs(self._rules)
         self._tally.add(block.sizes, block.stops - block.starts, block.padded(), costs)
-        per_step = costs.reshape(-1, self._ranks).astype(np.float64)
+        work = block.work(self._rules)
+        per_step = work.reshape(-1, self._ranks).astype(np.float64)
         if self._step_per_window:
             per_step = np.add.reduceat(per_step, np.cumsum(block.rounds) - block.rounds, axis=0)
         self._steps += len(per_step)

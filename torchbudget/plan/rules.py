@@ -26,6 +26,7 @@ class BatchRules:
         max_batch_size: samples in a micro-batch at the most; `None`: as many as fit.
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
+        balance: what ranks are to have equal sums of, such as time; `None`: the cost.
         packing: the cost, if it is one of batches without padding.
     """
 
@@ -34,12 +35,15 @@ class BatchRules:
     size_multiple: int = 1
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
+    balance: CostModel | None = None
     packing: AdditiveCost | None = field(init=False, repr=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         packing = self.cost if isinstance(self.cost, AdditiveCost) else None
         object.__setattr__(self, "packing", packing)
+        if packing is not None and self.balance is not None:
+            raise OptionError("packed batches are balanced by their cost; leave balance as it is")
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
                 f"max_batch_size={self.max_batch_size} is below "

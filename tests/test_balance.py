@@ -1,0 +1,107 @@
+"""Ranks balanced by time instead of bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchbudget import (
+    MeasuredCost,
+    MemoryBudgetBatchSampler,
+    OptionError,
+    PackedCost,
+    PaddedCost,
+    Probe,
+)
+
+# Bytes are linear in the length, and time is quadratic: 1 µs a sample and squared unit.
+SHAPES = [(1, 8), (8, 64), (4, 100), (16, 256), (2, 512), (32, 128)]
+COST = MeasuredCost(
+    forms=(PaddedCost(unit_bytes=1000),),
+    margin=0,
+    probes=tuple(
+        Probe(n, (length,), 1000 * n * length, False, "run", 1e-6 * n * length**2)
+        for n, length in SHAPES
+    ),
+)
+
+
+def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSampler]:
+    return [
+        MemoryBudgetBatchSampler(
+            sizes, COST, 2_000_000, num_replicas=ranks, rank=rank, samples_per_step=1024, **options
+        )
+        for rank in range(ranks)
+    ]
+
+
+def test_the_time_of_the_probes_is_found() -> None:
+    assert COST.time is not None
+    for n, length in SHAPES:
+        assert COST.time.batch_bytes(n, length) == pytest.approx(1000 * n * length**2, rel=0.02)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 8))
+def test_every_sample_once_in_equal_numbers(seed: int, ranks: int) -> None:
+    """Balanced by time, the laws hold: equal counts, every index once, none over the budget."""
+    rng = np.random.default_rng(seed)
+    sizes = np.clip(rng.lognormal(4, 1, 3000), 1, 1000).astype(int)
+    drawn = [list(sampler) for sampler in samplers(sizes, ranks, seed=seed, balance="time")]
+    assert len({len(batches) for batches in drawn}) == 1
+    indices = np.concatenate([batch for batches in drawn for batch in batches])
+    assert np.array_equal(np.sort(indices), np.arange(3000))
+    for batch in [batch for batches in drawn for batch in batches]:
+        assert COST.batch_bytes(len(batch), sizes[batch].max()) <= 2_000_000
+
+
+def test_time_is_more_even_than_when_bytes_are_balanced() -> None:
+    """Over an epoch of 8 ranks, the slowest rank of each step is nearer to the mean."""
+    sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
+    assert COST.time is not None
+    imbalance = {}
+    for balance in ("cost", "time"):
+        ours = samplers(sizes, 8, balance=balance)
+        per_rank = []
+        for sampler in ours:
+            batches = iter(list(sampler))
+            sampler.set_epoch(0)
+            per_rank.append(
+                [
+                    sum(
+                        int(COST.time.batch_bytes(len(batch), sizes[batch].max()))
+                        for batch in (next(batches) for _ in range(step))
+                    )
+                    for step in sampler.steps
+                ]
+            )
+        times = np.array(per_rank)
+        imbalance[balance] = times.max(0).sum() / times.mean(0).sum()
+        if balance == "time":
+            assert ours[0].report().imbalance == pytest.approx(imbalance["time"], rel=1e-6)
+    assert imbalance["time"] < imbalance["cost"]
+    assert imbalance["time"] < 1.05
+
+
+def test_a_cost_without_time_is_refused() -> None:
+    with pytest.raises(OptionError, match="balance='time' needs a cost that tells time"):
+        MemoryBudgetBatchSampler([1, 2], PaddedCost(unit_bytes=1), 10, balance="time")
+    with pytest.raises(OptionError, match="balance must be 'cost' or 'time'"):
+        MemoryBudgetBatchSampler([1, 2], PackedCost(unit_bytes=1), 10, balance="speed")  # type: ignore[arg-type]
+
+
+def test_a_state_goes_on_under_the_same_balance() -> None:
+    """A resumed sampler deals what is left of a window anew where the balance differs."""
+    sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 2000), 1, 1000).astype(int)
+    one = samplers(sizes, 2, balance="time")[0]
+    batches = iter(one)
+    first = [next(batches) for _ in range(3)]
+    state = one.state_dict()
+    rest = list(batches)
+    other = samplers(sizes, 2, balance="time")[0]
+    other.load_state_dict(state)
+    assert list(other) == rest
+    assert first
