@@ -551,6 +551,35 @@ def test_an_epoch_ends_under_a_limit_of_allocations() -> None:
     assert "can't allocate memory" in fixed.stderr
 
 
+TOO_MUCH = """
+import resource
+
+import torchbudget as tb
+from tests.training_cases import CASES
+
+training = CASES["decoder, scores kept"]()
+training.step(training.make_batch(2, 512))
+status = open("/proc/self/status").read()
+limit = int(status.partition("VmData:")[2].split()[0]) * 1024 + 400 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+cost = tb.measure_cost(training.step, training.make_batch, max_size=512, budget="1200MiB")
+assert all(before[name].equal(t) for name, t in training.model.state_dict().items())
+assert len(cost.probes) > 3
+print(*cost.notes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_a_real_out_of_memory_is_survived() -> None:
+    """A budget beyond what there is: probes that fail are noted, and the others are smaller."""
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_MUCH], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    assert "out of memory at" in done.stdout
+
+
 def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
     """The kernel kills who needs more: not ours; fixed batches of the same mean number."""
     with memory_group(BUDGET) as group:
