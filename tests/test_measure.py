@@ -526,13 +526,12 @@ def epoch(name: str, method: str, kind: str = "ours") -> subprocess.CompletedPro
         ("images", "auto", 0.9),
         ("encoder and decoder", "auto", 0.9),
         ("decoder, scores kept", "run", 0.7),
-        ("encoder and decoder", "run", 0.7),
     ],
 )
 def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) -> None:
     """The process's own high-water mark over an epoch is below the budget and near it.
 
-    Without a trace the form of several axes is known less well, and less of the budget is filled.
+    Without a trace less of the budget is filled.
     """
     done = epoch(name, method)
     assert not done.returncode, done.stderr

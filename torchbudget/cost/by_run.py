@@ -27,6 +27,8 @@ from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine import return_freed_memory
 from torchbudget.units import format_bytes
 
+# Less than this cannot be told from what a process gains and loses by itself.
+_SEEN_BYTES: Final = 2**24
 # Traced forms that a factor and an offset bring this near to what was run need no more.
 _SCALED: Final = 0.01
 
@@ -124,7 +126,7 @@ def _reach(probes: Sequence[Probe], size: Size, idle_bytes: int, target: int) ->
     """
     most = 1
     for probe in probes:
-        above = max(probe.peak_bytes - idle_bytes, 1)
+        above = max(probe.peak_bytes - idle_bytes, _SEEN_BYTES)
         new, old = features([1, probe.n], [size, probe.size])[:, 1:]
         most = max(most, int((target - idle_bytes) / (above * (new / old).max())))
     return most
