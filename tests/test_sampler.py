@@ -7,10 +7,7 @@ import itertools
 import json
 import logging
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 import tracemalloc
 import warnings
 from collections import Counter
@@ -23,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.oracles import chi_square
+from tests.torchrun import torchrun
 from torchbudget import (
     BudgetError,
     CostError,
@@ -40,7 +38,6 @@ from torchbudget import (
     UnevenRanksError,
 )
 
-ROOT = Path(__file__).parents[1]
 TOKENS = PaddedCost(unit_bytes=1)
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 300), 1, 400).astype(np.int64)
 
@@ -732,7 +729,7 @@ import numpy as np
 import torch.distributed as dist
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 
-sizes = np.array(json.loads(sys.argv[1]))
+sizes = np.array(json.loads(sys.argv[2]))
 cost = PaddedCost(unit_bytes=1)
 before = MemoryBudgetBatchSampler(sizes, cost, 1000)
 dist.init_process_group("gloo")
@@ -745,7 +742,7 @@ found = {
     "batches": list(sampler),
     "explicit": [sampler.rank, MemoryBudgetBatchSampler(sizes, cost, 1000, rank=0).rank],
 }
-Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -755,14 +752,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_of_torch_distributed(ranks: int, tmp_path: Path) -> None:
     """Under torchrun each process takes its own part: as many batches each, every sample once."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run += ["--nproc-per-node", str(ranks), str(tmp_path / "script.py")]
-    run += [json.dumps(LENGTHS.tolist()), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    found = torchrun(SCRIPT, tmp_path, ranks, json.dumps(LENGTHS.tolist()))
     assert [one["ranks"] for one in found] == [[rank, ranks] for rank in range(ranks)]
     assert [one["before"] for one in found] == [[0, 1]] * ranks
     assert [one["explicit"] for one in found] == [[rank, 0] for rank in range(ranks)]

@@ -27,6 +27,8 @@ Form: TypeAlias = PaddedCost | TableCost
 _FORMAT: Final = 1
 # A margin is counted in parts of this: integer arithmetic, exact in both directions.
 _PARTS: Final = 2**14
+# Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
+_MOST_MARGIN: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class MeasuredCost:
     def __post_init__(self) -> None:
         if not self.forms:
             raise CostError("a measured cost needs at least one form")
-        if not 0 <= self.margin < 1:
-            raise CostError(f"margin must be at least 0 and below 1, got {self.margin!r}")
+        if not 0 <= self.margin <= _MOST_MARGIN:
+            raise CostError(f"margin must be 0 to {_MOST_MARGIN}, got {self.margin!r}")
 
     @property
     def axes(self) -> int:
@@ -177,9 +179,8 @@ class MeasuredCost:
         if self._seen.worst <= self.margin:
             return self
         note = f"the margin was {self.margin:.2%} before {self._seen.steps:,} steps were observed"
-        return replace(
-            self, margin=self._seen.worst + 1e-3, notes=(*self.notes, note), _seen=_Seen()
-        )
+        margin = min(self._seen.worst + 1e-3, _MOST_MARGIN)
+        return replace(self, margin=margin, notes=(*self.notes, note), _seen=_Seen())
 
     # ------------------------------------------------------------------ keeping it
 

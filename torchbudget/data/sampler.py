@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -14,13 +13,15 @@ import torch
 from torch.utils.data import Sampler
 
 from torchbudget.budget import MemoryBudget
+from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import CostModel
+from torchbudget.data.drawing import Drawing
 from torchbudget.data.state import decode, encode
 from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
-from torchbudget.plan.identity import dealing_identity, order_identity
+from torchbudget.plan.identity import order_identity
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
-from torchbudget.plan.plan import Plan, Stretch
+from torchbudget.plan.plan import Plan
 from torchbudget.plan.position import Position
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
@@ -160,9 +161,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             ranks=self.num_replicas,
         )
         self._order = order_identity(order, table.fingerprint)
-        self._dealing = dealing_identity(self.plan)
+        self._cost = cost
         self._position = Position(epoch=0)
-        self._drawing: _MicroBatches | None = None
+        self._drawing: Drawing | None = None
         self._length: tuple[Position, int] | None = None
 
     @property
@@ -199,8 +200,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
-        self._drawing = drawing = _MicroBatches(self, self._position)
-        return drawing
+        self._drawing = Drawing(
+            self.plan, self._position, rank=self.rank, when_finished=self._finish
+        )
+        return self._drawing
 
     def __len__(self) -> int:
         """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
@@ -213,10 +216,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         """How many micro-batches each optimizer step takes on this rank.
 
         Of the epoch whose drawing `iter()` began last, from where it began; before that and behind
-        `set_epoch`, of the coming one. Planned as it is read.
+        `set_epoch`, of the coming one. Planned as it is read; of what was drawn, what was drawn.
         """
         drawing = self._drawing
-        return self.plan.steps(self._position if drawing is None else drawing.began)
+        return self.plan.steps(self._position) if drawing is None else drawing.steps()
 
     def report(self) -> PlanReport:
         """What the coming epoch holds: fill, padding, imbalance; O(samples)."""
@@ -233,12 +236,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Raises:
             OptionError: `batches_done` is more than was drawn.
         """
-        position = self._position
+        plan, position = self.plan, self._position
         if self._drawing is not None:
-            position = self._drawing.position_after(batches_done)
+            plan, position = self._drawing.after(
+                None if batches_done is None else _natural("batches_done", batches_done)
+            )
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but nothing was drawn yet")
-        return encode(self.plan, position, self._order, self._dealing)
+        return encode(plan, position, self._order)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` start at a saved position, until its epoch ends.
@@ -251,82 +256,51 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             StateError: the state is malformed.
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
-        self._position = decode(state_dict, self._order, self._dealing)
+        self._position = decode(state_dict, self._order, self.plan.dealing)
         self._drawing = None
+
+    def correct_cost(self) -> float:
+        """Plan what is to come with the margin that `MeasuredCost.observe` has found.
+
+        Windows in which a micro-batch was drawn stay as they are; so what a `DataLoader`'s workers
+        hold, and the rest of their window, still comes as it was planned. `len` of an epoch that is
+        being drawn was told before: it ends with more micro-batches. A sample that alone is over
+        the budget now is a micro-batch of its own.
+
+        With `torch.distributed` every rank must call it behind the same micro-batch: it is a
+        collective, and all go on with the largest margin of any, from the same window on.
+
+        Returns:
+            The margin.
+
+        Raises:
+            OptionError: the cost is not a measured one; or there are several ranks that
+                `torch.distributed` does not know of, so that they cannot agree.
+        """
+        used = self.plan.rules.cost
+        if not isinstance(used, MeasuredCost) or not isinstance(self._cost, MeasuredCost):
+            raise OptionError(f"only a measured cost is corrected, this is {used!r}")
+        margin = self._cost.corrected().margin
+        behind = 0 if self._drawing is None else self._drawing.windows_begun
+        if self.num_replicas > 1:
+            margin, behind = _largest_of_all_ranks(self.num_replicas, margin, behind)
+        if margin <= used.margin:
+            return used.margin
+        left = self.plan.left_of(self._position)
+        self._position = replace(self._position, left=left, rounds=0)
+        self.plan = self.plan.with_cost(replace(used, margin=margin))
+        if self._drawing is not None:
+            self._drawing.go_on_with(self.plan, behind=behind)
+        return margin
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; what is being drawn stays with the one that draws it.
         return {**self.__dict__, "_drawing": None}
 
-    def _finish(self, drawing: _MicroBatches) -> None:
+    def _finish(self, drawing: Drawing) -> None:
         """An epoch was drawn to its end: the next one comes."""
         if drawing is self._drawing:
             self._position = Position(epoch=drawing.began.epoch + 1)
-
-
-class _MicroBatches(Iterator[list[int]]):
-    """One drawing of an epoch, from a position to the end."""
-
-    def __init__(self, sampler: MemoryBudgetBatchSampler, began: Position) -> None:
-        self.began = began
-        self._sampler = sampler
-        self._spans = sampler.plan.spans(began)
-        self._walked: list[tuple[int, Stretch]] = []  # with the number of its first window
-        self._ends = array("q", [])  # micro-batches on this rank up to each window's end
-        self._drawn = 0
-        self._finished = False
-        self._bounds: Iterator[tuple[int, int]] = iter(())
-        self._indices: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-    def __next__(self) -> list[int]:
-        if not self._ends:
-            self._advance()
-        bounds = next(self._bounds, None)
-        if bounds is None:
-            raise StopIteration
-        self._drawn += 1
-        start, stop = bounds
-        batch: list[int] = self._indices[start:stop].tolist()
-        if self._drawn == self._ends[-1]:
-            # Planned ahead by one, so that a loop that takes exactly `len` batches, and never asks
-            # for one more, has finished its epoch.
-            self._advance()
-        return batch
-
-    def _advance(self) -> None:
-        """Plan the next windows, or find that there are none."""
-        span = next(self._spans, None)
-        if span is None:
-            self._finished = True
-            self._sampler._finish(self)
-            return
-        done = 0 if self._ends else self.began.rounds
-        before = self._ends[-1] if self._ends else -done
-        block, rank, ranks = span.block, self._sampler.rank, self._sampler.num_replicas
-        self._walked.append((len(self._ends), span.stretch))
-        self._ends.extend((before + np.cumsum(block.rounds)).tolist())
-        mine = slice(done * ranks + rank, None, ranks)
-        self._bounds = zip(block.starts[mine].tolist(), block.stops[mine].tolist(), strict=True)
-        self._indices = span.indices
-
-    def position_after(self, batches: int | None) -> Position:
-        """Where the epoch stands after that many batches of this drawing; default: all drawn."""
-        done = self._drawn if batches is None else _natural("batches_done", batches)
-        if done > self._drawn:
-            raise OptionError(f"batches_done={done}, but only {self._drawn} were drawn")
-        epoch = self.began.epoch
-        if self._finished and done == self._drawn:
-            return Position(epoch=epoch + 1)
-        if not done:
-            return self.began
-        window = bisect_right(self._ends, done - 1)
-        number = bisect_right(self._walked, window, key=lambda walked: walked[0]) - 1
-        first, stretch = self._walked[number]
-        already = self._ends[window - 1] if window else -self.began.rounds
-        position = stretch.position(epoch, window - first, done - already)
-        if done == self._ends[window]:
-            return Position(epoch=epoch, start=position.stop, stop=position.stop)
-        return position
 
 
 def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -340,6 +314,19 @@ def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if _natural("rank", rank) >= ranks:
         raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
     return ranks, rank
+
+
+def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float, int]:
+    """The largest of both, element by element, over all ranks of the default process group."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_world_size() != ranks:
+        raise OptionError(
+            f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
+        )
+    told: list[tuple[float, int]] = [(margin, behind)] * ranks
+    torch.distributed.all_gather_object(told, (margin, behind))
+    margins, places = zip(*told, strict=True)
+    return max(margins), max(places)
 
 
 def _natural(name: str, value: int) -> int:

@@ -26,7 +26,7 @@ _MEANING: Final = {
 }
 
 
-def encode(plan: Plan, position: Position, order: Plain, dealing: Plain) -> dict[str, Any]:
+def encode(plan: Plan, position: Position, order: Plain) -> dict[str, Any]:
     """A position as plain JSON types.
 
     Its size does not depend on the data set or the position: some hundred bytes, and inside a
@@ -41,7 +41,7 @@ def encode(plan: Plan, position: Position, order: Plain, dealing: Plain) -> dict
         "dealt": _text(position.left),
         "left": _text(plan.left_of(position)),
         "order": dict(order),
-        "dealing": dict(dealing),
+        "dealing": dict(plan.dealing),
     }
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from torchbudget.cost.protocol import CostModel
 from torchbudget.plan.order import Order
-from torchbudget.plan.plan import Plan
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
 
@@ -41,25 +40,6 @@ def order_identity(order: Order, fingerprint: str) -> Plain:
         "replacement": order.replacement,
         "weights": None if order.weights is None else _digest(order.weights),
         "seed": order.seed,
-    }
-
-
-def dealing_identity(plan: Plan) -> Plain:
-    """What must be the same for a window to be cut and dealt the same way."""
-    rules = plan.rules
-    return {
-        "cost": cost_fingerprint(rules.cost, plan.sizes.largest),
-        "budget_bytes": rules.budget_bytes,
-        "size_multiple": rules.size_multiple,
-        "max_batch_size": rules.max_batch_size,
-        "batch_size_multiple": rules.batch_size_multiple,
-        "window": plan.window,
-        "step_per_window": plan.step_per_window,
-        "drop_last": plan.drop_last,
-        "ranks": plan.ranks,
-        "balance": None
-        if rules.balance is None
-        else cost_fingerprint(rules.balance, plan.sizes.largest),
     }
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.block import Block, best_strips, run_costs, solve
 from torchbudget.plan.drop import without_last
+from torchbudget.plan.identity import Plain, cost_fingerprint
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.permutation import WordArray, shuffled_keys
 from torchbudget.plan.position import BoolArray, Position
@@ -166,6 +168,36 @@ class Plan:
         """Sizes of up to about 4,096 samples, evenly spaced over the data set."""
         every = max(len(self.sizes) // _SURVEY, 1)
         return np.asarray(self.sizes.values[::every])
+
+    def with_cost(self, cost: CostModel) -> Plan:
+        """The same windows, cut by another cost."""
+        return Plan(
+            self.sizes,
+            replace(self.rules, cost=cost),
+            self.order,
+            window=self.window,
+            step_per_window=self.step_per_window,
+            drop_last=self.drop_last,
+            ranks=self.ranks,
+        )
+
+    @cached_property
+    def dealing(self) -> Plain:
+        """What must be the same for a window to be cut and dealt the same way."""
+        rules, largest = self.rules, self.sizes.largest
+        balance = rules.balance
+        return {
+            "cost": cost_fingerprint(rules.cost, largest),
+            "budget_bytes": rules.budget_bytes,
+            "size_multiple": rules.size_multiple,
+            "max_batch_size": rules.max_batch_size,
+            "batch_size_multiple": rules.batch_size_multiple,
+            "window": self.window,
+            "step_per_window": self.step_per_window,
+            "drop_last": self.drop_last,
+            "ranks": self.ranks,
+            "balance": None if balance is None else cost_fingerprint(balance, largest),
+        }
 
     # ------------------------------------------------------------------ walking an epoch
 
