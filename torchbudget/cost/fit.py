@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.padded import PaddedCost
+from torchbudget.cost.padded import PackedCost, PaddedCost
 from torchbudget.cost.trace import Trace
 from torchbudget.errors import CostError
 
@@ -162,6 +162,16 @@ def total_cost(cost: PaddedCost, offset: float, factor: float, beside: FloatArra
     return _cost(form, max(offset + factor * cost.floor_bytes, 0) if cost.floor_bytes else 0)
 
 
+def additive_bound(costs: Sequence[PaddedCost], factor: float) -> PackedCost:
+    """The cheapest additive cost that is nowhere below `factor` times any of these."""
+    forms = np.stack([_coefficients(cost) for cost in costs])
+    fixed, sample, unit, pair = _split(factor * forms.max(axis=0))
+    floor = factor * max(cost.floor_bytes for cost in costs)
+    return PackedCost(
+        fixed_bytes=max(fixed, floor), sample_bytes=sample, unit_bytes=unit, pair_bytes=pair
+    )
+
+
 def _coefficients(cost: PaddedCost) -> FloatArray:
     """The coefficients in the order of `features`."""
     pair = np.reshape(np.asarray(cost.pair_bytes, np.float64), (cost.axes, cost.axes))
@@ -181,20 +191,27 @@ def _costs(forms: FloatArray, matrix: FloatArray, peaks: FloatArray) -> tuple[Pa
 
 
 def _cost(form: FloatArray, floor: float) -> PaddedCost:
+    fixed, sample, unit, pair = _split(form)
+    if not form[1:].any():
+        sample = 1.0  # as good as nothing, but a sample must cost something
+    return PaddedCost(
+        fixed_bytes=fixed,
+        sample_bytes=sample,
+        unit_bytes=unit,
+        pair_bytes=pair,
+        floor_bytes=floor,
+    )
+
+
+def _split(form: FloatArray) -> tuple[float, float, Any, Any]:
+    """Coefficients in the order of `features` as a cost takes them."""
     axes = next(d for d in range(1, len(form)) if num_coefficients(d) == len(form))
     fixed, sample, unit, pairs = form[0], form[1], form[2 : 2 + axes], form[2 + axes :]
     pair = np.zeros((axes, axes))
     pair[np.triu_indices(axes)] = pairs
-    one = axes == 1
-    if not form[1:].any():
-        sample = 1.0  # as good as nothing, but a sample must cost something
-    return PaddedCost(
-        fixed_bytes=float(fixed),
-        sample_bytes=float(sample),
-        unit_bytes=float(unit[0]) if one else unit,
-        pair_bytes=float(pair[0, 0]) if one else pair,
-        floor_bytes=floor,
-    )
+    if axes == 1:
+        return float(fixed), float(sample), float(unit[0]), float(pair[0, 0])
+    return float(fixed), float(sample), unit, pair
 
 
 def _grid(largest: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:

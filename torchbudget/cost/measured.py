@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from torchbudget.cost.fit import fit_peaks
-from torchbudget.cost.padded import UNLIMITED, PaddedCost
+from torchbudget.cost.fit import additive_bound, fit_peaks
+from torchbudget.cost.padded import UNLIMITED, PackedCost, PaddedCost
 from torchbudget.cost.protocol import ArrayLike, IntArray
 from torchbudget.cost.table import TableCost
 from torchbudget.errors import CostError, MeasureWarning, MissingExtraError
@@ -140,6 +140,21 @@ class MeasuredCost:
     def _shape(self, padded_size: ArrayLike) -> tuple[int, ...]:
         shape = np.shape(padded_size)
         return shape if self.axes == 1 else shape[:-1]
+
+    def packed(self) -> PackedCost:
+        """This cost for batches without padding, where `make_batch` made such ones.
+
+        Their probes hold n samples of one size; in a packed batch each sample costs by its own. The
+        margin is in it. It is additive, hence above every form that was fitted, the floor too.
+
+        Raises:
+            CostError: no formula fitted: what a sample costs is not its own alone, as where packed
+                samples are attended to under one mask.
+        """
+        formulas = [form for form in self.forms if isinstance(form, PaddedCost)]
+        if len(formulas) < len(self.forms):
+            raise CostError("a table of batches does not tell what each sample costs")
+        return additive_bound(formulas, 1 + self.margin)
 
     # ------------------------------------------------------------------ while training
 
