@@ -40,8 +40,8 @@ from torchbudget import (
     format_bytes,
     measure_cost,
     parse_bytes,
+    peak_memory,
 )
-from torchbudget.machine import peak_memory
 
 KINDS = (ast.Module, ast.ClassDef, (ast.FunctionDef, ast.AsyncFunctionDef))
 
@@ -156,7 +156,8 @@ def train(
         with peak_memory(torch.device("cpu")) as peak:
             step({"ids": batch["ids"], "mask": batch.mask, "label": batch["label"]})
         n, length = batch.num_samples, int(batch.padded_size[0])
-        cost.observe(n, length, peak.bytes)
+        cost.observe(n, length, peak)
+        sampler.correct_cost()
         steps.append((n, length, peak.bytes))
     return cost, steps, measuring_s
 

@@ -26,6 +26,7 @@ from torchbudget import (
     MeasureWarning,
     MemoryBudgetBatchSampler,
     PaddedCost,
+    Peak,
     TableCost,
     load_cost,
     measure_cost,
@@ -528,10 +529,32 @@ def test_observed_steps_correct_the_margin() -> None:
     cost.observe(10, 100, 900_000)
     assert cost.corrected() is cost
     with pytest.warns(MeasureWarning, match=r"needed .*corrected"):
-        cost.observe(10, 100, 1_100_000)
+        cost.observe(10, 100, Peak(bytes=1_100_000))
     cost.observe(20, 100, 2_300_000)  # warnings are errors here: no second one
     assert cost.corrected().batch_bytes(20, 100) >= 2_300_000
     assert cost.batch_bytes(20, 100) < 2_300_000
+
+
+def test_a_caching_allocator_keeps_what_the_largest_step_took() -> None:
+    """A small step beside what a large one left reserved is no news; more than that is."""
+    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+    cost.observe(100, 100, Peak(bytes=10_000_000, allocated_bytes=9_000_000))
+    cost.observe(1, 100, Peak(bytes=10_000_000, allocated_bytes=90_000))
+    assert cost.corrected() is cost
+    with pytest.warns(MeasureWarning):
+        cost.observe(1, 100, Peak(bytes=10_200_000, allocated_bytes=90_000))
+    assert 0.02 <= cost.corrected().margin <= 0.03
+
+
+def test_allocations_that_were_tried_again_raise_the_margin() -> None:
+    """What such a step needed is not known: the margin grows each time, with one warning."""
+    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+    with pytest.warns(MeasureWarning, match="after 1 failed allocations"):
+        cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, retries=1))
+    once = cost.corrected().margin
+    assert once > 0.03
+    cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, retries=2))
+    assert cost.corrected().margin == pytest.approx(once + 0.02)
 
 
 def test_the_report_and_the_figure(tmp_path: Path) -> None:

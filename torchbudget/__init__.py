@@ -33,7 +33,7 @@ from torchbudget.errors import (
     TorchBudgetWarning,
     UnevenRanksError,
 )
-from torchbudget.machine import return_freed_memory
+from torchbudget.machine import Peak, peak_memory, return_freed_memory
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import BatchFigures, PlanReport
 from torchbudget.train.warm_up import WarmUp, warm_up
@@ -70,6 +70,7 @@ __all__ = [
     "PadCollate",
     "PaddedBatch",
     "PaddedCost",
+    "Peak",
     "Plan",
     "PlanReport",
     "Probe",
@@ -87,6 +88,7 @@ __all__ = [
     "measure_cost",
     "measured_on",
     "parse_bytes",
+    "peak_memory",
     "return_freed_memory",
     "sizes_of",
     "trace_peak_bytes",

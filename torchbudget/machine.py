@@ -317,11 +317,14 @@ class Peak:
             and everything beside it that is not free (contexts, other processes).
         allocated_bytes: on CUDA, the most that living tensors took.
         sampled: whether it was only looked at every millisecond.
+        retries: on CUDA, how many allocations failed at first, or for good: torch's
+            `num_alloc_retries` and `num_ooms`.
     """
 
     bytes: int = 0
     allocated_bytes: int = 0
     sampled: bool = False
+    retries: int = 0
 
 
 @contextmanager
@@ -335,18 +338,25 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+        before = _failed_allocations(device)
         yield peak
         torch.cuda.synchronize(device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
         peak.bytes = torch.cuda.max_memory_reserved(device) + outside_bytes
         peak.allocated_bytes = torch.cuda.max_memory_allocated(device)
+        peak.retries = _failed_allocations(device) - before
     elif reset_peak_memory():
         yield peak
         peak.bytes = _fields(_ROOT / "proc" / "self" / "status")["VmHWM"]
     else:
         peak.sampled = True
         yield from _sampled(peak)
+
+
+def _failed_allocations(device: torch.device) -> int:
+    stats = torch.cuda.memory_stats(device)
+    return int(stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0))
 
 
 def _sampled(peak: Peak) -> Iterator[Peak]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from torchbudget.cost.padded import UNLIMITED, PackedCost, PaddedCost
 from torchbudget.cost.protocol import ArrayLike, IntArray
 from torchbudget.cost.table import TableCost
 from torchbudget.errors import CostError, MeasureWarning, MissingExtraError
+from torchbudget.machine import Peak
 from torchbudget.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ _FORMAT: Final = 1
 _PARTS: Final = 2**14
 # Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
 _MOST_MARGIN: Final = 1000
+# What a margin grows by when an allocation had to be tried again.
+_RETRIED: Final = 0.02
+
+_Bytes = TypeVar("_Bytes", int, IntArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class _Seen:
 
     worst: float = 0.0
     steps: int = 0
+    largest_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,9 +127,7 @@ class MeasuredCost:
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; the margin is in it."""
-        fitted = self.fitted_bytes(n, padded_size)
-        total: IntArray = fitted + (fitted // _PARTS + 1) * self._parts
-        return total
+        return self._with_margin(self.fitted_bytes(n, padded_size))
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
@@ -136,6 +140,9 @@ class MeasuredCost:
         for form in self.forms:
             n = np.minimum(n, form.capacity(padded_size, fitted))
         return n
+
+    def _with_margin(self, fitted: _Bytes) -> _Bytes:
+        return fitted + (fitted // _PARTS + 1) * self._parts
 
     def _shape(self, padded_size: ArrayLike) -> tuple[int, ...]:
         shape = np.shape(padded_size)
@@ -158,36 +165,43 @@ class MeasuredCost:
 
     # ------------------------------------------------------------------ while training
 
-    def observe(self, n: int, size: int | Sequence[int], peak_bytes: int) -> None:
+    def observe(self, n: int, size: int | Sequence[int], peak: Peak | int) -> None:
         """Compare what a step really needed with what was predicted.
 
-        The cost itself stays as it is, so that batches that are planned already and the plans of
-        other ranks stay what they are; `corrected` gives one with the larger margin, for a sampler
-        to be made with at the next epoch (a `DataLoader`'s workers have drawn ahead by then).
+        The cost itself stays as it is, as plans are functions of it; `corrected` gives one with the
+        larger margin, and `MemoryBudgetBatchSampler.correct_cost` goes on with that one.
 
         Args:
             n: samples of the batch.
             size: its padded size.
-            peak_bytes: what its step needed.
+            peak: what `peak_memory` found around its step, or its bytes. On CUDA the allocator
+                keeps what it reserved once, so that it is compared with the largest step so far.
 
         Warns:
-            MeasureWarning: the first time that a step needed more than was predicted.
+            MeasureWarning: the first time that a step needed more than was predicted, or that
+                CUDA's allocator had to try an allocation again.
         """
+        told = peak if isinstance(peak, Peak) else Peak(bytes=peak)
         seen = self._seen
         seen.steps += 1
-        predicted = int(self.batch_bytes(n, size))
-        over = peak_bytes / predicted - 1
-        if over > 0 and seen.worst <= 0:
+        kept = seen.largest_bytes if told.allocated_bytes else 0
+        seen.largest_bytes = fitted = max(int(self.fitted_bytes(n, size)), kept)
+        predicted = self._with_margin(fitted)
+        if told.bytes <= predicted and not told.retries:
+            return
+        first, worst = seen.worst <= self.margin, told.bytes / fitted - 1
+        if told.retries:  # what it needed is not known, only that there was less
+            worst = max(worst, seen.worst, self.margin) + _RETRIED
+        seen.worst = max(seen.worst, worst)
+        if first:
+            retries = f", after {told.retries} failed allocations" if told.retries else ""
             warnings.warn(
-                f"a step on {n} samples of size {size} needed {format_bytes(peak_bytes)}, "
-                f"{over:.1%} more than the predicted {format_bytes(predicted)}; plan the next "
-                "epoch with cost.corrected()",
+                f"a step on {n} samples of size {size} needed {format_bytes(told.bytes)}{retries}; "
+                f"predicted were {format_bytes(predicted)}; sampler.correct_cost() plans what is "
+                "to come with a larger margin, cost.corrected() has it",
                 MeasureWarning,
                 stacklevel=2,
             )
-        seen.worst = max(
-            seen.worst, peak_bytes / int(self.fitted_bytes(n, size)) - 1 if over > 0 else 0
-        )
 
     def corrected(self) -> MeasuredCost:
         """This cost, with a margin that covers all that `observe` was told."""
