@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "default",
     deadline=None,  # two noisy cores
     max_examples=40,
+    phases=[phase for phase in Phase if phase is not Phase.explain],  # minutes, for a few comments
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
+settings.register_profile(
+    "quick", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile(os.environ.get("TORCHBUDGET_HYPOTHESIS", "default"))

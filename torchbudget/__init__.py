@@ -16,26 +16,36 @@ from torchbudget.data.padded import PaddedBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes import sizes_of
 from torchbudget.errors import (
+    BatchNormWarning,
     BudgetError,
+    ChangedParametersWarning,
     CollateError,
     CostError,
     CostOverflowError,
     DiscardedStateWarning,
+    ForeignStepWarning,
+    ForgottenStepWarning,
     MachineError,
     MeasureWarning,
     MissingExtraError,
     OptionError,
     OversizeError,
+    ReductionWarning,
     SizesError,
     StateError,
     StateMismatchError,
+    StepError,
+    TooLargeError,
     TorchBudgetError,
     TorchBudgetWarning,
     UnevenRanksError,
+    UnsynchronizedWarning,
 )
 from torchbudget.machine import Peak, peak_memory, return_freed_memory
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import BatchFigures, PlanReport
+from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.stepping import Step
 from torchbudget.train.warm_up import WarmUp, warm_up
 from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
@@ -44,14 +54,19 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AdditiveCost",
     "BatchFigures",
+    "BatchNormWarning",
     "BudgetError",
+    "ChangedParametersWarning",
     "CollateError",
     "CostError",
     "CostModel",
     "CostOverflowError",
     "DenseCost",
     "DiscardedStateWarning",
+    "ForeignStepWarning",
+    "ForgottenStepWarning",
     "GiB",
+    "GradAccumulator",
     "JaggedBatch",
     "JaggedCollate",
     "KiB",
@@ -74,13 +89,18 @@ __all__ = [
     "Plan",
     "PlanReport",
     "Probe",
+    "ReductionWarning",
     "SizesError",
     "StateError",
     "StateMismatchError",
+    "Step",
+    "StepError",
     "TableCost",
+    "TooLargeError",
     "TorchBudgetError",
     "TorchBudgetWarning",
     "UnevenRanksError",
+    "UnsynchronizedWarning",
     "WarmUp",
     "__version__",
     "format_bytes",

@@ -13,11 +13,19 @@ TorchBudgetError
 │   └── StateMismatchError               a state of another dataset, order or version
 ├── CollateError         (ValueError)    samples that cannot form one batch
 ├── MachineError         (RuntimeError)  a reading that this machine does not give
+├── StepError            (RuntimeError)  an optimizer step that cannot be taken exactly
+├── TooLargeError        (MemoryError)   one sample alone does not fit into memory
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was thrown away before it was used
-└── MeasureWarning                       a measured cost may not tell the truth
+├── MeasureWarning                       a measured cost may not tell the truth
+├── ForgottenStepWarning                 gradients were accumulated that no step took
+├── ForeignStepWarning                   somebody else stepped, or changed the gradients
+├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
+├── ReductionWarning                     a mean loss where a sum is asked for, or the reverse
+├── BatchNormWarning                     statistics of micro-batches, where the batch's are meant
+└── ChangedParametersWarning             the optimizer has other parameters than before
 ```
 """
 
@@ -72,6 +80,14 @@ class MachineError(TorchBudgetError, RuntimeError):
     """A reading that this machine does not give."""
 
 
+class StepError(TorchBudgetError, RuntimeError):
+    """An optimizer step cannot be taken exactly."""
+
+
+class TooLargeError(TorchBudgetError, MemoryError):
+    """One sample alone does not fit into memory, on this rank or on another."""
+
+
 class MissingExtraError(TorchBudgetError, ImportError):
     """An optional package is not installed."""
 
@@ -93,3 +109,27 @@ class DiscardedStateWarning(TorchBudgetWarning):
 
 class MeasureWarning(TorchBudgetWarning):
     """A measured cost may not tell the truth: of the step, of another machine, of what is seen."""
+
+
+class ForgottenStepWarning(TorchBudgetWarning):
+    """Gradients were accumulated that no step took: `flush` was forgotten, or a loop was left."""
+
+
+class ForeignStepWarning(TorchBudgetWarning):
+    """`optimizer.step()` or `zero_grad()` was called, or gradients were changed, between steps."""
+
+
+class UnsynchronizedWarning(TorchBudgetWarning):
+    """A distributed module's forward stands outside `GradAccumulator.micro_batch`."""
+
+
+class ReductionWarning(TorchBudgetWarning):
+    """A mean loss was passed where a sum is asked for, or the reverse."""
+
+
+class BatchNormWarning(TorchBudgetWarning):
+    """Batch normalisation sees micro-batches: the step is not the large batch's."""
+
+
+class ChangedParametersWarning(TorchBudgetWarning):
+    """An optimizer has other parameters than when it was given to a `GradAccumulator`."""

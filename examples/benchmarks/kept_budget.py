@@ -24,8 +24,8 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, gl
 `budget` is MiB beyond what the process holds before it measures. `peak` is the high-water mark over
 the epoch / the whole budget, `largest` that of the step whose predicted bytes are the most / its
 prediction, `steps` the micro-batches of the epoch. Sizes are log-normal, an eighth of the largest
-size on average on every axis, clipped; an epoch is N of them for each 150 MiB, of "heavy" four times as
-many.
+size on average on every axis, clipped; an epoch is N of them for each 150 MiB, of
+"heavy" four times as many.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class MeasuredCost:
 
     # ------------------------------------------------------------------ while training
 
-    def observe(self, n: int, size: int | Sequence[int], peak: Peak | int) -> None:
+    def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
         """Compare what a step really needed with what was predicted.
 
         The cost itself stays as it is, as plans are functions of it; `corrected` gives one with the
@@ -176,11 +176,14 @@ class MeasuredCost:
             size: its padded size.
             peak: what `peak_memory` found around its step, or its bytes. On CUDA the allocator
                 keeps what it reserved once, so that it is compared with the largest step so far.
+                `None`: it ran out of memory.
 
         Warns:
             MeasureWarning: the first time that a step needed more than was predicted, or that
                 CUDA's allocator had to try an allocation again.
         """
+        if peak is None:
+            peak = Peak(retries=1)
         told = peak if isinstance(peak, Peak) else Peak(bytes=peak)
         seen = self._seen
         seen.steps += 1
@@ -194,11 +197,13 @@ class MeasuredCost:
             worst = max(worst, seen.worst, self.margin) + _RETRIED
         seen.worst = max(seen.worst, worst)
         if first:
-            retries = f", after {told.retries} failed allocations" if told.retries else ""
+            needed = f"needed {format_bytes(told.bytes)}"
+            if told.retries:
+                needed = "did not find the memory that it asked for"
             warnings.warn(
-                f"a step on {n} samples of size {size} needed {format_bytes(told.bytes)}{retries}; "
-                f"predicted were {format_bytes(predicted)}; sampler.correct_cost() plans what is "
-                "to come with a larger margin, cost.corrected() has it",
+                f"a step on {n} samples of size {size} {needed}; predicted were "
+                f"{format_bytes(predicted)}; sampler.correct_cost() plans what is to come with a "
+                "larger margin, cost.corrected() has it",
                 MeasureWarning,
                 stacklevel=2,
             )

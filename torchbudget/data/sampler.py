@@ -164,6 +164,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         self._cost = cost
         self._position = Position(epoch=0)
         self._drawing: Drawing | None = None
+        self._drawings = 0
         self._length: tuple[Position, int] | None = None
 
     @property
@@ -200,6 +201,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
+        self._drawings += 1
         self._drawing = Drawing(
             self.plan, self._position, rank=self.rank, when_finished=self._finish
         )
@@ -210,6 +212,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         if self._length is None or self._length[0] is not self._position:
             self._length = self._position, self.plan.micro_batches(self._position)
         return self._length[1]
+
+    @property
+    def drawings(self) -> int:
+        """How often `iter()` was called."""
+        return self._drawings
 
     @property
     def steps(self) -> Iterator[int]:

@@ -1,0 +1,493 @@
+"""`GradAccumulator`: micro-batches become exactly the step of the one large batch."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from torchbudget.cost.measured import MeasuredCost
+from torchbudget.errors import OptionError, StateError, StepError, TooLargeError
+from torchbudget.train.ending import Every, ending_of
+from torchbudget.train.misuse import Watch
+from torchbudget.train.ranks import Ranks
+from torchbudget.train.retry import Attempt, halves, num_samples, ran_out
+from torchbudget.train.stepping import Step, Stepping
+from torchbudget.train.wrapping import Wrapping
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the step in progress holds on this rank."""
+
+    micro_batches: int = 0
+    samples: float = 0
+    weight: float = 0
+    loss: Tensor | float = 0.0
+
+
+class GradAccumulator(Joinable):
+    """Beside the optimizer, makes of micro-batches the step of the one large batch.
+
+    At each step the gradient is Σ loss / Σ weight over all its micro-batches and all ranks,
+    whatever the cut: losses are summed, and divided once by what they weigh together. Gradients
+    are summed over ranks once a step, behind the last backward; so ranks may have unequal numbers
+    of micro-batches, or none.
+
+    A step accumulates, sums over ranks, divides, unscales, clips, steps, updates the scale, sets
+    gradients to `None`, and steps the schedulers unless the scaler skipped the step.
+
+    Args:
+        optimizer: one, or several that step together.
+        module: what is trained, one or several; as it is called, so `DistributedDataParallel` or
+            FSDP2's `fully_shard` included. Needed for those two, for `run_or_split`, and to notice
+            batch normalisation.
+        steps: when a step is complete: a `MemoryBudgetBatchSampler`, whose plan says it, or the
+            number of micro-batches on each rank.
+        samples: or, at least this many samples, over all ranks.
+        weight: or, at least this weight, over all ranks. With none of the three, `step` ends it.
+        mean: losses are means, to be multiplied by their weights.
+        max_norm: gradients are clipped to this norm, over the parameters of all optimizers;
+            infinity only measures it.
+        scaler: of gradients, for half precision.
+        scheduler: of learning rates, one or several.
+        divisor: a constant that losses are divided by before backward, and gradients multiplied by
+            after; near the weight of a step it keeps half-precision sums from overflowing. A power
+            of 2 changes no bit.
+        group: of processes. Default: all, where `torch.distributed` is initialized.
+
+    Raises:
+        OptionError: an argument that cannot hold.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> accumulator = GradAccumulator(optimizer, model, steps=2)
+    >>> for x in torch.ones(5, 2).split([2, 2, 1]):
+    ...     with accumulator.micro_batch(weight=len(x)):
+    ...         accumulator.backward(model(x).sum())
+    ...     if accumulator.stepped:
+    ...         print(accumulator.last.weight)
+    4.0
+    >>> accumulator.flush()
+    >>> accumulator.last.weight
+    1.0
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        module: nn.Module | Sequence[nn.Module] = (),
+        *,
+        steps: Any = None,
+        samples: int | None = None,
+        weight: float | None = None,
+        mean: bool = False,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: Any = (),
+        divisor: float = 1.0,
+        group: Any = None,
+    ) -> None:
+        super().__init__()
+        optimizers = _several("optimizer", optimizer, Optimizer)
+        self.modules = _several("module", module, nn.Module)
+        if not optimizers:
+            raise OptionError("a GradAccumulator needs an optimizer")
+        for name, value in (("max_norm", max_norm), ("divisor", divisor)):
+            if value is not None and not (_is_number(value) and value > 0):
+                raise OptionError(f"{name} must be a positive number, got {value!r}")
+        self.mean = mean
+        self.last: Step | None = None
+        self.stepped = False
+        self.out_of_memory = 0
+        self._divisor = float(divisor)
+        self._stepping = Stepping(
+            optimizers=optimizers,
+            schedulers=list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler],
+            scaler=scaler,
+            max_norm=max_norm,
+        )
+        self._ranks = Ranks(group)
+        self._ending = ending_of(steps, samples, weight, len(self._ranks))
+        self._wrapping = Wrapping(self.modules)
+        self._pending = _Pending()
+        self._steps = 0
+        self._inside: _MicroBatch | None = None
+        self._attempt: Attempt | None = None  # of `run_or_split`
+        self._parts_follow = False
+        self._watch = Watch(optimizers, self.modules, self._wrapping.distributed)
+
+    # ------------------------------------------------------------------ micro-batches
+
+    @contextmanager
+    def micro_batch(
+        self, weight: float | Tensor, *, samples: int | None = None, last: bool = False
+    ) -> Iterator[None]:
+        """The forward and the backward of one micro-batch stand inside.
+
+        The step is taken at the end, where it is complete. What raises inside is not counted, but
+        its gradients may be there; `run_or_split` takes them back.
+
+        Args:
+            weight: what its loss is to be divided by, in a large batch of it alone: the number of
+                samples, or of tokens that have a label.
+            samples: in it; needed where steps end by `samples`.
+            last: end the step with it, whatever is planned.
+
+        Raises:
+            OptionError: the weight is no number of at least 0; or micro-batches are nested.
+            StepError: no `backward` stood inside.
+        """
+        if self._inside is not None:
+            raise OptionError("micro_batch stands inside another one")
+        counted = _weight_of(weight)
+        Join.notify_join_context(self)
+        self._watch.entering(self._ending.restarted())
+        pending = replace(self._pending)
+        pending.micro_batches += not self._parts_follow
+        pending.samples += samples or 0
+        pending.weight += counted
+        ends = not self._parts_follow and (
+            self._ending.ends(pending.micro_batches, pending.samples, pending.weight) or last
+        )
+        self._inside = inside = _MicroBatch(weight=counted)
+        try:
+            with self._wrapping.accumulating(last=ends):
+                yield
+        finally:
+            self._inside = None
+            self._watch.outside()
+        if not inside.backwards:
+            raise StepError(
+                "no accumulator.backward(loss) stood inside micro_batch: its gradients would be "
+                "of another scale than the rest"
+            )
+        pending.loss = pending.loss + inside.loss
+        self._pending = pending
+        self._merge()
+        self._watch.left(pending.micro_batches, self._stepping.parameters(), ends=ends)
+        self.stepped = ends
+        if ends:
+            self._take()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Backward of a micro-batch's loss; several times where it has several losses.
+
+        Args:
+            loss: a scalar: the sum over the micro-batch, or its mean with `mean=True`.
+            options: as `torch.Tensor.backward` takes them.
+
+        Raises:
+            OptionError: outside of `micro_batch`, or the loss is no scalar.
+        """
+        inside = self._inside
+        if inside is None:
+            raise OptionError("backward must stand inside accumulator.micro_batch(weight=…)")
+        if loss.numel() != 1:
+            raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
+        self._watch.loss(loss, self.mean, inside.weight)
+        inside.backwards += 1
+        inside.loss = inside.loss + loss.detach().double() * (inside.weight if self.mean else 1)
+        factor = (inside.weight if self.mean else 1) / self._divisor
+        scaled = loss if factor == 1 else loss * factor
+        if self._stepping.scaler is not None:
+            scaled = self._stepping.scaler.scale(scaled)
+        torch.autograd.backward(scaled, **options)
+
+    def run_or_split(
+        self, function: Callable[[Any], object], batch: Any, *, cost: MeasuredCost | None = None
+    ) -> None:
+        """Run a micro-batch; where memory runs out, undo it and run its halves instead.
+
+        Gradients, the modules' buffers, the random generators and what was counted are as before
+        when the halves are run, each in a `micro_batch` of its own; to the plan, and to other
+        ranks, they are one. Where memory suffices the arithmetic is that of a plain call, bit for
+        bit. While it runs, a second set of gradients is held.
+
+        Args:
+            function: runs `micro_batch` and `backward` on a batch.
+            batch: of a torchbudget collate, or tensors (nested too) whose first axis is the sample.
+            cost: is told of what did not fit, for `MemoryBudgetBatchSampler.correct_cost`.
+
+        Raises:
+            TooLargeError: one sample does not fit; on every rank, at this step.
+            OptionError: there are no modules whose buffers could be put back, or they are sharded:
+                the forward of FSDP is a collective, which cannot be repeated on one rank.
+        """
+        if not self.modules or self._wrapping.sharded:
+            raise OptionError(
+                "run_or_split needs GradAccumulator(…, module=…), and no fully_shard: its forward "
+                "is a collective, which one rank cannot repeat"
+            )
+        parts = deque([batch])
+        try:
+            while parts:
+                part = parts.popleft()
+                self._parts_follow = bool(parts)
+                before = replace(self._pending)
+                self._attempt = attempt = Attempt(self._stepping.parameters(), self.modules)
+                failed = ran_out(function, part)
+                if self._attempt_is_over() != (not failed):
+                    raise (
+                        TooLargeError("out of memory in the optimizer's step, behind the batches")
+                        if failed
+                        else StepError("run_or_split's function opened no micro_batch")
+                    )
+                if not failed:
+                    continue
+                attempt.undo()
+                self._pending = before
+                self.out_of_memory += 1
+                n = num_samples(part)
+                if cost is not None:
+                    cost.observe(n, part.padded_size, None)
+                if n == 1:
+                    self._give_up()
+                parts.extendleft(reversed(halves(part)))
+        finally:
+            self._parts_follow = False
+            if self._attempt is not None:
+                self._attempt.undo()
+                self._attempt = None
+
+    def _attempt_is_over(self) -> bool:
+        return self._attempt is None
+
+    def _merge(self) -> None:
+        """Add the gradients of an attempt that succeeded to those of before."""
+        if self._attempt is None:
+            return
+        for parameter, before in self._attempt.before:
+            if before is not None:
+                if parameter.grad is not None:
+                    before.add_(parameter.grad)
+                parameter.grad = before
+        self._attempt = None
+
+    def _give_up(self) -> NoReturn:
+        """Tell the other ranks, in their next collective, which is this step's, and raise."""
+        self._summed(self._pending, self._stepping.parameters(), done=False, failed=True)
+        raise TooLargeError("out of memory with one sample; shorten it, or give it more memory")
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> None:
+        """Take the step now, with what there is of it on this rank; nothing is fine.
+
+        With several ranks it is a collective, and each of them must take it.
+        """
+        self._refuse_unsynchronized()
+        self.stepped = True
+        self._take()
+
+    def flush(self) -> None:
+        """Take what is left of an incomplete step; at the end of the data, on every rank.
+
+        With several ranks, those that are at their end join the steps of the others, without data,
+        until all are.
+        """
+        self.stepped = False
+        if len(self._ranks) == 1:
+            if self._pending.micro_batches:
+                self.step()
+            return
+        self._refuse_unsynchronized()
+        while not self._take(done=True):
+            pass
+
+    def _refuse_unsynchronized(self) -> None:
+        if self._pending.micro_batches and self._wrapping.sharded:
+            raise StepError(
+                "FSDP reduces gradients in the backward, and none of this step's has: let steps "
+                "come from the sampler's plan, or say micro_batch(…, last=True)"
+            )
+
+    def _take(self, *, done: bool = False) -> bool:
+        """Take the step; whether every rank is at the end of its data."""
+        pending, self._pending = self._pending, _Pending()
+        parameters = self._stepping.parameters()
+        total = self._summed(pending, parameters, done=done)
+        if total.failed:
+            raise TooLargeError("out of memory with one sample on another rank, which has given up")
+        if not total.micro_batches:  # ranks at their end meet here once more
+            return total.done
+        self._steps += 1
+        self._wrapping.share_buffers()
+        if not self._wrapping.sharded:
+            held = [p for p, there in zip(parameters, total.present, strict=True) if there]
+            self._ranks.sum_gradients(held)
+        norm, skipped = None, total.weight == 0
+        self._watch.stepping(parameters)
+        with self._watch.ours():
+            if not skipped:
+                # FSDP has taken the mean over ranks where the sum is meant.
+                times = len(self._ranks) if self._wrapping.sharded else 1
+                norm, skipped = self._stepping.step(self._divisor * times / total.weight)
+            self._stepping.clear()
+        if not skipped:
+            self._stepping.schedule()
+        self.stepped = True
+        self.last = Step(
+            number=self._steps,
+            loss=total.loss / total.weight if total.weight else math.nan,
+            weight=total.weight,
+            gradient_norm=norm,
+            micro_batches=total.micro_batches,
+            skipped=skipped,
+        )
+        return total.done
+
+    def _summed(
+        self, pending: _Pending, parameters: Sequence[Tensor], *, done: bool, failed: bool = False
+    ) -> _Total:
+        """What all ranks have of this step."""
+        present = [float(parameter.grad is not None) for parameter in parameters]
+        numbers = torch.tensor(
+            [0.0, pending.weight, pending.micro_batches, done, failed, *present],
+            dtype=torch.float64,
+        )
+        numbers[0] = pending.loss
+        if len(self._ranks) > 1:
+            device = self._ranks.device(parameters[0].device)
+            numbers = self._ranks.summed(numbers.to(device)).cpu()
+        loss, weight, micro_batches, at_end, failures, *present = numbers.tolist()
+        return _Total(
+            loss=loss,
+            weight=weight,
+            micro_batches=int(micro_batches),
+            done=at_end == len(self._ranks),
+            failed=failures > 0,
+            present=present,
+        )
+
+    # ------------------------------------------------------------------ keeping it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the accumulation stands; in the middle of a step with its gradients, copied."""
+        pending = self._pending
+        gradients = [p.grad for p in self._stepping.parameters()] if pending.micro_batches else []
+        return {
+            "version": 1,
+            "steps": self._steps,
+            "micro_batches": pending.micro_batches,
+            "samples": pending.samples,
+            "weight": pending.weight,
+            "loss": float(pending.loss),
+            "gradients": [None if g is None else g.detach().clone() for g in gradients],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` stood, beside model, optimizer and sampler of then.
+
+        Raises:
+            StateError: the state is no accumulator's, or of other parameters.
+        """
+        if not isinstance(state_dict, Mapping) or state_dict.get("version") != 1:
+            raise StateError("expected what GradAccumulator.state_dict() gave")
+        parameters, gradients = self._stepping.parameters(), state_dict["gradients"]
+        shapes = [None if g is None else g.shape for g in gradients]
+        fitting = zip(parameters, shapes, strict=False)
+        if gradients and (
+            len(gradients) != len(parameters) or any(s not in (None, p.shape) for p, s in fitting)
+        ):
+            raise StateError("the state's gradients are of other parameters")
+        self._steps = state_dict["steps"]
+        names = ("micro_batches", "samples", "weight", "loss")
+        self._pending = _Pending(**{name: state_dict[name] for name in names})
+        for parameter, gradient in zip(
+            parameters, gradients or [None] * len(parameters), strict=True
+        ):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        self._watch.loaded(self._pending.micro_batches)
+
+    # ------------------------------------------------------------------ torch's Join
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """For `torch.distributed.algorithms.Join`: ranks at their end have empty micro-batches.
+
+        Raises:
+            OptionError: steps are not of a number of micro-batches, so that a rank without data
+                cannot know when the others step; `flush` needs no such context.
+        """
+        if not isinstance(self._ending, Every):
+            raise OptionError("Join needs steps=k; without it, flush() joins the others' steps")
+        return _Joined(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join's own counts lie."""
+        return self._ranks.device(self._stepping.parameters()[0].device)
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group of the ranks that join."""
+        return self._ranks.group or torch.distributed.group.WORLD
+
+    def _empty_micro_batch(self) -> None:
+        self._pending.micro_batches += 1
+        if self._ending.ends(self._pending.micro_batches, 0, 0):
+            self._take()
+
+
+class _Joined(JoinHook):
+    """A rank without data shadows the steps of those that have some."""
+
+    def __init__(self, accumulator: GradAccumulator) -> None:
+        self._accumulator = accumulator
+
+    def main_hook(self) -> None:
+        """One micro-batch of the other ranks."""
+        self._accumulator._empty_micro_batch()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002
+        """No rank has data."""
+        self._accumulator.flush()
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """What came in the micro-batch that is open."""
+
+    weight: float
+    backwards: int = 0
+    loss: Tensor | float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Total:
+    """A step's numbers over all ranks."""
+
+    loss: float
+    weight: float
+    micro_batches: int
+    done: bool
+    failed: bool
+    present: Sequence[float]
+
+
+def _several(name: str, value: Any, kind: type[T]) -> list[T]:
+    held = [value] if isinstance(value, kind) else value
+    if not isinstance(held, (list, tuple)) or not all(isinstance(one, kind) for one in held):
+        raise OptionError(f"{name} must be of {kind.__name__}, one or several, got {value!r}")
+    return list(held)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _weight_of(weight: float | Tensor) -> float:
+    value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
+    return float(value)

@@ -1,0 +1,198 @@
+"""Misuse that would give another gradient than the large batch's is noticed, and said once."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.optim import Optimizer
+
+from torchbudget.errors import (
+    BatchNormWarning,
+    ChangedParametersWarning,
+    ForeignStepWarning,
+    ForgottenStepWarning,
+    ReductionWarning,
+    TorchBudgetWarning,
+    UnsynchronizedWarning,
+)
+
+# What torch's losses save of their argument `reduction`.
+_MEAN, _SUM = 1, 2
+
+
+class Watch:
+    """What an accumulator's optimizers, modules and losses tell of their use.
+
+    Args:
+        optimizers: that step.
+        modules: that are trained.
+        distributed: those of them, or inside them, whose forward must stand in `micro_batch`.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        modules: Sequence[nn.Module],
+        distributed: Sequence[nn.Module],
+    ) -> None:
+        self._norms = [
+            part
+            for module in modules
+            for part in module.modules()
+            if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm)
+        ]
+        self._optimizers = list(optimizers)
+        self._parameters: list[int] | None = None
+        self._told: set[Any] = set()
+        self._inside = False
+        self._ours = False
+        self._sentinel: tuple[Tensor, Tensor, int] | None = None
+        # Outlives this object, to be looked at when it is gone.
+        self._pending = {"micro_batches": 0}
+        weakref.finalize(self, _forgotten, self._pending)
+        me = weakref.ref(self)
+        for optimizer in optimizers:
+            handle = optimizer.register_step_pre_hook(_calling(me, Watch._stepped))
+            weakref.finalize(self, handle.remove)
+        for module in distributed:
+            handle = module.register_forward_pre_hook(_calling(me, Watch._forwarded))
+            weakref.finalize(self, handle.remove)
+
+    # ------------------------------------------------------------------ told by the accumulator
+
+    def entering(self, restarted: bool) -> None:
+        """A micro-batch begins."""
+        if restarted and self._pending["micro_batches"]:
+            self._warn(
+                ForgottenStepWarning,
+                f"{self._pending['micro_batches']} micro-batches of an epoch gone by are in the "
+                "gradients still, and now count for the next step; call accumulator.flush() at the "
+                "end of an epoch",
+            )
+        if self._sentinel is not None:
+            parameter, gradient, version = self._sentinel
+            if parameter.grad is not gradient or gradient._version != version:
+                self._warn(
+                    ForeignStepWarning,
+                    "gradients were changed between two micro-batches of a step (by zero_grad, a "
+                    "clipping, a backward outside of micro_batch?): the step is not the large "
+                    "batch's",
+                )
+        self._inside = True
+
+    def left(self, micro_batches: int, parameters: Sequence[Tensor], *, ends: bool) -> None:
+        """A micro-batch ended well, which makes that many of the step."""
+        self._pending["micro_batches"] = micro_batches
+        self._sentinel = None
+        if ends:
+            return
+        held = next((p for p in parameters if p.grad is not None), None)
+        if held is not None and held.grad is not None:
+            self._sentinel = held, held.grad, held.grad._version
+        if any(norm.training for norm in self._norms):
+            self._warn(
+                BatchNormWarning,
+                "batch normalisation takes its statistics from each micro-batch, so that the step "
+                "is not the large batch's; use group or layer normalisation, or freeze it with "
+                "eval()",
+            )
+
+    def outside(self) -> None:
+        """A micro-batch is left, however."""
+        self._inside = False
+
+    def loss(self, loss: Tensor, mean: bool, weight: float) -> None:
+        """A loss comes, said to be a mean or a sum; of one sample it is both."""
+        if weight == 1 or loss.grad_fn is None:
+            return
+        kind = getattr(loss.grad_fn, "_saved_reduction", None)
+        name = loss.grad_fn.name()
+        if not mean and (kind == _MEAN or name.startswith("MeanBackward")):
+            self._warn(
+                ReductionWarning,
+                "the loss is a mean, but is taken for the sum over the micro-batch: pass "
+                'reduction="sum", or GradAccumulator(…, mean=True)',
+            )
+        elif mean and (kind == _SUM or name.startswith("SumBackward")):
+            self._warn(
+                ReductionWarning,
+                "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
+            )
+
+    def loaded(self, micro_batches: int) -> None:
+        """A state was loaded that holds so many micro-batches of a step."""
+        self._pending["micro_batches"] = micro_batches
+        self._sentinel = None
+
+    def stepping(self, parameters: Sequence[Tensor]) -> None:
+        """A step is taken on these parameters."""
+        now = [id(parameter) for parameter in parameters]
+        if self._parameters is not None and now != self._parameters:
+            self._warn(
+                ChangedParametersWarning,
+                "the optimizer's parameters are others than at the step before; make a new "
+                "GradAccumulator where model or optimizer are changed",
+            )
+        self._parameters = now
+        self._pending["micro_batches"] = 0
+        self._sentinel = None
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Steps inside are the accumulator's."""
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    # ------------------------------------------------------------------ told by hooks
+
+    def _stepped(self) -> None:
+        if not self._ours and self._pending["micro_batches"]:
+            self._warn(
+                ForeignStepWarning,
+                "optimizer.step() was called in the middle of an accumulated step; the accumulator "
+                "steps by itself, and accumulator.step() ends a step early",
+            )
+
+    def _forwarded(self) -> None:
+        if not self._inside and torch.is_grad_enabled():
+            self._warn(
+                UnsynchronizedWarning,
+                "a distributed module's forward stands outside accumulator.micro_batch(…): it will "
+                "reduce gradients by itself, and they are reduced again",
+            )
+
+    def _warn(self, category: type[TorchBudgetWarning], text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, category, stacklevel=5)
+
+
+def _calling(me: weakref.ref[Watch], method: Callable[[Watch], None]) -> Callable[..., None]:
+    """A hook that does not keep its watch alive."""
+
+    def hook(*_: Any) -> None:
+        watch = me()
+        if watch is not None:
+            method(watch)
+
+    return hook
+
+
+def _forgotten(pending: dict[str, int]) -> None:
+    if pending["micro_batches"]:
+        warnings.warn(
+            f"a GradAccumulator is gone with {pending['micro_batches']} micro-batches that no step "
+            "took; call accumulator.flush() behind the loop",
+            ForgottenStepWarning,
+            stacklevel=2,
+        )

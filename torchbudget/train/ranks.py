@@ -1,0 +1,91 @@
+"""Sums over ranks: of a few numbers, and of gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchbudget.errors import OptionError
+
+# Gradients are copied into buffers of this size, one collective each.
+_BUCKET_BYTES: Final = 64 * 2**20
+
+
+class Ranks:
+    """The ranks that share a step; one of them where there is no process group.
+
+    Args:
+        group: of processes. Default: that of all, where `torch.distributed` is initialized.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.number = dist.get_world_size(group) if joined else 1
+
+    def __len__(self) -> int:
+        return self.number
+
+    def device(self, near: torch.device) -> torch.device:
+        """Where numbers must lie to be summed: with NCCL on the GPU, else on the CPU."""
+        if self.number > 1 and "gloo" not in dist.get_backend(self.group):
+            return near
+        return torch.device("cpu")
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """The sum over all ranks, on every one; one collective."""
+        if self.number > 1:
+            dist.all_reduce(numbers, group=self.group)
+        return numbers
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Replace each parameter's gradient by its sum over all ranks.
+
+        Where a rank has none it counts as 0. O(gradients) time, a buffer of 64 MiB beside them,
+        and one collective for each buffer.
+
+        Raises:
+            OptionError: a gradient is sparse.
+        """
+        if self.number == 1:
+            return
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.layout is not torch.strided:
+                raise OptionError(
+                    "sparse gradients cannot be summed over ranks; make the embedding with "
+                    "sparse=False"
+                )
+            alike[parameter.device, parameter.grad.dtype].append(parameter.grad)
+        for gradients in alike.values():
+            for bucket in _buckets(gradients):
+                self._sum(bucket)
+
+    def _sum(self, bucket: list[Tensor]) -> None:
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], group=self.group)
+            return
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=self.group)
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for gradient in gradients:
+        room -= gradient.nbytes
+        if room < 0 or not buckets:
+            buckets.append([])
+            room = _BUCKET_BYTES - gradient.nbytes
+        buckets[-1].append(gradient)
+    return buckets

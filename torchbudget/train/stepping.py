@@ -1,0 +1,94 @@
+"""The optimizers of a step: what is done to the gradients, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one optimizer step did, over all ranks.
+
+    Attributes:
+        number: of the step, from 1.
+        loss: Σ loss / Σ weight.
+        weight: Σ weight.
+        gradient_norm: before clipping; `None` without `max_norm`.
+        micro_batches: that made it.
+        skipped: whether an optimizer did not step: the gradient scaler found a gradient that is not
+            finite, or nothing had a weight.
+    """
+
+    number: int
+    loss: float
+    weight: float
+    gradient_norm: float | None
+    micro_batches: int
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepping:
+    """Optimizers that step together, and what goes with them.
+
+    Attributes:
+        optimizers: at least one.
+        schedulers: of their learning rates.
+        scaler: of their gradients.
+        max_norm: of the gradients of all of them.
+    """
+
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    scaler: torch.amp.GradScaler | None
+    max_norm: float | None
+
+    def parameters(self) -> list[Tensor]:
+        """All that is trained, each once."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        held = {id(p): p for group in groups for p in group["params"]}
+        return list(held.values())
+
+    def step(self, factor: float) -> tuple[float | None, bool]:
+        """Multiply the gradients, unscale them once, clip them, step, and update the scale.
+
+        Returns:
+            The norm before clipping, if there is one to clip to; and whether the scaler skipped.
+        """
+        parameters = self.parameters()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients and factor != 1:
+            torch._foreach_mul_(gradients, factor)
+        scaler = self.scaler
+        if scaler is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        norm = None
+        if self.max_norm is not None:
+            found = nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+        if scaler is None:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return norm, False
+        scale = scaler.get_scale()
+        for optimizer in self.optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        return norm, scaler.get_scale() < scale
+
+    def clear(self) -> None:
+        """Set all gradients to `None`."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def schedule(self) -> None:
+        """Step the schedulers."""
+        for scheduler in self.schedulers:
+            scheduler.step()
