@@ -315,6 +315,7 @@ class Peak:
     Attributes:
         bytes: the most that the process held on the device. On CUDA: reserved by torch's allocator,
             and everything beside it that is not free (contexts, other processes).
+        reserved_bytes: on CUDA, the part of it that torch's allocator reserved.
         allocated_bytes: on CUDA, the most that living tensors took.
         sampled: whether it was only looked at every millisecond.
         retries: on CUDA, how many allocations failed at first, or for good: torch's
@@ -322,19 +323,21 @@ class Peak:
     """
 
     bytes: int = 0
+    reserved_bytes: int = 0
     allocated_bytes: int = 0
     sampled: bool = False
     retries: int = 0
 
 
 @contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
+def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     """The most bytes that this process holds on `device` inside the context.
 
     On the CPU that is the high-water mark of resident memory, reset before; where the kernel does
     not let it be reset, a thread looks at the resident memory every millisecond.
     """
     peak = Peak()
+    device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -343,7 +346,8 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         torch.cuda.synchronize(device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-        peak.bytes = torch.cuda.max_memory_reserved(device) + outside_bytes
+        peak.reserved_bytes = torch.cuda.max_memory_reserved(device)
+        peak.bytes = peak.reserved_bytes + outside_bytes
         peak.allocated_bytes = torch.cuda.max_memory_allocated(device)
         peak.retries = _failed_allocations(device) - before
     elif reset_peak_memory():

@@ -21,7 +21,7 @@ from torchbudget.cost.judging import table_unless_it_fits
 from torchbudget.cost.measured import Form, MeasuredCost, Probe, columns
 from torchbudget.cost.padded import PaddedCost
 from torchbudget.cost.run import ProbeOutOfMemoryError, StepRunner
-from torchbudget.cost.shapes import Domain, Size, run_shapes
+from torchbudget.cost.shapes import Domain, Size, one_size, run_shapes
 from torchbudget.cost.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine import return_freed_memory
@@ -63,7 +63,8 @@ def run_probes(
         shapes = MeasuredCost(forms=traced.forms, margin=0)
     with state.kept(contents=True) as copied_bytes:
         runner = StepRunner(step, make_batch, state, copied_bytes)
-        probes = runner.settled(_probes(runner, domain, room, shapes, notes))
+        # The copies are held beside every probe.
+        probes = runner.settled(_probes(runner, domain, room - copied_bytes, shapes, notes))
     if runner.sampled:
         notes.append(
             "the peak of resident memory was sampled: /proc/self/clear_refs is not writable"
@@ -93,17 +94,17 @@ def _probes(
         raise CostError(
             "model, gradients, optimizer state and what the process holds need "
             f"{format_bytes(probes[0].peak_bytes)} with one sample of size {smallest}; the budget "
-            f"is {format_bytes(room)}"
+            f"leaves {format_bytes(room)} beside a copy of them that is held while measuring"
         )
-    if shapes is None:  # nothing is known: two small steps give a first idea
-        probes.append(runner.run(2, domain.at(1 / 8)))
     runs = run_shapes(domain)
+    if shapes is None:  # nothing is known: a second small step gives a first idea
+        runs.insert(0, (0.4, domain.at(1 / 8), False))
     if shapes is None:  # feel the way upwards
         runs.sort(key=lambda one: math.prod(one[1]))
     for share, size, held_out in runs:
         target = probes[0].peak_bytes + share * (room - probes[0].peak_bytes)
         so_far = MeasuredCost(forms=_guess(probes, shapes), margin=0)
-        n = int(so_far.capacity(size if len(size) > 1 else size[0], int(target)))
+        n = int(so_far.capacity(one_size(size), int(target)))
         if shapes is None:  # a form of few points is no guide far beyond them
             n = min(n, _reach(probes, size, runner.idle_bytes, int(target)))
         if n < 1 or any((p.n, p.size) == (n, size) for p in probes):
@@ -124,7 +125,7 @@ def _reach(probes: Sequence[Probe], size: Size, idle_bytes: int, target: int) ->
     that is not there without a step is taken for the samples', which with few of them it is not:
     so this rises with every probe.
     """
-    most = 1
+    most = 1  # a sample that does not fit alone could not be trained on, either
     for probe in probes:
         above = max(probe.peak_bytes - idle_bytes, _SEEN_BYTES)
         new, old = features([1, probe.n], [size, probe.size])[:, 1:]

@@ -11,7 +11,7 @@ from torchbudget.cost.fit import fit_peaks, fit_traces
 from torchbudget.cost.judging import table_unless_it_fits
 from torchbudget.cost.measured import Form, Probe, columns
 from torchbudget.cost.padded import PaddedCost
-from torchbudget.cost.shapes import Domain, Size, check_shape, traced_shapes
+from torchbudget.cost.shapes import Domain, Size, check_shape, one_size, traced_shapes
 from torchbudget.cost.trace import StepTracer, Trace
 from torchbudget.cost.training_state import TrainingState
 from torchbudget.errors import MeasureWarning
@@ -56,7 +56,7 @@ def trace_probes(
 
     def batches() -> Iterator[Any]:
         for n, size, _ in [*shapes, shapes[0]]:
-            batch = make_batch(n, size if len(size) > 1 else size[0])
+            batch = make_batch(n, one_size(size))
             check_shape(batch, n, size, seen)
             yield batch
             del batch

@@ -14,6 +14,7 @@ from torchbudget.cost.by_run import run_probes
 from torchbudget.cost.by_trace import Traced, trace_probes
 from torchbudget.cost.judging import with_margin
 from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.padded import PaddedCost
 from torchbudget.cost.shapes import BatchError, Domain
 from torchbudget.cost.training_state import TrainingState
 from torchbudget.errors import CostError
@@ -100,7 +101,8 @@ def measure_cost(
         known = None if method == "run" else _trace_or_note(step, make_batch, state, domain, notes)
         forms, probes = run_probes(step, make_batch, state, domain, room, known, notes)
         least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)
-        if known is None and len(domain.largest) > 1:
+        blind = known is None or not isinstance(known.forms[0], PaddedCost)
+        if blind and len(domain.largest) > 1:
             least = max(least, _BLIND_MARGIN)
             notes.append("several axes without a trace: few runs do not tell them apart surely")
     measured = MeasuredCost(

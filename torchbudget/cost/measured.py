@@ -69,6 +69,7 @@ class _Seen:
     worst: float = 0.0
     steps: int = 0
     largest_bytes: int = 0
+    granted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,6 +183,8 @@ class MeasuredCost:
             MeasureWarning: the first time that a step needed more than was predicted, or that
                 CUDA's allocator had to try an allocation again.
         """
+        if self.axes == 1 and isinstance(size, Sequence):
+            [size] = size
         if peak is None:
             peak = Peak(retries=1)
         told = peak if isinstance(peak, Peak) else Peak(bytes=peak)
@@ -194,7 +197,7 @@ class MeasuredCost:
             return
         first, worst = seen.worst <= self.margin, told.bytes / fitted - 1
         if told.retries:  # what it needed is not known, only that there was less
-            worst = max(worst, seen.worst, self.margin) + _RETRIED
+            worst = max(worst, self.margin + _RETRIED, seen.granted + _RETRIED)
         seen.worst = max(seen.worst, worst)
         if first:
             needed = f"needed {format_bytes(told.bytes)}"
@@ -215,6 +218,11 @@ class MeasuredCost:
         note = f"the margin was {self.margin:.2%} before {self._seen.steps:,} steps were observed"
         margin = min(self._seen.worst + 1e-3, _MOST_MARGIN)
         return replace(self, margin=margin, notes=(*self.notes, note), _seen=_Seen())
+
+    def granted(self, margin: float) -> MeasuredCost:
+        """This cost with another margin, which goes on learning from what this one observes."""
+        self._seen.granted = margin
+        return replace(self, margin=margin)
 
     # ------------------------------------------------------------------ keeping it
 
@@ -302,10 +310,7 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
     """
     try:
         told = json.loads(Path(path).read_text("utf-8"))
-        if told["format"] != _FORMAT:
-            raise CostError(
-                f"{path}: format {told['format']!r} is not {_FORMAT}, which is read here"
-            )
+        saved_as = told["format"]
         make: Callable[[Any], Form] = _table if told["kind"] == "table" else _formula
         cost = MeasuredCost(
             forms=tuple(make(form) for form in told["forms"]),
@@ -316,6 +321,8 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
+    if saved_as != _FORMAT:
+        raise CostError(f"{path}: format {saved_as!r} is not {_FORMAT}, which is read here")
     differing = [
         f"{name}: {cost.measured_on.get(name)!r} then, {now!r} now"
         for name, now in (measured_on or {}).items()

@@ -7,16 +7,23 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from torchbudget.cost.measured import Probe
+from torchbudget.cost.shapes import one_size
 from torchbudget.cost.training_state import TrainingState
 from torchbudget.machine import Peak, peak_memory, process_memory
 
-# What torch's allocator on the CPU says; there is no class of its own for it.
-_CPU_TELLS = "can't allocate memory"
+# What is said without a class of its own: by torch's allocator on the CPU, and by CUDA's libraries.
+_TELLS: Final = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
 
 
 class ProbeOutOfMemoryError(Exception):
@@ -49,6 +56,8 @@ class StepRunner:
         self._make_batch = make_batch
         self._state = state
         self._copied_bytes = copied_bytes
+        if state.device.type == "cuda":
+            torch.cuda.empty_cache()  # what other work has left reserved is none of the step's
         with peak_memory(state.device) as idle:
             pass
         self.idle_bytes = idle.bytes - copied_bytes
@@ -82,12 +91,16 @@ class StepRunner:
         with self._state.watched(), peak_memory(self._state.device) as peak:
             for _ in range(2):
                 held_bytes = self._held_bytes()
-                batch = self._make_batch(n, size if len(size) > 1 else size[0])
+                batch = self._make_batch(n, one_size(size))
+                self._wait()
                 start_s = time.perf_counter()
                 result = self._step(batch)
                 self._note(result)
+                self._wait()
                 seconds = time.perf_counter() - start_s
                 del batch, result
+        if peak.retries:
+            raise ProbeOutOfMemoryError
         self.sampled |= peak.sampled
         self._held.append(held_bytes)
         peak_bytes = self._without_reserve(peak) - self._copied_bytes
@@ -104,6 +117,10 @@ class StepRunner:
             for probe, held_bytes in zip(probes, self._held, strict=True)
         ]
 
+    def _wait(self) -> None:
+        if self._state.device.type == "cuda":
+            torch.cuda.synchronize(self._state.device)
+
     def _held_bytes(self) -> int:
         cpu = self._state.device.type == "cpu"
         return process_memory().resident_bytes if cpu else 0
@@ -118,13 +135,15 @@ class StepRunner:
     def _without_reserve(self, peak: Peak) -> int:
         if not peak.allocated_bytes:
             return peak.bytes
-        if self._reserved is None or peak.bytes > self._reserved.bytes:
-            self._reserved = peak
-        return round(peak.allocated_bytes / self._reserved.allocated_bytes * self._reserved.bytes)
+        largest = self._reserved
+        if largest is None or peak.allocated_bytes > largest.allocated_bytes:
+            self._reserved = largest = peak
+        share = peak.allocated_bytes / largest.allocated_bytes
+        return peak.bytes - peak.reserved_bytes + round(share * largest.reserved_bytes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: on CUDA, on the CPU, or Python's own."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _CPU_TELLS in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TELLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -19,7 +20,8 @@ Size: TypeAlias = tuple[int, ...]
 # up most: what that comes to in each sample is seen where it counts.
 _STRIDE: Final = 32
 # Where a shape lies in the range of sizes, on every axis, and how many samples it has.
-_TRACED_1: Final = ((2, 1 / 16), (3, 1.0), (8, 1 / 4), (16, 1 / 2), (5, 0.7), (24, 1 / 8))
+# No two have one n·L, so that packed batches of n samples differ in shape.
+_TRACED_1: Final = ((2, 1 / 16), (3, 1.0), (8, 1 / 4), (16, 1 / 2), (5, 0.7), (25, 1 / 8))
 _TRACED_2: Final = (
     (2, (1 / 8, 1 / 8)),
     (3, (1.0, 1.0)),
@@ -30,6 +32,8 @@ _TRACED_2: Final = (
     (8, (1 / 8, 1 / 2)),
     (24, (1.0, 1 / 2)),
 )
+# As many as there are primes to spread by.
+_MOST_AXES: Final = 8
 _HELD_OUT: Final = ((12, 1 / 3), (4, 0.85))
 # Which share of the budget a run aims at, where in the range of sizes, and whether it is held out.
 # The first one finds out how the trace and the machine go together, at a safe distance.
@@ -75,17 +79,22 @@ class Domain:
         Raises:
             CostError: no sizes, or none of at least 1.
         """
-        largest = (max_size,) if isinstance(max_size, int) else tuple(max_size)
-        if not largest or any(not isinstance(one, int) or one < 1 for one in largest):
-            raise CostError(f"max_size must be an int of at least 1, or one per axis: {max_size!r}")
-        if multiple < 1:
-            raise CostError(f"size_multiple must be at least 1, got {multiple!r}")
-        return cls(tuple(-(-one // multiple) * multiple for one in largest), multiple)
+        several = max_size if isinstance(max_size, Sequence) else (max_size,)
+        largest = tuple(map(_at_least_one, several))
+        if not 1 <= len(largest) <= _MOST_AXES or None in largest:
+            raise CostError(
+                f"max_size must be an int of at least 1, or one for each of at most {_MOST_AXES} "
+                f"axes, got {max_size!r}"
+            )
+        step = _at_least_one(multiple)
+        if step is None:
+            raise CostError(f"size_multiple must be an int of at least 1, got {multiple!r}")
+        return cls(tuple(-(-one // step) * step for one in largest if one), step)
 
     def at(self, fractions: float | Sequence[float]) -> Size:
         """The size at a fraction of the largest one, on every axis."""
         each = [fractions] * len(self.largest) if isinstance(fractions, float) else fractions
-        return tuple(map(self._snap, each, self.largest))
+        return tuple(self._snap(*one) for one in zip(each, self.largest, strict=True))
 
     def _snap(self, fraction: float, largest: int) -> int:
         size = max(round(fraction * largest), 1)
@@ -117,8 +126,25 @@ def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
 
 def run_shapes(domain: Domain) -> list[tuple[float, Size, bool]]:
     """Share of the budget, size, and whether it is held out, of each shape to run."""
-    wanted: Sequence[tuple[float, Any, bool]] = _RUN_1 if len(domain.largest) == 1 else _RUN_2
-    return [(share, domain.at(where), held_out) for share, where, held_out in wanted]
+    axes = len(domain.largest)
+    if axes == 1:
+        return [(share, domain.at(where), held_out) for share, where, held_out in _RUN_1]
+    return [
+        (share, domain.at([where[axis % 2] for axis in range(axes)]), held_out)
+        for share, where, held_out in _RUN_2
+    ]
+
+
+def one_size(size: Size) -> int | Size:
+    """A size as it is asked for: an int where there is one axis."""
+    return size if len(size) > 1 else size[0]
+
+
+def _at_least_one(value: Any) -> int | None:
+    """An int of any kind that is at least 1, or else `None`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        return None
+    return operator.index(value)
 
 
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:

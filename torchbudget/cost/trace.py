@@ -23,6 +23,9 @@ from torchbudget.errors import CostError
 _CUDA_BLOCK: Final = 512
 _CPU_BLOCK: Final = 64
 
+# A gradient scaler's: whether gradients are finite, which they are, and what follows for the scale.
+_UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_UPDATE_SCALE: Final = torch.ops.aten._amp_update_scale_.default
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
 # They wrap a tensor that was just made from Python numbers, whose values fake tensors then know.
 _LIFTS: Final = frozenset(
@@ -162,6 +165,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device.type
         self._block = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         self._storages: set[int] = set()
+        self._no_infinity: set[int] = set()
         # A real tensor's fake must live as long as the real one does, which it stands for.
         self._stand_ins = WeakIdKeyDictionary()
 
@@ -194,6 +198,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int, num_bytes: int) -> None:
         self._storages.remove(key)
+        self._no_infinity.discard(key)
         self.live_bytes -= num_bytes
 
     def _stand_in(self, argument: Any) -> Any:
@@ -212,15 +217,21 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _ITEM:
             if args[0].dtype.is_floating_point:
+                if id(args[0].untyped_storage()) in self._no_infinity:
+                    return 0.0
                 return 1.0  # of a loss that is logged, of an optimizer's count of steps
             if args[0].dtype is torch.bool:
                 self.assumed += 1
                 return False  # is a loss NaN, does a mask hide nothing
+        if func is _UPDATE_SCALE:
+            return args[0]
         kwargs = kwargs or {}
         if func not in _LIFTS:
             # Fake mode computes some operations for real whose tensors are all real ones.
             args = tuple(self._stand_in(one) for one in args)
             kwargs = {name: self._stand_in(one) for name, one in kwargs.items()}
+        if func is _UNSCALE:
+            self._no_infinity.add(id(args[1].untyped_storage()))
         result = func(*args, **kwargs)
         for one in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(one, FakeTensor):

@@ -7,14 +7,14 @@ import functools
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -26,11 +26,15 @@ _MOST_ITEMS: Final = 1000
 # Functions of these packages refer to nobody's model.
 _FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 
-_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
+_HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
+_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
+# Containers inside containers of an object's own that are put back, such as an optimizer's state.
+_NESTED: Final = 3
 
 
 class TrainingState:
-    """The modules, optimizers, schedulers and scalers that a step refers to.
+    """The modules, optimizers, schedulers, scalers and generators that a step refers to.
 
     They are looked for in the step's closure, in the globals that it names, in its arguments if it
     is a `functools.partial`, in its object if it is a method, and in what those hold in turn.
@@ -39,6 +43,7 @@ class TrainingState:
         modules: the outermost ones.
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
+        generators: of random numbers, beside the global ones.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -47,9 +52,8 @@ class TrainingState:
         inner = {id(part) for one in modules for part in one.modules() if part is not one}
         self.modules = [one for one in modules if id(one) not in inner]
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
-        self.helpers = [
-            one for one in found if isinstance(one, (LRScheduler, torch.amp.GradScaler))
-        ]
+        self.helpers = [one for one in found if isinstance(one, _HELPERS)]
+        self.generators = [one for one in found if isinstance(one, _GENERATORS)]
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
@@ -58,10 +62,12 @@ class TrainingState:
         return list({id(tensor): tensor for tensor in held}.values())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers, gradients and the optimizers' states, each once."""
+        """Parameters, buffers, gradients, the optimizers' states and attributes, each once."""
         held = self.parameters()
         held += [p.grad for p in held if p.grad is not None]
+        parts = [part for module in self.modules for part in module.modules()]
         held += [b for module in self.modules for b in module.buffers()]
+        held += [t for one in [*parts, *self.helpers] for t in vars(one).values() if _is_tensor(t)]
         for optimizer in self.optimizers:
             held += [
                 t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if _is_tensor(t)
@@ -98,6 +104,11 @@ class TrainingState:
         stepped: list[bool] = []
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not any(optimizer is one for one in self.optimizers):
+                raise CostError(
+                    f"the step steps an optimizer that it does not refer to, {type(optimizer)}, so "
+                    "that it could not be put back; let the step's function name it"
+                )
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
             stepped.append(any(gradient is not None for gradient in gradients))
 
@@ -108,16 +119,16 @@ class TrainingState:
             handle.remove()
         if any(stepped):
             return
-        if not any(p.grad is not None for p in self.parameters()) and not any(before):
+        if not stepped and not any(p.grad is not None for p in self.parameters()) | any(before):
             raise CostError(
-                "no parameter got a gradient: the step must be a full one, with backward(), "
-                "optimizer.step() and optimizer.zero_grad()"
+                "no parameter got a gradient and no optimizer stepped: the step must be a full "
+                "one, with backward(), optimizer.step() and optimizer.zero_grad()"
             )
         warnings.warn(
             "no optimizer stepped: what its step needs is not in the cost; let the step call "
             "optimizer.step() and optimizer.zero_grad(), as in training",
             MeasureWarning,
-            stacklevel=2,
+            stacklevel=4,
         )
 
     @contextmanager
@@ -129,40 +140,30 @@ class TrainingState:
                 which tensors there are is kept, for one that computes nothing.
 
         Yields:
-            The bytes of the copies.
+            The bytes of the copies on the device: of what is on a GPU they lie on the host.
         """
-        copies = [(t, t.detach().clone()) for t in self.tensors()] if contents else []
-        gradients = [(p, p.grad) for p in self.parameters()]
-        parts = [(part, _attributes(part)) for one in self.modules for part in one.modules()]
-        states = [
-            (
-                one,
-                {p: dict(state) for p, state in one.state.items()},
-                [dict(g) for g in one.param_groups],
-            )
-            for one in self.optimizers
+        copies = [
+            (t, t.detach().to("cpu", copy=True)) for t in self.tensors() if contents and _own(t)
         ]
-        helpers = [(one, copy.deepcopy(one.state_dict())) for one in self.helpers]
-        generators = _generator_states()
+        gradients = [(p, p.grad) for p in self.parameters()]
+        parts = [part for one in self.modules for part in one.modules()]
+        containers = [
+            kept
+            for one in [*parts, *self.optimizers, *self.helpers]
+            for kept in _containers(vars(one))
+        ]
+        generators = _generator_states(self.generators)
+        on_host = self.device.type == "cpu"
         try:
-            yield sum(copied.untyped_storage().nbytes() for _, copied in copies)
+            yield sum(copied.nbytes for _, copied in copies) if on_host else 0
         finally:
-            for part, attributes in parts:
-                part.__dict__.clear()
-                part.__dict__.update(attributes)
+            for container, held in containers:
+                _refill(container, held)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for optimizer, state, groups in states:
-                optimizer.state.clear()
-                optimizer.state.update(state)
-                for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                    group.clear()
-                    group.update(saved)
             with torch.no_grad():
                 for tensor, copied in copies:
                     tensor.copy_(copied)
-            for helper, saved_state in helpers:
-                helper.load_state_dict(saved_state)
             _set_generator_states(generators)
 
 
@@ -170,12 +171,28 @@ def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The module's attributes; of containers, such as that of the buffers, a copy."""
-    return {
-        name: copy.copy(value) if isinstance(value, (dict, list, set)) else value
-        for name, value in module.__dict__.items()
-    }
+def _own(tensor: torch.Tensor) -> bool:
+    """Whether each element lies somewhere of its own, so that it can be written to."""
+    return all(step or n <= 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _containers(held: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
+    """A container, and the containers in it, each with a copy of what it holds."""
+    yield held, copy.copy(held)
+    if nested == _NESTED or len(held) > _MOST_ITEMS:
+        return
+    for value in held.values() if isinstance(held, dict) else held:
+        if isinstance(value, (dict, list, set)):
+            yield from _containers(value, nested + 1)
+
+
+def _refill(container: Any, held: Any) -> None:
+    """Let a container hold what it held; whoever refers to it finds that there."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(held)
+    else:
+        container.update(held)
 
 
 def _stateful(step: Callable[..., object]) -> Iterator[Any]:
@@ -205,9 +222,15 @@ def _references(one: Any) -> list[Any]:
         return list(one) if len(one) <= _MOST_ITEMS else []
     if isinstance(one, dict):
         return list(one.values()) if len(one) <= _MOST_ITEMS else []
-    if isinstance(one, (types.ModuleType, type, torch.Tensor, nn.Module, torch.optim.Optimizer)):
+    if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
         return []
-    return list(getattr(one, "__dict__", {}).values())
+    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = [getattr(one, name, None) for name in slots if not name.startswith("__")]
+    attributes = getattr(one, "__dict__", {})
+    if not isinstance(one, nn.Module):
+        return [*held, *attributes.values()]
+    held += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
+    return [*held, *one._modules.values()]
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
@@ -226,18 +249,32 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     return [*held, *vars(function).values()]
 
 
-def _generator_states() -> tuple[Any, ...]:
+def _generator_states(own: Sequence[Any]) -> tuple[Any, ...]:
     devices = None
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         devices = torch.cuda.get_rng_state_all()
     numpy = np.random.get_state()  # noqa: NPY002 (the user's step may draw from it)
-    return random.getstate(), numpy, torch.get_rng_state(), devices
+    states = [(one, _state_of(one)) for one in own]
+    return random.getstate(), numpy, torch.get_rng_state(), devices, states
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _set_generator_states(states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, devices = states
+    python, numpy, cpu, devices, own = states
     random.setstate(python)
     np.random.set_state(numpy)  # noqa: NPY002
     torch.set_rng_state(cpu)
     if devices is not None:
         torch.cuda.set_rng_state_all(devices)
+    for generator, state in own:
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)

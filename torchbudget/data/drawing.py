@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,8 @@ class Drawing(Iterator[list[int]]):
         self._rank = rank
         self._when_finished = when_finished
         self._spans = plan.spans(began)
-        self._next: tuple[Plan, int] | None = None
+        self._next: list[tuple[Plan, int]] = []  # plans to come, and behind how many windows
+        self._corrections = 0
         self._walked: list[_Walked] = []
         self._ends = array("q", [])  # micro-batches on this rank up to each window's end
         self._drawn = 0
@@ -72,18 +73,20 @@ class Drawing(Iterator[list[int]]):
 
     def go_on_with(self, plan: Plan, *, behind: int) -> None:
         """Plan with another one what comes behind that many windows, at least those begun."""
-        self._next = plan, behind
+        self._corrections += 1
+        self._next = [(one, place) for one, place in self._next if place < behind]
+        self._next.append((plan, behind))
         self._cut()
         if self._drawn and self._drawn == self._ends[-1] and not self._finished:
             self._advance()
 
     def _cut(self) -> None:
         """Forget windows that are planned, but are to be planned anew."""
-        if self._next is None or len(self._ends) <= self._next[1]:
+        if not self._next or len(self._ends) <= self._next[0][1]:
             return
-        del self._ends[self._next[1] :]
+        del self._ends[self._next[0][1] :]
         left = self._ends[-1] - self._drawn
-        self._bounds = itertools.islice(self._bounds, left)
+        self._bounds = islice(self._bounds, left)
 
     def __next__(self) -> list[int]:
         if not self._ends:
@@ -102,8 +105,8 @@ class Drawing(Iterator[list[int]]):
 
     def _advance(self) -> None:
         """Plan the next windows, or find that there are none."""
-        if self._next is not None and self._next[1] == len(self._ends):
-            (self._plan, _), self._next = self._next, None
+        if self._next and self._next[0][1] == len(self._ends):
+            self._plan, _ = self._next.pop(0)
             self._spans = self._plan.spans(self._planned_to)
         span = next(self._spans, None)
         if span is None:
@@ -131,13 +134,33 @@ class Drawing(Iterator[list[int]]):
 
     def steps(self) -> Iterator[int]:
         """Micro-batches of each optimizer step on each rank: of what was drawn, then to come."""
-        window = read = 0
-        while window < len(self._ends):
-            rounds, read = self._ends[window] - read, self._ends[window]
-            yield from [rounds] if self._plan.step_per_window else [1] * rounds
+        ahead: Iterator[int] | None = None
+        window = read = corrections = 0
+        while True:
+            if window < len(self._ends):
+                rounds, read = self._ends[window] - read, self._ends[window]
+                ahead = None
+            else:
+                if ahead is None or corrections != self._corrections:
+                    corrections, ahead = self._corrections, self._rounds_ahead(window)
+                coming = next(ahead, None)
+                if coming is None:
+                    return
+                rounds, read = coming, read + coming
             window += 1
-        if not self._finished:
-            yield from self._plan.steps(self._planned_to)
+            yield from [rounds] if self._plan.step_per_window else [1] * rounds
+
+    def _rounds_ahead(self, window: int) -> Iterator[int]:
+        """Rounds of the windows from that one on, which are not planned yet."""
+        if self._finished:
+            return iter(())
+        position = self._planned_to
+        spans = self._plan.spans(position)
+        rounds = (int(one) for span in spans for one in span.block.rounds)
+        first = next(rounds, None)
+        if first is None:
+            return iter(())
+        return islice(chain([first - position.rounds], rounds), window - len(self._ends), None)
 
     def after(self, batches: int | None) -> tuple[Plan, Position]:
         """Where the epoch stands after that many batches of this drawing, and whose plan that is.

@@ -161,7 +161,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             ranks=self.num_replicas,
         )
         self._order = order_identity(order, table.fingerprint)
-        self._cost = cost
         self._position = Position(epoch=0)
         self._drawing: Drawing | None = None
         self._drawings = 0
@@ -269,13 +268,16 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
     def correct_cost(self) -> float:
         """Plan what is to come with the margin that `MeasuredCost.observe` has found.
 
-        Windows in which a micro-batch was drawn stay as they are; so what a `DataLoader`'s workers
-        hold, and the rest of their window, still comes as it was planned. `len` of an epoch that is
-        being drawn was told before: it ends with more micro-batches. A sample that alone is over
-        the budget now is a micro-batch of its own.
+        The first window, and those in which a micro-batch was drawn, stay as they are; so what a
+        `DataLoader`'s workers hold, and the rest of their window, still comes as it was planned.
+        `len` of an epoch that is being drawn was told before: it ends with more micro-batches. A
+        sample that alone is over the budget now is a micro-batch of its own.
 
         With `torch.distributed` every rank must call it behind the same micro-batch: it is a
         collective, and all go on with the largest margin of any, from the same window on.
+
+        Where the samples that then stand alone cannot be dealt evenly to the ranks, the iteration
+        raises `UnevenRanksError` on all of them.
 
         Returns:
             The margin.
@@ -285,9 +287,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
                 `torch.distributed` does not know of, so that they cannot agree.
         """
         used = self.plan.rules.cost
-        if not isinstance(used, MeasuredCost) or not isinstance(self._cost, MeasuredCost):
+        if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        margin = self._cost.corrected().margin
+        margin = used.corrected().margin  # observations are shared with the cost that was given
         behind = 0 if self._drawing is None else self._drawing.windows_begun
         if self.num_replicas > 1:
             margin, behind = _largest_of_all_ranks(self.num_replicas, margin, behind)
@@ -295,7 +297,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             return used.margin
         left = self.plan.left_of(self._position)
         self._position = replace(self._position, left=left, rounds=0)
-        self.plan = self.plan.with_cost(replace(used, margin=margin))
+        self.plan = self.plan.with_cost(used.granted(margin))
         if self._drawing is not None:
             self._drawing.go_on_with(self.plan, behind=behind)
         return margin

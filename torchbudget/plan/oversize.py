@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 
 from torchbudget.cost.protocol import IntArray
-from torchbudget.errors import OptionError, OversizeError
+from torchbudget.errors import CostError, OptionError, OversizeError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.sizes import SizeTable
 from torchbudget.units import format_bytes
@@ -50,11 +50,13 @@ def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> 
     if not over.size:
         return over
     worst = sizes.values[over[0]]
+    try:
+        needs = f"needs {format_bytes(int(rules.cost.batch_bytes(1, rules.padded(worst))))}"
+    except CostError as error:
+        needs = f"costs nobody knows what ({error})"
     told = (
         f"{over.size:,} of {len(sizes):,} samples are over the budget alone, the first at index "
-        f"{over[0]}: size {worst.tolist()} needs "
-        f"{format_bytes(int(rules.cost.batch_bytes(1, rules.padded(worst))))} "
-        f"of {format_bytes(rules.budget_bytes)}"
+        f"{over[0]}: size {worst.tolist()} {needs} of {format_bytes(rules.budget_bytes)}"
     )
     if oversize == "raise":
         raise OversizeError(

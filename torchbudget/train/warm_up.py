@@ -34,7 +34,9 @@ class WarmUp:
 def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[WarmUp]:
     """Run the largest, the longest and the shortest batch of the coming epoch.
 
-    What fails, fails now rather than after hours, and an allocator meets the largest blocks first.
+    What fails, fails now rather than after hours, and an allocator meets the largest blocks first;
+    on CUDA it keeps them reserved, so that the peaks of the others are at least the first one's.
+    The first batch is stepped on twice, since optimizers make their state at the first step.
     They are the epoch's on all ranks together, so that every rank runs the same ones. Model,
     optimizer and random generators are put back afterwards, bit for bit, and the sampler stays
     where it is.
@@ -57,10 +59,12 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
             f"batch_sampler={type(sampler).__name__}"
         )
     state = TrainingState(step)
-    ran = []
+    ran: list[WarmUp] = []
     with state.kept(contents=True) as copied_bytes:
         for name, indices in plan.extremes(sampler.epoch).items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
+            if not ran:
+                step(batch)
             with peak_memory(state.device) as peak:
                 step(batch)
             del batch
