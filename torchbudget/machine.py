@@ -383,21 +383,27 @@ def _sampled(peak: Peak) -> Iterator[Peak]:
 
 
 def return_freed_memory(threshold_bytes: int = 2**17) -> bool:
-    """Make glibc give every freed block of at least `threshold_bytes` back to the system at once.
+    """Make glibc give freed memory back: what there is now, and blocks from a threshold on at once.
 
     By default glibc raises that threshold to up to 32 MiB as blocks are freed, and keeps what is
     smaller: under ragged shapes the free blocks fit nobody, and a process was seen to hold 2.3
     times what its tensors take. Mapped blocks cost page faults instead. It lasts as long as the
     process; `MALLOC_MMAP_THRESHOLD_` in the environment does the same from its start.
 
+    Args:
+        threshold_bytes: blocks of at least this size are given back when they are freed.
+
     Returns:
         Whether it was done, which takes glibc.
     """
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        library = ctypes.CDLL(None)
+        mallopt, malloc_trim = library.mallopt, library.malloc_trim
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
+    done = bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
+    malloc_trim(ctypes.c_size_t(0))
+    return done
 
 
 def process_tree(pid: int | None = None) -> tuple[ProcessMemory, ...]:
