@@ -61,10 +61,9 @@ def run_probes(
     shapes = None
     if traced is not None and isinstance(traced.forms[0], PaddedCost):
         shapes = MeasuredCost(forms=traced.forms, margin=0)
-    with state.kept(contents=True) as copied_bytes:
-        runner = StepRunner(step, make_batch, state, copied_bytes)
-        # The copies are held beside every probe.
-        probes = runner.settled(_probes(runner, domain, room - copied_bytes, shapes, notes))
+    with state.kept(contents=True):
+        runner = StepRunner(step, make_batch, state)
+        probes = runner.settled(_probes(runner, domain, room, shapes, notes))
     if runner.sampled:
         notes.append(
             "the peak of resident memory was sampled: /proc/self/clear_refs is not writable"
@@ -94,7 +93,7 @@ def _probes(
         raise CostError(
             "model, gradients, optimizer state and what the process holds need "
             f"{format_bytes(probes[0].peak_bytes)} with one sample of size {smallest}; the budget "
-            f"leaves {format_bytes(room)} beside a copy of them that is held while measuring"
+            f"is {format_bytes(room)}"
         )
     runs = run_shapes(domain)
     if shapes is None:  # nothing is known: a second small step gives a first idea

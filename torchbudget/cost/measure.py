@@ -52,7 +52,8 @@ def measure_cost(
     what was run on the CPU; so measure in the process that will train, once everything is loaded.
 
     Model, optimizer, schedulers, gradient scalers and random generators are found in what the step
-    refers to, and are afterwards as they were, bit for bit.
+    refers to, and are afterwards as they were, bit for bit: what their tensors hold is meanwhile in
+    a file in the temporary folder.
 
     On the CPU, running makes glibc give freed blocks back at once (`return_freed_memory`), and
     leaves it so: without, the peak depends on all the shapes that came before.

@@ -37,7 +37,6 @@ class StepRunner:
         step: the full training step.
         make_batch: makes a batch of n samples padded to a size.
         state: what the step trains.
-        copied_bytes: held by the copies that are put back at the end; not the step's.
 
     Attributes:
         idle_bytes: what is held while no step runs.
@@ -50,17 +49,15 @@ class StepRunner:
         step: Callable[[Any], object],
         make_batch: Callable[[int, Any], Any],
         state: TrainingState,
-        copied_bytes: int,
     ) -> None:
         self._step = step
         self._make_batch = make_batch
         self._state = state
-        self._copied_bytes = copied_bytes
         if state.device.type == "cuda":
             torch.cuda.empty_cache()  # what other work has left reserved is none of the step's
         with peak_memory(state.device) as idle:
             pass
-        self.idle_bytes = idle.bytes - copied_bytes
+        self.idle_bytes = idle.bytes
         self._held: list[int] = []
         # Reserved over allocated bytes of the largest batch: smaller ones find its blocks reserved.
         self._reserved: Peak | None = None
@@ -103,7 +100,7 @@ class StepRunner:
             raise ProbeOutOfMemoryError
         self.sampled |= peak.sampled
         self._held.append(held_bytes)
-        peak_bytes = self._without_reserve(peak) - self._copied_bytes
+        peak_bytes = self._without_reserve(peak)
         return Probe(n, size, peak_bytes, held_out, "run", seconds)
 
     def settled(self, probes: Sequence[Probe]) -> list[Probe]:

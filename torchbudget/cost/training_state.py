@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.cost.copies import Copies
 from torchbudget.errors import CostError, MeasureWarning
 
 # Deep enough for a trainer that holds a context that holds a model; a data set is not searched.
@@ -132,19 +133,14 @@ class TrainingState:
         )
 
     @contextmanager
-    def kept(self, *, contents: bool) -> Iterator[int]:
+    def kept(self, *, contents: bool) -> Iterator[None]:
         """Put everything back at the end, the random generators too.
 
         Args:
             contents: copy what the tensors hold, for a step that really runs. Without it only
                 which tensors there are is kept, for one that computes nothing.
-
-        Yields:
-            The bytes of the copies on the device: of what is on a GPU they lie on the host.
         """
-        copies = [
-            (t, t.detach().to("cpu", copy=True)) for t in self.tensors() if contents and _own(t)
-        ]
+        written = [tensor for tensor in self.tensors() if contents and _own(tensor)]
         gradients = [(p, p.grad) for p in self.parameters()]
         parts = [part for one in self.modules for part in one.modules()]
         containers = [
@@ -153,18 +149,16 @@ class TrainingState:
             for kept in _containers(vars(one))
         ]
         generators = _generator_states(self.generators)
-        on_host = self.device.type == "cpu"
-        try:
-            yield sum(copied.nbytes for _, copied in copies) if on_host else 0
-        finally:
-            for container, held in containers:
-                _refill(container, held)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for tensor, copied in copies:
-                    tensor.copy_(copied)
-            _set_generator_states(generators)
+        with Copies(written) as copies:
+            try:
+                yield
+            finally:
+                for container, held in containers:
+                    _refill(container, held)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+                copies.put_back()
+                _set_generator_states(generators)
 
 
 def _is_tensor(leaf: object) -> bool:

@@ -117,8 +117,8 @@ class GradAccumulator(Joinable):
             scaler=scaler,
             max_norm=max_norm,
         )
-        self._ranks = Ranks(group)
-        self._ending = ending_of(steps, samples, weight, len(self._ranks))
+        self.ranks = Ranks(group)
+        self._ending = ending_of(steps, samples, weight, len(self.ranks))
         self._wrapping = Wrapping(self.modules)
         self._pending = _Pending()
         self._steps = 0
@@ -297,7 +297,7 @@ class GradAccumulator(Joinable):
         until all are.
         """
         self.stepped = False
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             if self._pending.micro_batches:
                 self.step()
             return
@@ -325,13 +325,13 @@ class GradAccumulator(Joinable):
         self._wrapping.share_buffers()
         if not self._wrapping.sharded:
             held = [p for p, there in zip(parameters, total.present, strict=True) if there]
-            self._ranks.sum_gradients(held)
+            self.ranks.sum_gradients(held)
         norm, skipped = None, total.weight == 0
         self._watch.stepping(parameters)
         with self._watch.ours():
             if not skipped:
                 # FSDP has taken the mean over ranks where the sum is meant.
-                times = len(self._ranks) if self._wrapping.sharded else 1
+                times = len(self.ranks) if self._wrapping.sharded else 1
                 norm, skipped = self._stepping.step(self._divisor * times / total.weight)
             self._stepping.clear()
         if not skipped:
@@ -357,15 +357,15 @@ class GradAccumulator(Joinable):
             dtype=torch.float64,
         )
         numbers[0] = pending.loss
-        if len(self._ranks) > 1:
-            device = self._ranks.device(parameters[0].device)
-            numbers = self._ranks.summed(numbers.to(device)).cpu()
+        if len(self.ranks) > 1:
+            device = self.ranks.device(parameters[0].device)
+            numbers = self.ranks.summed(numbers.to(device)).cpu()
         loss, weight, micro_batches, at_end, failures, *present = numbers.tolist()
         return _Total(
             loss=loss,
             weight=weight,
             micro_batches=int(micro_batches),
-            done=at_end == len(self._ranks),
+            done=at_end == len(self.ranks),
             failed=failures > 0,
             present=present,
         )
@@ -426,12 +426,12 @@ class GradAccumulator(Joinable):
     @property
     def join_device(self) -> torch.device:
         """Where Join's own counts lie."""
-        return self._ranks.device(self._stepping.parameters()[0].device)
+        return self.ranks.device(self._stepping.parameters()[0].device)
 
     @property
     def join_process_group(self) -> Any:
         """The group of the ranks that join."""
-        return self._ranks.group or torch.distributed.group.WORLD
+        return self.ranks.group or torch.distributed.group.WORLD
 
     def _empty_micro_batch(self) -> None:
         self._pending.micro_batches += 1

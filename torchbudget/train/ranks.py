@@ -68,6 +68,27 @@ class Ranks:
             for bucket in _buckets(gradients):
                 self._sum(bucket)
 
+    def gathered(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Tensors of all ranks behind each other, which may differ along the first axis.
+
+        Returns:
+            Each joined, on every rank; and where this rank's rows start in it.
+        """
+        device = self.device(tensors[0].device)
+        mine = torch.tensor([len(tensor) for tensor in tensors], device=device)
+        numbers = [torch.empty_like(mine) for _ in range(len(self))]
+        dist.all_gather(numbers, mine, group=self.group)
+        rows = torch.stack(numbers).tolist()  # [rank][tensor]
+        rank = dist.get_rank(self.group)
+        joined = []
+        for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True):
+            padded = tensor.new_zeros(max(each), *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+            parts = [torch.empty_like(padded) for _ in each]
+            dist.all_gather(parts, padded, group=self.group)
+            joined.append(torch.cat([part[:n] for part, n in zip(parts, each, strict=True)]))
+        return joined, [sum(each[:rank]) for each in zip(*rows, strict=True)]
+
     def _sum(self, bucket: list[Tensor]) -> None:
         if len(bucket) == 1 and bucket[0].is_contiguous():
             dist.all_reduce(bucket[0], group=self.group)

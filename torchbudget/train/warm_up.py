@@ -60,7 +60,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
         )
     state = TrainingState(step)
     ran: list[WarmUp] = []
-    with state.kept(contents=True) as copied_bytes:
+    with state.kept(contents=True):
         for name, indices in plan.extremes(sampler.epoch).items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
             if not ran:
@@ -73,7 +73,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
                     name=name,
                     samples=len(indices),
                     predicted_bytes=plan.batch_bytes(indices),
-                    peak_bytes=peak.bytes - copied_bytes,
+                    peak_bytes=peak.bytes,
                 )
             )
     return ran

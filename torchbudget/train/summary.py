@@ -1,0 +1,127 @@
+"""What a model and its optimizer hold, module by module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from torchbudget.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """What one module's own parameters and buffers take; those of modules inside it not counted.
+
+    Attributes:
+        name: of the module; empty for the outermost.
+        kind: its class.
+        parameters: elements of its parameters.
+        learnable: those of them that require a gradient.
+        weight_bytes: of parameters and buffers.
+        gradient_bytes: that learnable parameters' gradients take, whether they are there yet or not.
+        optimizer_bytes: of the optimizer's state as it is now: nothing before the first step.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    learnable: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    def __add__(self, other: ModuleMemory) -> ModuleMemory:
+        """Both together, under the name of the first."""
+        return ModuleMemory(
+            name=self.name,
+            kind=self.kind,
+            parameters=self.parameters + other.parameters,
+            learnable=self.learnable + other.learnable,
+            weight_bytes=self.weight_bytes + other.weight_bytes,
+            gradient_bytes=self.gradient_bytes + other.gradient_bytes,
+            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySummary:
+    """A table of modules; `str` of it is one to be read.
+
+    Attributes:
+        modules: those that hold something of their own, in the order of the model.
+        total: of all. What two modules share is counted once, at the first.
+    """
+
+    modules: tuple[ModuleMemory, ...]
+    total: ModuleMemory
+
+    def __str__(self) -> str:
+        rows = [("module", "kind", "parameters", "learnable", "weights", "gradients", "optimizer")]
+        rows += [
+            (
+                one.name,
+                one.kind,
+                f"{one.parameters:,}",
+                f"{one.learnable:,}",
+                format_bytes(one.weight_bytes),
+                format_bytes(one.gradient_bytes),
+                format_bytes(one.optimizer_bytes),
+            )
+            for one in (*self.modules, self.total)
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, kind, *numbers in rows:
+            cells = [cell.rjust(width) for cell, width in zip(numbers, widths[2:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), kind.ljust(widths[1]), *cells]))
+        return "\n".join(lines)
+
+
+def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:
+    """What parameters, gradients and optimizer state take, per module; O(tensors).
+
+    >>> model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5).requires_grad_(False))
+    >>> memory_summary(model).total.learnable
+    220
+    """
+    seen: set[int] = set()
+    modules = []
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        buffers = [b for b in module.buffers(recurse=False) if id(b) not in seen]
+        seen |= {id(b) for b in buffers}
+        if not own and not buffers:
+            continue
+        learnable = [p for p in own if p.requires_grad]
+        modules.append(
+            ModuleMemory(
+                name=name,
+                kind=type(module).__name__,
+                parameters=sum(p.numel() for p in own),
+                learnable=sum(p.numel() for p in learnable),
+                weight_bytes=sum(t.nbytes for t in [*own, *buffers]),
+                gradient_bytes=sum(p.nbytes for p in learnable),
+                optimizer_bytes=sum(_state_bytes(optimizer, p) for p in own),
+            )
+        )
+    nothing = ModuleMemory(
+        name="total",
+        kind=type(model).__name__,
+        parameters=0,
+        learnable=0,
+        weight_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+    )
+    return MemorySummary(modules=tuple(modules), total=sum(modules, nothing))
+
+
+def _state_bytes(optimizer: Optimizer | None, parameter: Tensor) -> int:
+    if optimizer is None or parameter not in optimizer.state:
+        return 0
+    held = tree_leaves(dict(optimizer.state[parameter]))
+    return sum(leaf.nbytes for leaf in held if isinstance(leaf, Tensor))
