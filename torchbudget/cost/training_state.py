@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from torchbudget.cost.copies import Copies
+from torchbudget.cost.copies import copied
 from torchbudget.errors import CostError, MeasureWarning
 
 # Deep enough for a trainer that holds a context that holds a model; a data set is not searched.
@@ -149,7 +149,7 @@ class TrainingState:
             for kept in _containers(vars(one))
         ]
         generators = _generator_states(self.generators)
-        with Copies(written) as copies:
+        with copied(written) as put_back:
             try:
                 yield
             finally:
@@ -157,7 +157,7 @@ class TrainingState:
                     _refill(container, held)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
-                copies.put_back()
+                put_back()
                 _set_generator_states(generators)
 
 

@@ -2,9 +2,9 @@
 
 A contrastive loss compares every sample with every other, so that the batch cannot be cut: its loss
 is no sum over micro-batches. Yet its gradient goes through each sample's representation alone.
-First all representations are computed without graphs; the criterion gives the gradient of each; then
-each micro-batch is run again, with its graph, and goes backward from there. (Gao et al., "Scaling
-deep contrastive learning batch size under memory limited setup", 2021.)
+First all representations are computed without graphs; the criterion gives the gradient of each;
+then each micro-batch is run again, with its graph, and goes backward from there. (Gao et al.,
+"Scaling deep contrastive learning batch size under memory limited setup", 2021.)
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ModuleMemory:
         parameters: elements of its parameters.
         learnable: those of them that require a gradient.
         weight_bytes: of parameters and buffers.
-        gradient_bytes: that learnable parameters' gradients take, whether they are there yet or not.
+        gradient_bytes: of learnable parameters' gradients, whether they are there yet or not.
         optimizer_bytes: of the optimizer's state as it is now: nothing before the first step.
     """
 
