@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchbudget.cost.run import is_out_of_memory
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, TorchBudgetError
 
 
 class Attempt:
@@ -58,7 +58,7 @@ def ran_out(function: Callable[[Any], object], batch: Any) -> bool:
     try:
         function(batch)
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, TorchBudgetError) or not is_out_of_memory(error):
             raise
         return True
     return False
