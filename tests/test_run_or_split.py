@@ -23,6 +23,7 @@ import json
 import math
 import resource
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import torchbudget.train.retry as retry
 from tests.large_steps import difference
 from torchbudget import GradAccumulator, TooLargeError, return_freed_memory
 
@@ -96,14 +98,13 @@ def step_of(model, accumulator, counted):
     return step
 
 
-class Retried(GradAccumulator):
-    "Memory comes back once the failure was undone, as it does when somebody else ends."
-
-    def run_or_split(self, *arguments, **options):
-        try:
-            super().run_or_split(*arguments, **options)
-        finally:
-            feed()
+# Memory comes back when the failure is undone, as it does where somebody else ends.
+undo = retry.Attempt.undo
+def undo_and_feed(attempt):
+    feed()
+    undo(attempt)
+retry.Attempt.undo = undo_and_feed
+warnings.simplefilter("ignore")
 """
 
 PLACES = ["inner", "norm", "outer", "backward of outer", "backward of inner"]
@@ -111,17 +112,6 @@ PLACES = ["inner", "norm", "outer", "backward of outer", "backward of inner"]
 RANDOM = (
     STARVED
     + """
-import warnings
-
-import torchbudget.train.retry as retry
-
-warnings.simplefilter("ignore")
-undo = retry.Attempt.undo
-def undo_and_feed(attempt):
-    feed()
-    undo(attempt)
-retry.Attempt.undo = undo_and_feed
-
 places, dropout = json.loads(sys.argv[1]), sys.argv[2] == "dropout"
 rng = np.random.default_rng(len(places))
 x = torch.from_numpy(rng.normal(size=(36, 4)))
@@ -217,21 +207,12 @@ def test_one_sample_that_does_not_fit() -> None:
 RANKS = (
     STARVED
     + """
-import warnings
-
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-import torchbudget.train.retry as retry
 
-warnings.simplefilter("ignore")
 folder, how = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-undo = retry.Attempt.undo
-def undo_and_feed(attempt):
-    feed()
-    undo(attempt)
-retry.Attempt.undo = undo_and_feed
 model, accumulator = make()
 calm, undisturbed = make()
 for one in (model, calm):
