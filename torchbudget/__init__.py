@@ -45,7 +45,12 @@ from torchbudget.machine import Peak, peak_memory, return_freed_memory
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import BatchFigures, PlanReport
 from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.determinism import determinize, largest_difference
+from torchbudget.train.fit import Epoch, fit
+from torchbudget.train.joint import joint_backward
+from torchbudget.train.loop import evaluate, train_epoch
 from torchbudget.train.stepping import Step
+from torchbudget.train.summary import MemorySummary, ModuleMemory, memory_summary
 from torchbudget.train.warm_up import WarmUp, warm_up
 from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
@@ -63,6 +68,7 @@ __all__ = [
     "CostOverflowError",
     "DenseCost",
     "DiscardedStateWarning",
+    "Epoch",
     "ForeignStepWarning",
     "ForgottenStepWarning",
     "GiB",
@@ -75,8 +81,10 @@ __all__ = [
     "MeasuredCost",
     "MemoryBudget",
     "MemoryBudgetBatchSampler",
+    "MemorySummary",
     "MiB",
     "MissingExtraError",
+    "ModuleMemory",
     "OptionError",
     "OversizeError",
     "PackCollate",
@@ -103,14 +111,21 @@ __all__ = [
     "UnsynchronizedWarning",
     "WarmUp",
     "__version__",
+    "determinize",
+    "evaluate",
+    "fit",
     "format_bytes",
+    "joint_backward",
+    "largest_difference",
     "load_cost",
     "measure_cost",
     "measured_on",
+    "memory_summary",
     "parse_bytes",
     "peak_memory",
     "return_freed_memory",
     "sizes_of",
     "trace_peak_bytes",
+    "train_epoch",
     "warm_up",
 ]

@@ -127,6 +127,11 @@ class GradAccumulator(Joinable):
         self._parts_follow = False
         self._watch = Watch(optimizers, self.modules, self._wrapping.distributed)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP holds shards of a module."""
+        return self._wrapping.sharded
+
     # ------------------------------------------------------------------ micro-batches
 
     @contextmanager
@@ -409,6 +414,15 @@ class GradAccumulator(Joinable):
         ):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
         self._watch.loaded(self._pending.micro_batches)
+
+    def training_state(self) -> dict[str, Any]:
+        """The states of this, of the optimizers, the schedulers and the scaler."""
+        return {"accumulator": self.state_dict(), **self._stepping.state_dict()}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `training_state` gave."""
+        self._stepping.load_state_dict(state)
+        self.load_state_dict(state["accumulator"])
 
     # ------------------------------------------------------------------ torch's Join
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from torchbudget.errors import StateError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,3 +94,26 @@ class Stepping:
         """Step the schedulers."""
         for scheduler in self.schedulers:
             scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all of them."""
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put them back.
+
+        Raises:
+            StateError: of other numbers of optimizers or schedulers.
+        """
+        for name in ("optimizers", "schedulers"):
+            mine, saved = getattr(self, name), state[name]
+            if len(mine) != len(saved):
+                raise StateError(f"the state has {len(saved)} {name}, there are {len(mine)}")
+            for one, its in zip(mine, saved, strict=True):
+                one.load_state_dict(its)
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])

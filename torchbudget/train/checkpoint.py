@@ -1,0 +1,91 @@
+"""Everything that a run consists of, in one file, so that it goes on exactly."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from torchbudget.errors import StateError
+from torchbudget.train.accumulator import GradAccumulator
+
+_VERSION = 1
+
+
+def run_state(
+    model: nn.Module,
+    accumulator: GradAccumulator,
+    loader: DataLoader[Any],
+    batches_done: int | None,
+) -> dict[str, Any]:
+    """Model, optimizers, schedulers, scaler, accumulator, position in the data, generators.
+
+    Args:
+        model: as it is trained.
+        accumulator: with its optimizers.
+        loader: a `StatefulDataLoader`, or one whose batch sampler has a state.
+        batches_done: in the current loop over the loader; `None`: it is over.
+    """
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (for those who draw from it)
+    return {
+        "version": _VERSION,
+        "model": model.state_dict(),
+        "training": accumulator.training_state(),
+        "data": _data_state(loader, batches_done),
+        "python": random.getstate(),
+        "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None,
+    }
+
+
+def load_run_state(
+    state: dict[str, Any], model: nn.Module, accumulator: GradAccumulator, loader: DataLoader[Any]
+) -> None:
+    """Put a run's state back, but for the random generators: see `load_generators`.
+
+    Raises:
+        StateError: it is no such state.
+    """
+    if state.get("version") != _VERSION:
+        raise StateError(f"expected a checkpoint of version {_VERSION}: {sorted(state)}")
+    model.load_state_dict(state["model"])
+    accumulator.load_training_state(state["training"])
+    if state["data"] is not None:
+        _stateful(loader).load_state_dict(state["data"])
+
+
+def load_generators(state: dict[str, Any]) -> None:
+    """Go on with the random numbers; behind the beginning of a loop, which draws one itself."""
+    random.setstate(state["python"])
+    inner = state["numpy"]["state"]
+    words = {**inner, "key": np.array(inner["key"], np.uint32)}
+    np.random.set_state({**state["numpy"], "state": words})  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def save(state: Any, path: Path) -> None:
+    """Write a file that is there whole, or not at all."""
+    beside = path.with_suffix(".part")
+    torch.save(state, beside)
+    beside.replace(path)
+
+
+def _stateful(loader: Any) -> Any:
+    return loader if hasattr(loader, "load_state_dict") else loader.batch_sampler
+
+
+def _data_state(loader: DataLoader[Any], batches_done: int | None) -> Any:
+    source = _stateful(loader)
+    if isinstance(source, DataLoader):
+        return _stateful(source).state_dict()
+    if hasattr(source, "load_state_dict"):
+        return source.state_dict(batches_done=batches_done)
+    return None

@@ -1,0 +1,134 @@
+"""Loops that are short enough to be read: an epoch, and an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.ranks import Ranks
+from torchbudget.train.retry import num_samples
+from torchbudget.train.stepping import Step
+
+Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
+Weight: TypeAlias = Callable[[Any], float]
+
+
+def train_epoch(
+    model: nn.Module,
+    loader: Iterable[Any],
+    criterion: Criterion,
+    accumulator: GradAccumulator,
+    *,
+    weight: Weight = num_samples,
+    device: torch.device | str | None = None,
+    when_begun: Callable[[], object] | None = None,
+    when_stepped: Callable[[Step, int], object] | None = None,
+    progress: bool = False,
+) -> list[Step]:
+    """Train on every batch of a loader once, and flush.
+
+    Args:
+        model: in whatever mode it is.
+        loader: of batches.
+        criterion: `criterion(model, batch)` calls the model and gives the loss.
+        accumulator: that steps; its `mean` says whether losses are means.
+        weight: of a batch in the loss of a step. Default: its samples.
+        device: where batches are taken; `None`: where they are.
+        when_begun: called once the loader's iteration has begun, before its first batch.
+        when_stepped: called with each step and the number of batches done; if what it returns is
+            true, the epoch ends there.
+        progress: show a bar, where tqdm is installed and there is a terminal.
+
+    Returns:
+        The steps that were taken.
+    """
+    steps: list[Step] = []
+
+    def note(done: int) -> object:
+        if not accumulator.stepped or accumulator.last is None:
+            return False
+        steps.append(accumulator.last)
+        return when_stepped is not None and when_stepped(accumulator.last, done)
+
+    batches = iter(loader)
+    if when_begun is not None:
+        when_begun()
+    done = 0
+    for done, batch in enumerate(_with_bar(batches, loader) if progress else batches, 1):
+        with accumulator.micro_batch(weight(batch), samples=num_samples(batch)):
+            accumulator.backward(criterion(model, _moved(batch, device)))
+        if note(done):
+            return steps
+    accumulator.flush()
+    note(done)
+    return steps
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    criterion: Criterion,
+    *,
+    weight: Weight = num_samples,
+    mean: bool = False,
+    device: torch.device | str | None = None,
+) -> float:
+    """Σ loss / Σ weight over a loader and all ranks, in evaluation mode and without gradients.
+
+    Every module is put back into the mode that it was in.
+
+    Args:
+        model: to be evaluated.
+        loader: of batches, which ranks share as a `MemoryBudgetBatchSampler` does.
+        criterion: `criterion(model, batch)` calls the model and gives the loss.
+        weight: of a batch. Default: its samples.
+        mean: the criterion gives means, to be multiplied by their weights.
+        device: where batches are taken; `None`: where they are.
+
+    Returns:
+        The loss; NaN where nothing weighs.
+    """
+    ranks = Ranks()
+    modes = [(module, module.training) for module in model.modules()]
+    near = next(model.parameters(), torch.empty(0)).device
+    losses = torch.zeros((), dtype=torch.float64, device=near)
+    weighs = 0.0
+    model.eval()
+    try:
+        for batch in loader:
+            each = float(weight(batch))
+            losses += criterion(model, _moved(batch, device)).double() * (each if mean else 1)
+            weighs += each
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    total = torch.stack([losses, losses.new_tensor(weighs)]).to(ranks.device(near))
+    loss, weighed = ranks.summed(total).tolist()
+    return loss / weighed if weighed else math.nan
+
+
+def _moved(batch: Any, device: torch.device | str | None) -> Any:
+    if device is None:
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+    )
+
+
+def _with_bar(batches: Iterator[Any], loader: Any) -> Iterable[Any]:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:  # a bar is a courtesy: no training should fail for want of it
+        return batches
+    total = len(loader) if hasattr(loader, "__len__") else None
+    bar: Iterable[Any] = tqdm(batches, total=total, unit=" batches", disable=None, leave=False)
+    return bar
