@@ -98,6 +98,8 @@ def _two_passes(
     for leaf in whole:
         leaf.requires_grad_(leaf.is_floating_point())
     loss = criterion(tree_unflatten(whole, structure))
+    if loss.numel() != 1:
+        raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")
     backward(loss)
     times = 1 if ranks is None else len(ranks)
     for micro_batch, state, part in zip(micro_batches, states, parts, strict=True):

@@ -1,0 +1,58 @@
+"""What a model and its optimizer hold, counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+from torchbudget import determinize, memory_summary
+
+
+def test_every_tensor_counts_once() -> None:
+    """Parameters, frozen ones, buffers, shared ones, half precision and two moments."""
+    embed = nn.Embedding(10, 4)
+    head = nn.Linear(4, 10, bias=False)
+    head.weight = embed.weight
+    frozen = nn.Linear(4, 4).requires_grad_(False).half()
+    model = nn.Sequential(embed, nn.BatchNorm1d(4), frozen, head)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    assert memory_summary(model, optimizer).total.optimizer_bytes == 0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    summary = memory_summary(model, optimizer)
+    assert [one.name for one in summary.modules] == ["0", "1", "2"]
+    total = summary.total
+    assert (total.parameters, total.learnable) == (40 + 8 + 20, 48)
+    assert total.weight_bytes == 4 * 48 + 2 * 20 + (4 * 8 + 8)
+    assert total.gradient_bytes == 4 * 48
+    assert total.optimizer_bytes == 2 * 4 * 48 + 2 * 4 + 4  # and a count for each of three
+    lines = str(summary).splitlines()
+    assert len(lines) == 1 + 3 + 1
+    assert lines[-1].split()[:4] == ["total", "Sequential", "68", "48"]
+
+
+REPEATED = """
+import random
+import numpy as np
+import torch
+import torchbudget
+
+torchbudget.determinize(5)
+conv = torch.nn.Conv2d(3, 8, 3)
+conv(torch.rand(2, 3, 16, 16)).square().sum().backward()
+print(random.random(), np.random.rand(), conv.weight.grad.sum().item().hex())
+assert torch.are_deterministic_algorithms_enabled()
+"""
+
+
+def test_runs_repeat() -> None:
+    """Two processes print the same bits."""
+    run = [sys.executable, "-c", REPEATED]
+    first, second = (subprocess.check_output(run, env=os.environ) for _ in range(2))
+    assert first == second
+    assert callable(determinize)
