@@ -25,9 +25,16 @@ TINY = {
     "collate": "--repetitions 1",
     "traced_cost": "--shapes 2 --models 1",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
+    "accumulate": "--repetitions 2",
+    "gradient_error": "",
     "endurance": "--batches 300 --seed 4",
 }
-EXACT = {"padding": "over the budget", "several_axes": "over the budget", "endurance": "violations"}
+EXACT = {
+    "gradient_error": "error",
+    "padding": "over the budget",
+    "several_axes": "over the budget",
+    "endurance": "violations",
+}
 
 
 def run(command: list[str | Path]) -> str:

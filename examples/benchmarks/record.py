@@ -26,6 +26,8 @@ ALL = (
     "loader",
     "traced_cost",
     "kept_budget",
+    "accumulate",
+    "gradient_error",
     "endurance",
 )
 TABLE = re.compile(r"(?:^    .*\S.*\n)+", re.MULTILINE)
