@@ -33,7 +33,7 @@ from torch import nn
 
 import torchbudget.train.retry as retry
 from tests.large_steps import difference
-from torchbudget import GradAccumulator, TooLargeError, return_freed_memory
+from torchbudget import BatchNormWarning, GradAccumulator, TooLargeError, return_freed_memory
 
 return_freed_memory()  # or else the heap has blocks of before
 WIDE = 30_000  # an activation of a sample is 240 kB, which malloc maps and unmaps
@@ -104,7 +104,8 @@ def undo_and_feed(attempt):
     feed()
     undo(attempt)
 retry.Attempt.undo = undo_and_feed
-warnings.simplefilter("ignore")
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", category=BatchNormWarning)
 """
 
 PLACES = ["inner", "norm", "outer", "backward of outer", "backward of inner"]

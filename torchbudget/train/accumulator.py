@@ -240,6 +240,7 @@ class GradAccumulator(Joinable):
                 part = parts.popleft()
                 self._parts_follow = bool(parts)
                 before = replace(self._pending)
+                self._watch.check()
                 self._attempt = attempt = Attempt(self._stepping.parameters(), self.modules)
                 failed = ran_out(function, part)
                 if self._attempt_is_over() != (not failed):

@@ -32,7 +32,7 @@ def determinize(seed: int) -> None:
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """How far two networks are apart: the largest |a − b| / max|b| of any parameter or buffer.
+    """How far two networks are apart: the largest `|a − b| / max|b|` of any tensor they hold.
 
     0 if they are equal, bit for bit but for signs of zero; infinite if they do not hold tensors of
     the same names, shapes and dtypes, or differ where one is not finite. NaN equals NaN.

@@ -76,6 +76,11 @@ class Watch:
                 "gradients still, and now count for the next step; call accumulator.flush() at the "
                 "end of an epoch",
             )
+        self.check()
+        self._inside = True
+
+    def check(self) -> None:
+        """Gradients must be as the last micro-batch left them; from here on they may change."""
         if self._sentinel is not None:
             parameter, gradient, version = self._sentinel
             if parameter.grad is not gradient or gradient._version != version:
@@ -85,7 +90,7 @@ class Watch:
                     "clipping, a backward outside of micro_batch?): the step is not the large "
                     "batch's",
                 )
-        self._inside = True
+        self._sentinel = None
 
     def left(self, micro_batches: int, parameters: Sequence[Tensor], *, ends: bool) -> None:
         """A micro-batch ended well, which makes that many of the step."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.errors import OptionError
@@ -30,14 +31,16 @@ class Wrapping:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         inner = [part for module in modules for part in module.modules()]
-        if any(isinstance(part, FullyShardedDataParallel) for part in inner):
+        # Importing it reads the environment; nobody has such modules who has not imported it.
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        if fsdp and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in inner):
             raise OptionError(
                 "FullyShardedDataParallel is not supported; torch.distributed.fsdp.fully_shard is"
             )
         self.replicated = [p for p in inner if isinstance(p, DistributedDataParallel)]
         # A root's flags reach all that is inside it.
-        self._roots = [module for module in modules if isinstance(module, FSDPModule)]
-        self.sharded = any(isinstance(part, FSDPModule) for part in inner)
+        self._roots = [one for one in modules if fsdp and isinstance(one, fsdp.FSDPModule)]
+        self.sharded = bool(fsdp) and any(isinstance(part, fsdp.FSDPModule) for part in inner)
         if self.sharded and len(self._roots) < len(modules):
             raise OptionError("fully_shard must be applied to every module as a whole, too")
 
