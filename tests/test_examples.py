@@ -98,3 +98,73 @@ def test_what_cannot_be_read_is_refused(arguments, told):
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def example(name, *arguments, ranks=0):
+    """Run another example, under torchrun where it takes ranks."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    start = [sys.executable]
+    if ranks:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*start, REPOSITORY / "examples" / f"{name}.py", *map(str, arguments)],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_large_batches_in_little_memory():
+    """Two steps, each of several micro-batches, whose peaks are within the budget."""
+    printed = example(
+        "large_batch", "--samples", 512, "--samples-per-step", 256, "--budget", "560MiB"
+    )
+    rows = [line.split() for line in printed.splitlines()[-2:]]
+    assert [row[:2] for row in rows] == [["1", "256"], ["2", "256"]]
+    assert all(int(row[3]) > 1 for row in rows)
+    assert all(0.5 < float(row[-1]) <= 1 for row in rows)
+
+
+def test_a_contrastive_loss_in_little_memory():
+    """The gradient is the whole batch's but for rounding, and the loss falls."""
+    printed = example(
+        "contrastive", "--pairs", 48, "--micro-batch", 8, "--max-length", 64, "--steps", 3
+    )
+    assert float(re.search(r"([\d.e-]+) apart", printed)[1]) < 1e-4
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.distributed
+def test_ranks_train_and_go_on(tmp_path):
+    """Two ranks take the planned steps; called again with more epochs, they go on."""
+    small = ("--samples", 64, "--samples-per-step", 32, "--max-length", 256, "--folder", tmp_path)
+    first = example("train_ddp", *small, "--epochs", 1, ranks=2)
+    again = example("train_ddp", *small, "--epochs", 2, ranks=2)
+    assert re.findall(r"^(?:step|epoch) \d+", first, re.MULTILINE) == [
+        "step 1",
+        "step 2",
+        "epoch 0",
+    ]
+    assert re.findall(r"^(?:step|epoch) \d+", again, re.MULTILINE) == [
+        "step 3",
+        "step 4",
+        "epoch 1",
+    ]
+
+
+def test_a_measured_model_keeps_its_budget(tmp_path):
+    """Every step's real peak is below the budget, and the table says so."""
+    picture = tmp_path / "peaks.png"
+    plotted = ("--plot", picture) if importlib.util.find_spec("matplotlib") else ()
+    printed = example(
+        "measure_model", "--samples", 64, "--max-length", 200, "--budget", "520MiB", *plotted
+    )
+    assert float(re.search(r"highest peak / budget: ([\d.]+)", printed)[1]) <= 1
+    if plotted:
+        assert picture.read_bytes().startswith(PNG)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -299,4 +299,46 @@ CASES: dict[str, Callable[[], Training]] = {
     "heavy": heavy,
     "heavy, foreach": partial(heavy, FOREACH),
     "graphs": graphs,
+}
+
+# Every kind of model, and what each can be varied by.
+BASES: dict[str, Callable[..., Training]] = {
+    "encoder": transformer,
+    "decoder": partial(transformer, materialised=True),
+    "encoder and decoder": translator,
+    "LSTM": partial(recurrent, nn.LSTM),
+    "GRU": partial(recurrent, nn.GRU),
+    "waves": waves,
+    "images": images,
+    "heavy": heavy,
+    "graphs": graphs,
+}
+
+
+def whole_checkpointed(base: Callable[..., Training]) -> Training:
+    """The whole model's forward is run again in the backward."""
+    made = base()
+    made.model.forward = partial(checkpoint, made.model.forward, use_reentrant=False)
+    return made
+
+
+def in_bfloat16(base: Callable[..., Training]) -> Training:
+    """The step under autocast, its backward too."""
+    made = base()
+    whole = made.step
+
+    def step(batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return whole(batch)
+
+    return replace(made, step=step)
+
+
+VARIANTS: dict[str, Callable[[Callable[..., Training]], Training]] = {
+    "SGD": lambda base: base(optimizer=SGD),
+    "momentum": lambda base: base(optimizer=MOMENTUM),
+    "AdamW": lambda base: base(),
+    "foreach": lambda base: base(optimizer=FOREACH),
+    "bfloat16": in_bfloat16,
+    "checkpointed": whole_checkpointed,
 }

@@ -180,7 +180,7 @@ class GradAccumulator(Joinable):
         pending.loss = pending.loss + inside.loss
         self._pending = pending
         self._merge()
-        self._watch.left(pending.micro_batches, self._stepping.parameters(), ends=ends)
+        self._watch.left(pending.micro_batches, self._stepping.each(), ends=ends)
         self.stepped = ends
         if ends:
             self._take()
@@ -329,7 +329,7 @@ class GradAccumulator(Joinable):
             return total.done
         self._steps += 1
         self._wrapping.share_buffers()
-        if not self._wrapping.sharded:
+        if len(self.ranks) > 1 and not self._wrapping.sharded:
             held = [p for p, there in zip(parameters, total.present, strict=True) if there]
             self.ranks.sum_gradients(held)
         norm, skipped = None, total.weight == 0
@@ -357,15 +357,23 @@ class GradAccumulator(Joinable):
         self, pending: _Pending, parameters: Sequence[Tensor], *, done: bool, failed: bool = False
     ) -> _Total:
         """What all ranks have of this step."""
+        if len(self.ranks) == 1:
+            return _Total(
+                loss=float(pending.loss),
+                weight=pending.weight,
+                micro_batches=pending.micro_batches,
+                done=done,
+                failed=failed,
+                present=(),
+            )
         present = [float(parameter.grad is not None) for parameter in parameters]
         numbers = torch.tensor(
             [0.0, pending.weight, pending.micro_batches, done, failed, *present],
             dtype=torch.float64,
         )
         numbers[0] = pending.loss
-        if len(self.ranks) > 1:
-            device = self.ranks.device(parameters[0].device)
-            numbers = self.ranks.summed(numbers.to(device)).cpu()
+        device = self.ranks.device(parameters[0].device)
+        numbers = self.ranks.summed(numbers.to(device))
         loss, weight, micro_batches, at_end, failures, *present = numbers.tolist()
         return _Total(
             loss=loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,7 +92,7 @@ class Watch:
                 )
         self._sentinel = None
 
-    def left(self, micro_batches: int, parameters: Sequence[Tensor], *, ends: bool) -> None:
+    def left(self, micro_batches: int, parameters: Iterable[Tensor], *, ends: bool) -> None:
         """A micro-batch ended well, which makes that many of the step."""
         self._pending["micro_batches"] = micro_batches
         self._sentinel = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,15 @@ class Stepping:
     scaler: torch.amp.GradScaler | None
     max_norm: float | None
 
+    def each(self) -> Iterator[Tensor]:
+        """All that is trained; what two optimizers share comes twice."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
     def parameters(self) -> list[Tensor]:
         """All that is trained, each once."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        held = {id(p): p for group in groups for p in group["params"]}
-        return list(held.values())
+        return list({id(parameter): parameter for parameter in self.each()}.values())
 
     def step(self, factor: float) -> tuple[float | None, bool]:
         """Multiply the gradients, unscale them once, clip them, step, and update the scale.
