@@ -16,24 +16,17 @@ from torch.optim import Optimizer
 
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.errors import OptionError, StateError, StepError, TooLargeError
+from torchbudget.train.arguments import is_number, several, weight_of
 from torchbudget.train.ending import Every, ending_of
+from torchbudget.train.joining import Joined
 from torchbudget.train.misuse import Watch
 from torchbudget.train.ranks import Ranks
 from torchbudget.train.retry import Attempt, halves, num_samples, ran_out
 from torchbudget.train.stepping import Step, Stepping
+from torchbudget.train.totals import Pending, summed
 from torchbudget.train.wrapping import Wrapping
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Pending:
-    """What the step in progress holds on this rank."""
-
-    micro_batches: int = 0
-    samples: float = 0
-    weight: float = 0
-    loss: Tensor | float = 0.0
 
 
 class GradAccumulator(Joinable):
@@ -99,12 +92,12 @@ class GradAccumulator(Joinable):
         group: Any = None,
     ) -> None:
         super().__init__()
-        optimizers = _several("optimizer", optimizer, Optimizer)
-        self.modules = _several("module", module, nn.Module)
+        optimizers = several("optimizer", optimizer, Optimizer)
+        self.modules = several("module", module, nn.Module)
         if not optimizers:
             raise OptionError("a GradAccumulator needs an optimizer")
         for name, value in (("max_norm", max_norm), ("divisor", divisor)):
-            if value is not None and not (_is_number(value) and value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 raise OptionError(f"{name} must be a positive number, got {value!r}")
         self.mean = mean
         self.last: Step | None = None
@@ -120,7 +113,7 @@ class GradAccumulator(Joinable):
         self.ranks = Ranks(group)
         self._ending = ending_of(steps, samples, weight, len(self.ranks))
         self._wrapping = Wrapping(self.modules)
-        self._pending = _Pending()
+        self._pending = Pending()
         self._steps = 0
         self._inside: _MicroBatch | None = None
         self._attempt: Attempt | None = None  # of `run_or_split`
@@ -155,7 +148,7 @@ class GradAccumulator(Joinable):
         """
         if self._inside is not None:
             raise OptionError("micro_batch stands inside another one")
-        counted = _weight_of(weight)
+        counted = weight_of(weight)
         Join.notify_join_context(self)
         self._watch.entering(self._ending.restarted())
         pending = replace(self._pending)
@@ -282,7 +275,7 @@ class GradAccumulator(Joinable):
 
     def _give_up(self) -> NoReturn:
         """Tell the other ranks, in their next collective, which is this step's, and raise."""
-        self._summed(self._pending, self._stepping.parameters(), done=False, failed=True)
+        summed(self.ranks, self._pending, self._stepping.parameters(), failed=True)
         raise TooLargeError("out of memory with one sample; shorten it, or give it more memory")
 
     # ------------------------------------------------------------------ steps
@@ -320,9 +313,9 @@ class GradAccumulator(Joinable):
 
     def _take(self, *, done: bool = False) -> bool:
         """Take the step; whether every rank is at the end of its data."""
-        pending, self._pending = self._pending, _Pending()
+        pending, self._pending = self._pending, Pending()
         parameters = self._stepping.parameters()
-        total = self._summed(pending, parameters, done=done)
+        total = summed(self.ranks, pending, parameters, done=done)
         if total.failed:
             raise TooLargeError("out of memory with one sample on another rank, which has given up")
         if not total.micro_batches:  # ranks at their end meet here once more
@@ -352,37 +345,6 @@ class GradAccumulator(Joinable):
             skipped=skipped,
         )
         return total.done
-
-    def _summed(
-        self, pending: _Pending, parameters: Sequence[Tensor], *, done: bool, failed: bool = False
-    ) -> _Total:
-        """What all ranks have of this step."""
-        if len(self.ranks) == 1:
-            return _Total(
-                loss=float(pending.loss),
-                weight=pending.weight,
-                micro_batches=pending.micro_batches,
-                done=done,
-                failed=failed,
-                present=(),
-            )
-        present = [float(parameter.grad is not None) for parameter in parameters]
-        numbers = torch.tensor(
-            [0.0, pending.weight, pending.micro_batches, done, failed, *present],
-            dtype=torch.float64,
-        )
-        numbers[0] = pending.loss
-        device = self.ranks.device(parameters[0].device)
-        numbers = self.ranks.summed(numbers.to(device))
-        loss, weight, micro_batches, at_end, failures, *present = numbers.tolist()
-        return _Total(
-            loss=loss,
-            weight=weight,
-            micro_batches=int(micro_batches),
-            done=at_end == len(self.ranks),
-            failed=failures > 0,
-            present=present,
-        )
 
     # ------------------------------------------------------------------ keeping it
 
@@ -417,7 +379,7 @@ class GradAccumulator(Joinable):
             raise StateError("the state's gradients are of other parameters")
         self._steps = state_dict["steps"]
         names = ("micro_batches", "samples", "weight", "loss")
-        self._pending = _Pending(**{name: state_dict[name] for name in names})
+        self._pending = Pending(**{name: state_dict[name] for name in names})
         for parameter, gradient in zip(
             parameters, gradients or [None] * len(parameters), strict=True
         ):
@@ -444,7 +406,7 @@ class GradAccumulator(Joinable):
         """
         if not isinstance(self._ending, Every):
             raise OptionError("Join needs steps=k; without it, flush() joins the others' steps")
-        return _Joined(self)
+        return Joined(self._empty_micro_batch, self.flush)
 
     @property
     def join_device(self) -> torch.device:
@@ -462,21 +424,6 @@ class GradAccumulator(Joinable):
             self._take()
 
 
-class _Joined(JoinHook):
-    """A rank without data shadows the steps of those that have some."""
-
-    def __init__(self, accumulator: GradAccumulator) -> None:
-        self._accumulator = accumulator
-
-    def main_hook(self) -> None:
-        """One micro-batch of the other ranks."""
-        self._accumulator._empty_micro_batch()
-
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002
-        """No rank has data."""
-        self._accumulator.flush()
-
-
 @dataclass(slots=True)
 class _MicroBatch:
     """What came in the micro-batch that is open."""
@@ -484,33 +431,3 @@ class _MicroBatch:
     weight: float
     backwards: int = 0
     loss: Tensor | float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Total:
-    """A step's numbers over all ranks."""
-
-    loss: float
-    weight: float
-    micro_batches: int
-    done: bool
-    failed: bool
-    present: Sequence[float]
-
-
-def _several(name: str, value: Any, kind: type[T]) -> list[T]:
-    held = [value] if isinstance(value, kind) else value
-    if not isinstance(held, (list, tuple)) or not all(isinstance(one, kind) for one in held):
-        raise OptionError(f"{name} must be of {kind.__name__}, one or several, got {value!r}")
-    return list(held)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _weight_of(weight: float | Tensor) -> float:
-    value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
-    return float(value)

@@ -1,0 +1,28 @@
+"""A rank without data, for `torch.distributed.algorithms.Join`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.algorithms.join import JoinHook
+
+
+class Joined(JoinHook):
+    """Shadows the steps of the ranks that have data.
+
+    Args:
+        micro_batch: does what an empty micro-batch does.
+        flush: takes what is left, when no rank has data.
+    """
+
+    def __init__(self, micro_batch: Callable[[], None], flush: Callable[[], None]) -> None:
+        self._micro_batch = micro_batch
+        self._flush = flush
+
+    def main_hook(self) -> None:
+        """One micro-batch of the other ranks."""
+        self._micro_batch()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002
+        """No rank has data."""
+        self._flush()
