@@ -30,6 +30,7 @@ from torchbudget import (
     ReductionWarning,
     StateError,
     StepError,
+    trace_peak_bytes,
 )
 
 EXACT = 1e-12
@@ -181,6 +182,66 @@ def test_what_happened_is_told() -> None:
     )
 
 
+class Plan:
+    """Steps of unequal numbers of micro-batches, in one drawing."""
+
+    drawings = 1
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+
+@pytest.mark.parametrize("failing", [[0], [4], [0, 3, 4, 9]])
+def test_a_micro_batch_that_is_tried_again_leaves_the_plan_alone(failing: list[int]) -> None:
+    """Memory that runs out, or an error of the user's, takes no step's number."""
+    planned = [4, 1, 5, 2, 3]
+    model, data = make_model("CNN"), Data.make(2)
+    accumulator = GradAccumulator(sgd(model), model, steps=Plan(planned))
+    left, found, number = list(failing), [], 0
+    while number < sum(planned):
+        fails = bool(left) and left[0] == number
+
+        def step(data: Data, fails: bool = fails) -> None:
+            with accumulator.micro_batch(weight=data.weight):
+                if fails and len(data) == 2:
+                    raise MemoryError
+                accumulator.backward(loss_sum(model, data))
+
+        if fails and left.pop(0) % 2:
+            with pytest.raises(MemoryError):
+                step(data)
+            continue
+        accumulator.run_or_split(step, Pair(data.x, data.y))
+        number += 1
+        if accumulator.stepped:
+            found.append((accumulator.last.weight / data.weight, number))
+    expected = np.cumsum(planned).tolist()
+    assert found == list(zip(planned, expected, strict=True))
+
+
+class Pair(Data):
+    """Data that says how many samples it has, and splits."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self)
+
+    def split(self, n: int) -> list[Pair]:
+        return [Pair(x, y) for x, y in zip(self.x.chunk(n), self.y.chunk(n), strict=True)]
+
+
+def test_a_step_that_is_ended_early_leaves_the_rest_to_its_own() -> None:
+    model, data = make_model("CNN"), Data.make(2)
+    accumulator = GradAccumulator(sgd(model), model, steps=Plan([4, 3]))
+    found = []
+    for number in range(7):
+        with accumulator.micro_batch(weight=1, last=number == 0):
+            accumulator.backward(loss_sum(model, data))
+        if accumulator.stepped:
+            found.append(accumulator.last.weight)
+    assert found == [1, 3, 3]
+
+
 # ---------------------------------------------------------------------- beside real optimizers
 
 
@@ -242,6 +303,37 @@ def test_a_scaler_skips_what_a_loop_by_hand_skips() -> None:
     assert skipped == [seed in (2, 3, 6) for seed in range(8)]
     assert schedule.last_epoch == taken
     assert difference(model, large) <= EXACT
+
+
+def test_an_overflow_of_one_optimizer_is_that_of_all() -> None:
+    """Optimizers that step together skip together; one without gradients is left alone."""
+    models = [nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)]
+    before = copy.deepcopy(models)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accumulator = GradAccumulator([sgd(m) for m in models], models, scaler=scaler, max_norm=1.0)
+    for factor in (math.inf, 1.0):
+        with accumulator.micro_batch(weight=2, last=True):
+            x = torch.ones(2, 3)
+            accumulator.backward(models[0](x).sum() * factor + models[1](x).square().sum())
+        assert accumulator.last.skipped == (factor == math.inf)
+        moved = [difference(m, b) > 0 for m, b in zip(models, before, strict=True)]
+        assert moved == [factor == 1, factor == 1, False]
+    assert all(torch.isfinite(p).all() for m in models for p in m.parameters())
+
+
+def test_a_mean_over_nothing_is_left_out() -> None:
+    """A micro-batch without labels, whose mean is no number, changes neither gradient nor loss."""
+    model, large = make_model("CNN"), make_model("CNN")
+    data = Data.make(6)
+    empty = Data(data.x, torch.full_like(data.y, -100))
+    accumulator = GradAccumulator(sgd(model), model, steps=2, mean=True)
+    for piece in (empty, data):
+        with accumulator.micro_batch(weight=piece.weight):
+            logits = model(piece.x).flatten(0, 1)
+            accumulator.backward(nn.functional.cross_entropy(logits, piece.y.flatten()))
+    large_step(large, sgd(large), data)
+    assert difference(model, large) <= EXACT
+    assert math.isfinite(accumulator.last.loss)
 
 
 def test_autocast_is_the_loops_own() -> None:
@@ -378,6 +470,49 @@ def test_a_hand_in_the_gradients_is_noticed(how: str) -> None:
     accumulator.flush()
 
 
+def test_gradients_of_before_are_noticed() -> None:
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    loss_sum(model, Data.make(4)).backward()
+    with pytest.warns(ForeignStepWarning, match="were there before"):
+        accumulate(accumulator, model, [Data.make(4)])
+
+
+def test_gradients_of_a_micro_batch_that_raised_are_noticed() -> None:
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+
+    def raising() -> None:
+        with accumulator.micro_batch(weight=1):
+            accumulator.backward(loss_sum(model, Data.make(2)))
+            raise KeyError
+
+    with (
+        pytest.warns(ForeignStepWarning, match="raised behind its backward"),
+        pytest.raises(KeyError),
+    ):
+        raising()
+    assert not accumulator.stepped
+
+
+def test_measuring_and_warming_up_do_not_count() -> None:
+    """A step that accumulates is measured as single steps; the accumulator goes on as before."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=3)
+    accumulate(accumulator, model, [Data.make(4)])
+
+    def step(data: Any) -> None:
+        with accumulator.micro_batch(weight=len(data[0])):
+            accumulator.backward(loss_sum(model, Data(*data)))
+
+    data = Data.make(50)
+    assert trace_peak_bytes(step, (data.x, data.y)) > data.x.nbytes
+    assert accumulator.state_dict()["micro_batches"] == 1
+    accumulate(accumulator, model, parts_of(Data.make(8), 4))
+    assert accumulator.last.number == 1
+    assert accumulator.last.micro_batches == 3
+
+
 def test_steps_between_are_nobodys_business() -> None:
     """Where no step is in progress, and when the accumulator is gone, nothing is said."""
     model = make_model("CNN")
@@ -431,11 +566,14 @@ def test_changed_parameters_are_noticed() -> None:
     accumulator = GradAccumulator(optimizer, model, steps=1)
     accumulate(accumulator, model, [Data.make(4)])
     optimizer.add_param_group({"params": list(model.inner.parameters())})
+    model.zero_grad()
     with pytest.warns(ChangedParametersWarning):
         accumulate(accumulator, model, [Data.make(4)])
 
 
 # ---------------------------------------------------------------------- bad input
+
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -451,6 +589,8 @@ def test_changed_parameters_are_noticed() -> None:
         ({"optimizer": []}, "needs an optimizer"),
         ({"optimizer": 3}, "optimizer must be of Optimizer"),
         ({"module": [3]}, "module must be of Module"),
+        ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "LBFGS"),
+        ({"scheduler": PLATEAU}, "needs a metric"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
@@ -484,3 +624,8 @@ def test_bad_calls() -> None:
         pass
     accumulate(accumulator, model, [Data.make(3)])
     assert accumulator.last.number == 1
+    by_samples = GradAccumulator(sgd(model), model, samples=np.int64(3), scheduler=None)
+    with pytest.raises(OptionError, match="say micro_batch"), by_samples.micro_batch(1):
+        pass
+    accumulator.step()
+    assert not accumulator.stepped

@@ -152,6 +152,13 @@ def test_a_callback_ends_it() -> None:
     assert [type(record) for record in seen] == [*4 * [Step], Epoch] * 2
 
 
+def test_a_loader_without_a_state_has_no_checkpoints(tmp_path: Path) -> None:
+    training = Training()
+    training.loader = training.validation
+    with pytest.raises(OptionError, match="position can be saved"):
+        training.fit(folder=tmp_path, checkpoint_steps=1)
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     torch.save({"run": {"version": 9}}, tmp_path / "last.pt")
     with pytest.raises(StateError, match="version"):
@@ -207,7 +214,7 @@ told = []
 for kind in ("whole", "stopped"):
     for stop in ([99] if kind == "whole" else [6, 99]):
         training = Training()
-        training.model.drop.p = 0.0
+        torch.manual_seed(100 + dist.get_rank())  # every rank drops others
         where = Path(files, kind)
         history = training.fit(
             folder=where, checkpoint_steps=2, validation=training.loader,

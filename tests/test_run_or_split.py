@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.large_steps import Data, loss_sum, make_model
 from tests.torchrun import ROOT, torchrun
-from torchbudget import GradAccumulator, OptionError, StepError
+from torchbudget import GradAccumulator, MeasuredCost, OptionError, PaddedCost, StepError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 
@@ -275,10 +275,56 @@ def test_other_errors_are_let_through_and_undone() -> None:
     assert accumulator.state_dict()["micro_batches"] == 0
 
 
+class Counting(nn.Module):
+    """A buffer that each forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.layer(x)
+
+
+def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
+    """Memory runs out on four samples, the second half raises: nothing of the batch stays."""
+    model = Counting()
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=3)
+    first = torch.ones(2, 2)
+
+    def step(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(x)):
+            accumulator.backward(model(x).sum())
+            if len(x) == 4:
+                raise MemoryError
+            if x[0, 0] == 5:
+                raise ValueError("the second half")
+
+    accumulator.run_or_split(step, first)
+    before = [p.grad.clone() for p in model.parameters()]
+    x = torch.ones(4, 2)
+    x[2:] = 5
+    with pytest.raises(ValueError, match="second half"):
+        accumulator.run_or_split(step, x)
+    assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+    assert accumulator.state_dict()["weight"] == 2
+    accumulator.run_or_split(step, torch.ones(4, 2))
+    assert model.seen == 1 + 2  # nothing of what failed is among them
+    accumulator.flush()
+
+
 def test_what_cannot_be_split() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, match=r"needs GradAccumulator\(…, module"):
         GradAccumulator(optimizer).run_or_split(print, torch.zeros(2))
+    accumulator = GradAccumulator(optimizer, model)
+    with pytest.raises(OptionError, match="not made of tensors"):
+        accumulator.run_or_split(print, (torch.zeros(2), ["a", "b"]))
+    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1),), margin=0)
+    with pytest.raises(OptionError, match="padded_size"):
+        accumulator.run_or_split(print, torch.zeros(2), cost=cost)
     with pytest.raises(StepError, match="opened no micro_batch"):
         GradAccumulator(optimizer, model).run_or_split(print, torch.zeros(2))

@@ -8,7 +8,7 @@ import random
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +45,7 @@ class TrainingState:
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
         generators: of random numbers, beside the global ones.
+        accumulators: what has a context `kept` that lets nothing inside count.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -54,6 +55,7 @@ class TrainingState:
         self.modules = [one for one in modules if id(one) not in inner]
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.helpers = [one for one in found if isinstance(one, _HELPERS)]
+        self.accumulators = [one for one in found if _accumulates(one)]
         self.generators = [one for one in found if isinstance(one, _GENERATORS)]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -149,7 +151,9 @@ class TrainingState:
             for kept in _containers(vars(one))
         ]
         generators = _generator_states(self.generators)
-        with copied(written) as put_back:
+        with copied(written) as put_back, ExitStack() as stack:
+            for accumulator in self.accumulators:
+                stack.enter_context(accumulator.kept())
             try:
                 yield
             finally:
@@ -163,6 +167,11 @@ class TrainingState:
 
 def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
+
+
+def _accumulates(one: Any) -> bool:
+    """Whether it is a `GradAccumulator`, which stands in a room above this one."""
+    return getattr(type(one), "accumulates_gradients", False) is True
 
 
 def _own(tensor: torch.Tensor) -> bool:
@@ -198,7 +207,7 @@ def _stateful(step: Callable[..., object]) -> Iterator[Any]:
         for one in level:
             if id(one) not in seen:
                 seen.add(id(one))
-                if isinstance(one, _STATEFUL):
+                if isinstance(one, _STATEFUL) or _accumulates(one):
                     yield one
                 below += _references(one)
         level = below

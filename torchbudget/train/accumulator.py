@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.errors import OptionError, StateError, StepError, TooLargeError
 from torchbudget.train.arguments import is_number, several, weight_of
-from torchbudget.train.ending import Every, ending_of
+from torchbudget.train.ending import Every, Reaching, ending_of
 from torchbudget.train.joining import Joined
 from torchbudget.train.misuse import Watch
 from torchbudget.train.ranks import Ranks
-from torchbudget.train.retry import Attempt, halves, num_samples, ran_out
+from torchbudget.train.retry import Attempt, Undo, halves, num_samples, ran_out
 from torchbudget.train.stepping import Step, Stepping
 from torchbudget.train.totals import Pending, summed
 from torchbudget.train.wrapping import Wrapping
@@ -76,6 +77,8 @@ class GradAccumulator(Joinable):
     1.0
     """
 
+    accumulates_gradients = True  # for `measure_cost`, which finds it in a step
+
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -93,9 +96,17 @@ class GradAccumulator(Joinable):
     ) -> None:
         super().__init__()
         optimizers = several("optimizer", optimizer, Optimizer)
+        one = () if scheduler is None else [scheduler]
+        schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else list(one)
         self.modules = several("module", module, nn.Module)
         if not optimizers:
             raise OptionError("a GradAccumulator needs an optimizer")
+        if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+            raise OptionError(
+                "LBFGS evaluates the loss by itself, which micro-batches do not allow"
+            )
+        if any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
+            raise OptionError("ReduceLROnPlateau needs a metric: step it yourself, behind evaluate")
         for name, value in (("max_norm", max_norm), ("divisor", divisor)):
             if value is not None and not (is_number(value) and value > 0):
                 raise OptionError(f"{name} must be a positive number, got {value!r}")
@@ -106,7 +117,7 @@ class GradAccumulator(Joinable):
         self._divisor = float(divisor)
         self._stepping = Stepping(
             optimizers=optimizers,
-            schedulers=list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler],
+            schedulers=schedulers,
             scaler=scaler,
             max_norm=max_norm,
         )
@@ -124,6 +135,28 @@ class GradAccumulator(Joinable):
     def sharded(self) -> bool:
         """Whether FSDP holds shards of a module."""
         return self._wrapping.sharded
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether steps end by their number of samples, so that each micro-batch must tell its."""
+        return isinstance(self._ending, Reaching) and self._ending.samples is not None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Steps inside are of single micro-batches, and are forgotten at the end.
+
+        `measure_cost` and `warm_up` use it where a step accumulates; what the optimizers do is
+        theirs to put back.
+        """
+        names = ("_pending", "_ending", "_steps", "last", "stepped", "out_of_memory")
+        before = {name: getattr(self, name) for name in names}
+        self._pending, self._ending = Pending(), Every(1)
+        try:
+            with self._watch.quiet():
+                yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -149,9 +182,14 @@ class GradAccumulator(Joinable):
         if self._inside is not None:
             raise OptionError("micro_batch stands inside another one")
         counted = weight_of(weight)
-        Join.notify_join_context(self)
-        self._watch.entering(self._ending.restarted())
+        if samples is None and self.needs_samples:
+            raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
+        if self._attempt is None:
+            Join.notify_join_context(self)
+        self.stepped = False
         pending = replace(self._pending)
+        first = not pending.micro_batches and not pending.weight
+        self._watch.entering(self._ending.restarted(), self._stepping.each() if first else ())
         pending.micro_batches += not self._parts_follow
         pending.samples += samples or 0
         pending.weight += counted
@@ -162,6 +200,10 @@ class GradAccumulator(Joinable):
         try:
             with self._wrapping.accumulating(last=ends):
                 yield
+        except BaseException:
+            if inside.backwards and self._attempt is None:
+                self._watch.left_behind()
+            raise
         finally:
             self._inside = None
             self._watch.outside()
@@ -195,6 +237,10 @@ class GradAccumulator(Joinable):
             raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
         self._watch.loss(loss, self.mean, inside.weight)
         inside.backwards += 1
+        if self.mean and not inside.weight:  # a mean over nothing is no number
+            if self.sharded:
+                raise OptionError("a mean loss of weight 0, whose backward FSDP needs all the same")
+            return
         inside.loss = inside.loss + loss.detach().double() * (inside.weight if self.mean else 1)
         factor = (inside.weight if self.mean else 1) / self._divisor
         scaled = loss if factor == 1 else loss * factor
@@ -210,7 +256,8 @@ class GradAccumulator(Joinable):
         Gradients, the modules' buffers, the random generators and what was counted are as before
         when the halves are run, each in a `micro_batch` of its own; to the plan, and to other
         ranks, they are one. Where memory suffices the arithmetic is that of a plain call, bit for
-        bit. While it runs, a second set of gradients is held.
+        bit, where a micro-batch has one backward. While it runs, a second set of gradients is held,
+        and a third while parts are run; if a part fails for good, the whole batch is undone.
 
         Args:
             function: runs `micro_batch` and `backward` on a batch.
@@ -227,7 +274,12 @@ class GradAccumulator(Joinable):
                 "run_or_split needs GradAccumulator(…, module=…), and no fully_shard: its forward "
                 "is a collective, which one rank cannot repeat"
             )
+        if cost is not None and not hasattr(batch, "padded_size"):
+            raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
+        num_samples(batch)  # to be refused now, rather than when memory is out
+        Join.notify_join_context(self)
         parts = deque([batch])
+        whole: Undo | None = None
         try:
             while parts:
                 part = parts.popleft()
@@ -247,17 +299,22 @@ class GradAccumulator(Joinable):
                 attempt.undo()
                 self._pending = before
                 self.out_of_memory += 1
+                whole = whole or Undo(attempt, self._stepping.parameters(), before)
                 n = num_samples(part)
                 if cost is not None:
                     cost.observe(n, part.padded_size, None)
                 if n == 1:
                     self._give_up()
                 parts.extendleft(reversed(halves(part)))
-        finally:
-            self._parts_follow = False
+        except BaseException:
             if self._attempt is not None:
                 self._attempt.undo()
-                self._attempt = None
+            if whole is not None:
+                self._pending = whole.undo()
+            raise
+        finally:
+            self._parts_follow = False
+            self._attempt = None
 
     def _attempt_is_over(self) -> bool:
         return self._attempt is None
@@ -286,23 +343,28 @@ class GradAccumulator(Joinable):
         With several ranks it is a collective, and each of them must take it.
         """
         self._refuse_unsynchronized()
-        self.stepped = True
+        self.stepped = False
         self._take()
 
-    def flush(self) -> None:
+    def flush(self, when_stepped: Callable[[Step], object] | None = None) -> None:
         """Take what is left of an incomplete step; at the end of the data, on every rank.
 
         With several ranks, those that are at their end join the steps of the others, without data,
         until all are.
+
+        Args:
+            when_stepped: called with each step that is taken here; if what it returns is true, no
+                further one is joined.
         """
-        self.stepped = False
-        if len(self.ranks) == 1:
-            if self._pending.micro_batches:
-                self.step()
-            return
         self._refuse_unsynchronized()
-        while not self._take(done=True):
-            pass
+        stepped, over = False, False
+        while not over:
+            self.stepped = False
+            over = self._take(done=True)
+            stepped |= self.stepped
+            if self.stepped and when_stepped is not None and self.last is not None:
+                over |= bool(when_stepped(self.last))
+        self.stepped = stepped
 
     def _refuse_unsynchronized(self) -> None:
         if self._pending.micro_batches and self._wrapping.sharded:
@@ -320,6 +382,7 @@ class GradAccumulator(Joinable):
             raise TooLargeError("out of memory with one sample on another rank, which has given up")
         if not total.micro_batches:  # ranks at their end meet here once more
             return total.done
+        self._ending.taken(pending.micro_batches)
         self._steps += 1
         self._wrapping.share_buffers()
         if len(self.ranks) > 1 and not self._wrapping.sharded:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from numbers import Real
+from typing import Any, TypeGuard, TypeVar
 
 from torch import Tensor
 
@@ -13,16 +14,16 @@ T = TypeVar("T")
 
 
 def several(name: str, value: Any, kind: type[T]) -> list[T]:
-    """One of a kind, or a list or tuple of them, as a list."""
-    held = [value] if isinstance(value, kind) else value
+    """One of a kind, a list or tuple of them, or `None`, as a list."""
+    held = () if value is None else [value] if isinstance(value, kind) else value
     if not isinstance(held, (list, tuple)) or not all(isinstance(one, kind) for one in held):
         raise OptionError(f"{name} must be of {kind.__name__}, one or several, got {value!r}")
     return list(held)
 
 
-def is_number(value: object) -> bool:
-    """Whether it is an int or a float, which a bool is not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a real number of Python's or NumPy's, which a bool is not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def weight_of(weight: float | Tensor) -> float:

@@ -23,7 +23,9 @@ def run_state(
     loader: DataLoader[Any],
     batches_done: int | None,
 ) -> dict[str, Any]:
-    """Model, optimizers, schedulers, scaler, accumulator, position in the data, generators.
+    """Model, optimizers, schedulers, scaler, accumulator; of each rank, data and generators.
+
+    A collective of the accumulator's ranks.
 
     Args:
         model: as it is trained.
@@ -31,17 +33,29 @@ def run_state(
         loader: a `StatefulDataLoader`, or one whose batch sampler has a state.
         batches_done: in the current loop over the loader; `None`: it is over.
     """
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (for those who draw from it)
+    mine = {"data": _data_state(loader, batches_done), **_generators()}
     return {
         "version": _VERSION,
         "model": model.state_dict(),
         "training": accumulator.training_state(),
-        "data": _data_state(loader, batches_done),
+        "ranks": accumulator.ranks.told(mine),
+    }
+
+
+def _generators() -> dict[str, Any]:
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (for those who draw from it)
+    return {
         "python": random.getstate(),
         "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None,
     }
+
+
+def _of_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:
+    ranks = state["ranks"]
+    mine: dict[str, Any] = ranks[accumulator.ranks.rank % len(ranks)]
+    return mine
 
 
 def load_run_state(
@@ -56,12 +70,22 @@ def load_run_state(
         raise StateError(f"expected a checkpoint of version {_VERSION}: {sorted(state)}")
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
-    if state["data"] is not None:
-        _stateful(loader).load_state_dict(state["data"])
+    data = _of_rank(state, accumulator)["data"]
+    if data is not None:
+        _stateful(loader).load_state_dict(data)
 
 
-def load_generators(state: dict[str, Any]) -> None:
-    """Go on with the random numbers; behind the beginning of a loop, which draws one itself."""
+def has_state(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's position can be saved."""
+    return hasattr(_stateful(loader), "load_state_dict")
+
+
+def load_generators(whole: dict[str, Any], accumulator: GradAccumulator) -> None:
+    """Go on with the random numbers; behind the beginning of a loop, which draws one itself.
+
+    On another number of ranks they are those of other ranks.
+    """
+    state = _of_rank(whole, accumulator)
     random.setstate(state["python"])
     inner = state["numpy"]["state"]
     words = {**inner, "key": np.array(inner["key"], np.uint32)}

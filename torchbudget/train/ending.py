@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 from torchbudget.errors import OptionError
@@ -21,6 +22,10 @@ class Ending(Protocol):
         """
         ...
 
+    def taken(self, micro_batches: int) -> None:
+        """A step was taken that held so many micro-batches of this rank."""
+        ...
+
     def restarted(self) -> bool:
         """Whether the data began anew, so that what the step holds is of an epoch gone by."""
         ...
@@ -32,6 +37,9 @@ class Never:
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
         """See `Ending.ends`."""
         return False
+
+    def taken(self, micro_batches: int) -> None:
+        """See `Ending.taken`."""
 
     def restarted(self) -> bool:
         """See `Ending.restarted`."""
@@ -53,13 +61,13 @@ class Reaching(Never):
     """Steps that hold at least a number of samples, or a weight, on this rank."""
 
     def __init__(self, samples: float | None, weight: float | None) -> None:
-        self._samples = samples
+        self.samples = samples
         self._weight = weight
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
         """See `Ending.ends`."""
-        if self._samples is not None:
-            return samples >= self._samples
+        if self.samples is not None:
+            return samples >= self.samples
         return self._weight is not None and weight >= self._weight
 
 
@@ -75,16 +83,20 @@ class Planned:
         self._source = source
         self._drawings: int | None = None
         self._steps: Iterator[int] = iter(())
-        self._number = 0
+        self._left: int | None = None  # micro-batches of the planned step
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
         """See `Ending.ends`."""
-        anew = self._drawings != self._now
-        if anew:
+        if self._drawings != self._now:
             self._begin()
-        if anew or micro_batches == 1:
-            self._number = micro_batches - 1 + self._next()
-        return micro_batches >= self._number
+        if self._left is None:
+            self._left = micro_batches - 1 + self._next()
+        return micro_batches >= self._left
+
+    def taken(self, micro_batches: int) -> None:
+        """See `Ending.taken`; one that was ended early leaves the rest to the next."""
+        if self._left is not None:
+            self._left = self._left - micro_batches if self._left > micro_batches else None
 
     def restarted(self) -> bool:
         """See `Ending.restarted`."""
@@ -96,6 +108,7 @@ class Planned:
 
     def _begin(self) -> None:
         self._drawings = self._now
+        self._left = None
         self._steps = iter(self._source.steps)
 
     def _next(self) -> int:
@@ -126,12 +139,11 @@ def ending_of(steps: Any, samples: int | None, weight: float | None, ranks: int)
     for name in named:
         value = given[name]
         whole = name != "weight"
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise OptionError(f"{name} must be a positive number, got {value!r}")
-        if not value > 0:
+        kind = Integral if whole else Real
+        if isinstance(value, bool) or not isinstance(value, kind) or not float(value) > 0:
             raise OptionError(f"{name} must be a positive number, got {value!r}")
     if steps is not None:
-        return Every(steps)
+        return Every(int(steps))
     if not named:
         return Never()
     return Reaching(

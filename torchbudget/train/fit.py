@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.checkpoint import load_generators, load_run_state, run_state, save
+from torchbudget.train.checkpoint import (
+    has_state,
+    load_generators,
+    load_run_state,
+    run_state,
+    save,
+)
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
 from torchbudget.train.retry import num_samples
 from torchbudget.train.stepping import Step
@@ -85,7 +90,8 @@ def fit(
     Into the folder go `last.pt`, the state of everything; `best.pt`, the model's of the best
     validation loss; and `statistics.jsonl`, a line for every step and every epoch. The first rank
     writes them. A run that was stopped takes the same steps as one that was not, bit for bit where
-    the kernels repeat themselves.
+    the kernels repeat themselves, on as many ranks. What workers of the loader draw at random in
+    the epoch that was stopped is not repeated.
 
     Args:
         model: as it is called; put into training mode.
@@ -114,6 +120,11 @@ def fit(
     """
     if patience is not None and validation is None:
         raise OptionError("patience needs validation data")
+    if folder is not None and checkpoint_steps is not None and not has_state(loader):
+        raise OptionError(
+            "checkpoint_steps needs a loader whose position can be saved: one with a "
+            "MemoryBudgetBatchSampler, or a StatefulDataLoader"
+        )
     if folder is not None and accumulator.sharded:
         raise OptionError(
             "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
@@ -151,7 +162,13 @@ def fit(
         validated = None
         if validation is not None:
             validated = evaluate(
-                model, validation, criterion, weight=weight, mean=accumulator.mean, device=device
+                model,
+                validation,
+                criterion,
+                weight=weight,
+                mean=accumulator.mean,
+                device=device,
+                group=accumulator.ranks.group,
             )
         tally = run.tally
         epoch = Epoch(
@@ -187,15 +204,14 @@ class _Run:
         self.history: list[Epoch] = []
         self.tally = _Tally()
         self._stopped = False
-        self.first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        self.first_rank = accumulator.ranks.rank == 0
         self._model, self._loader, self._accumulator = model, loader, accumulator
         self._folder = folder
         self._saved: dict[str, Any] | None = None
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if dist.is_initialized():
-            dist.barrier()  # until the first rank has written what an earlier call here saved
+        accumulator.ranks.told(None)  # the first rank has written what an earlier call here saved
         if (folder / "last.pt").exists():
             self._saved = saved = torch.load(folder / "last.pt", "cpu", weights_only=True)
             load_run_state(saved["run"], model, accumulator, loader)
@@ -203,11 +219,28 @@ class _Run:
             self.tally = _Tally(**saved["tally"])
             if not self.tally.steps:
                 self.begun()
+            if self.first_rank:
+                self._forget_lines(saved["run"]["training"]["accumulator"]["steps"])
+
+    def _forget_lines(self, steps: int) -> None:
+        """Of what came behind the checkpoint, which comes again."""
+        if self._folder is None or not (self._folder / "statistics.jsonl").exists():
+            return
+        path = self._folder / "statistics.jsonl"
+        limits = {"step": steps, "epoch": len(self.history) - 1}
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        told = map(json.loads, lines)
+        kept = [
+            line
+            for line, one in zip(lines, told, strict=True)
+            if one["number"] <= limits[one["kind"]]
+        ]
+        path.write_text("".join(kept), "utf-8")
 
     def begun(self) -> None:
         """Go on with the random numbers: within an epoch, behind the one that its loop takes."""
         if self._saved is not None:
-            load_generators(self._saved["run"])
+            load_generators(self._saved["run"], self._accumulator)
             self._saved = None
 
     def end(self, epoch: Epoch) -> None:
@@ -219,20 +252,23 @@ class _Run:
         if self._folder is None:
             return
         self.save(None)
-        if self.first_rank and epoch.validation is not None and not epoch.validation >= best:
+        if self.first_rank and self._losses()[-1] < best:
             save(self._model.state_dict(), self._folder / "best.pt")
 
     def patient(self, patience: int | None) -> bool:
         """Whether the best validation loss is fewer epochs ago than that."""
         if patience is None or not self.history:
             return True
-        losses = [math.inf if e.validation is None else e.validation for e in self.history]
+        losses = self._losses()
         return len(losses) - 1 - losses.index(min(losses)) < patience
 
     def _best(self) -> float:
-        return min(
-            (e.validation for e in self.history if e.validation is not None), default=math.inf
-        )
+        return min(self._losses(), default=math.inf)
+
+    def _losses(self) -> list[float]:
+        """Of validation; infinite where there is none, or none that is a number."""
+        losses = (epoch.validation for epoch in self.history)
+        return [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
 
     def epoch_is_drawn(self, number: int) -> bool:
         """Whether it was stopped behind the last step of that epoch."""
@@ -258,11 +294,12 @@ class _Run:
 
     def save(self, batches_done: int | None) -> None:
         """Write `last.pt`, within an epoch behind so many batches of its loop."""
-        if self._folder is None or not self.first_rank:
+        if self._folder is None:
             return
         state = {
             "run": run_state(self._model, self._accumulator, self._loader, batches_done),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
         }
-        save(state, self._folder / "last.pt")
+        if self.first_rank:
+            save(state, self._folder / "last.pt")

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchbudget.errors import OptionError
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.ranks import Ranks
+from torchbudget.train.retry import Buffers
 
 
 def joint_backward(
@@ -81,14 +82,13 @@ def _two_passes(
     ranks: Ranks | None,
     backward: Callable[[Tensor], None],
 ) -> Tensor:
-    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
+    buffers = Buffers(modules)
     states, parts = [], []
     with torch.no_grad():
         for micro_batch in micro_batches:
             states.append(_random_state())
             parts.append(tree_map(lambda leaf: leaf.detach(), forward(micro_batch)))
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    buffers.put_back()
     after = _random_state()
     structure = tree_flatten(parts[0])[1]
     whole = [torch.cat(leaves) for leaves in zip(*(tree_flatten(p)[0] for p in parts), strict=True)]
@@ -96,7 +96,7 @@ def _two_passes(
     if ranks is not None and len(ranks) > 1:
         whole, starts = ranks.gathered(whole)
     for leaf in whole:
-        leaf.requires_grad_(leaf.is_floating_point())
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     loss = criterion(tree_unflatten(whole, structure))
     if loss.numel() != 1:
         raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")

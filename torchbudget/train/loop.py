@@ -50,23 +50,21 @@ def train_epoch(
     """
     steps: list[Step] = []
 
-    def note(done: int) -> object:
-        if not accumulator.stepped or accumulator.last is None:
-            return False
-        steps.append(accumulator.last)
-        return when_stepped is not None and when_stepped(accumulator.last, done)
+    def note(step: Step, done: int) -> object:
+        steps.append(step)
+        return when_stepped is not None and when_stepped(step, done)
 
     batches = iter(loader)
     if when_begun is not None:
         when_begun()
     done = 0
     for done, batch in enumerate(_with_bar(batches, loader) if progress else batches, 1):
-        with accumulator.micro_batch(weight(batch), samples=num_samples(batch)):
+        samples = num_samples(batch) if accumulator.needs_samples else None
+        with accumulator.micro_batch(weight(batch), samples=samples):
             accumulator.backward(criterion(model, _moved(batch, device)))
-        if note(done):
+        if accumulator.stepped and accumulator.last is not None and note(accumulator.last, done):
             return steps
-    accumulator.flush()
-    note(done)
+    accumulator.flush(lambda step: note(step, done))
     return steps
 
 
@@ -79,6 +77,7 @@ def evaluate(
     weight: Weight = num_samples,
     mean: bool = False,
     device: torch.device | str | None = None,
+    group: Any = None,
 ) -> float:
     """Σ loss / Σ weight over a loader and all ranks, in evaluation mode and without gradients.
 
@@ -91,12 +90,17 @@ def evaluate(
         weight: of a batch. Default: its samples.
         mean: the criterion gives means, to be multiplied by their weights.
         device: where batches are taken; `None`: where they are.
+        group: of processes. Default: all, where `torch.distributed` is initialized.
 
     Returns:
         The loss; NaN where nothing weighs.
     """
-    ranks = Ranks()
+    ranks = Ranks(group)
     modes = [(module, module.training) for module in model.modules()]
+    # DDP's forward may share buffers, which is a collective: ranks may have no batch.
+    shares = [m for m in model.modules() if getattr(m, "require_forward_param_sync", False)]
+    for module in shares:
+        module.require_forward_param_sync = False  # type: ignore[assignment]
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=near)
     weighs = 0.0
@@ -108,7 +112,10 @@ def evaluate(
             weighs += each
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:
+                module.train(mode)
+        for module in shares:
+            module.require_forward_param_sync = True  # type: ignore[assignment]
     total = torch.stack([losses, losses.new_tensor(weighs)]).to(ranks.device(near))
     loss, weighed = ranks.summed(total).tolist()
     return loss / weighed if weighed else math.nan

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchbudget.errors import (
@@ -43,32 +46,36 @@ class Watch:
         distributed: Sequence[nn.Module],
     ) -> None:
         self._norms = [
-            part
-            for module in modules
-            for part in module.modules()
-            if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm)
+            part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
         ]
         self._optimizers = list(optimizers)
         self._parameters: list[int] | None = None
         self._told: set[Any] = set()
         self._inside = False
         self._ours = False
+        self._quiet = False
         self._sentinel: tuple[Tensor, Tensor, int] | None = None
         # Outlives this object, to be looked at when it is gone.
         self._pending = {"micro_batches": 0}
         weakref.finalize(self, _forgotten, self._pending)
         me = weakref.ref(self)
         for optimizer in optimizers:
-            handle = optimizer.register_step_pre_hook(_calling(me, Watch._stepped))
+            handle = optimizer.register_step_pre_hook(_Hook(me, Watch._stepped))
             weakref.finalize(self, handle.remove)
         for module in distributed:
-            handle = module.register_forward_pre_hook(_calling(me, Watch._forwarded))
+            handle = module.register_forward_pre_hook(_Hook(me, Watch._forwarded))
             weakref.finalize(self, handle.remove)
 
     # ------------------------------------------------------------------ told by the accumulator
 
-    def entering(self, restarted: bool) -> None:
-        """A micro-batch begins."""
+    def entering(self, restarted: bool, untouched: Iterable[Tensor]) -> None:
+        """A micro-batch begins; these parameters are to have no gradients yet."""
+        if any(parameter.grad is not None for parameter in untouched):
+            self._warn(
+                ForeignStepWarning,
+                "gradients were there before the step's first micro-batch, and count for it: call "
+                "optimizer.zero_grad() before",
+            )
         if restarted and self._pending["micro_batches"]:
             self._warn(
                 ForgottenStepWarning,
@@ -109,6 +116,27 @@ class Watch:
                 "eval()",
             )
 
+    def left_behind(self) -> None:
+        """A micro-batch raised behind its backward."""
+        self._warn(
+            ForeignStepWarning,
+            "a micro-batch raised behind its backward: its gradients are there, its weight does "
+            "not count; call optimizer.zero_grad(), or use run_or_split, which takes them back",
+        )
+        self._sentinel = None
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing inside is said or remembered."""
+        before = dict(self._pending), self._parameters, self._quiet
+        self._pending["micro_batches"], self._quiet = 0, True
+        try:
+            yield
+        finally:
+            pending, self._parameters, self._quiet = before
+            self._pending.update(pending)
+            self._sentinel = None  # gradients are put back, which counts as a change
+
     def outside(self) -> None:
         """A micro-batch is left, however."""
         self._inside = False
@@ -119,13 +147,15 @@ class Watch:
             return
         kind = getattr(loss.grad_fn, "_saved_reduction", None)
         name = loss.grad_fn.name()
-        if not mean and (kind == _MEAN or name.startswith("MeanBackward")):
+        # Of a vector of losses, it is the mean or the sum over them.
+        over_losses = len(getattr(loss.grad_fn, "_saved_self_sym_sizes", ())) == 1
+        if not mean and (kind == _MEAN or (over_losses and name.startswith("MeanBackward"))):
             self._warn(
                 ReductionWarning,
                 "the loss is a mean, but is taken for the sum over the micro-batch: pass "
                 'reduction="sum", or GradAccumulator(…, mean=True)',
             )
-        elif mean and (kind == _SUM or name.startswith("SumBackward")):
+        elif mean and (kind == _SUM or (over_losses and name.startswith("SumBackward"))):
             self._warn(
                 ReductionWarning,
                 "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
@@ -177,20 +207,40 @@ class Watch:
             )
 
     def _warn(self, category: type[TorchBudgetWarning], text: str) -> None:
-        if text not in self._told:
+        if text not in self._told and not self._quiet:
             self._told.add(text)
-            warnings.warn(text, category, stacklevel=5)
+            warnings.warn(text, category, stacklevel=_callers_level())
 
 
-def _calling(me: weakref.ref[Watch], method: Callable[[Watch], None]) -> Callable[..., None]:
-    """A hook that does not keep its watch alive."""
+class _Hook:
+    """Calls a method of a watch that it does not keep alive; of copies, nothing."""
 
-    def hook(*_: Any) -> None:
-        watch = me()
+    def __init__(self, me: Callable[[], Watch | None], method: Callable[[Watch], None]) -> None:
+        self._me = me
+        self._method = method
+
+    def __call__(self, *_: Any) -> None:
+        watch = self._me()
         if watch is not None:
-            method(watch)
+            self._method(watch)
 
-    return hook
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nobody, Watch._stepped)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _callers_level() -> int:
+    """The stack level, for a warning, of the first frame outside this package and contextlib."""
+    level = 1
+    frame = sys._getframe(1)
+    inside = (str(Path(__file__).parent), contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+        level += 1
+    return level - 1
 
 
 def _forgotten(pending: dict[str, int]) -> None:

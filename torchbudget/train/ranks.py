@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchbudget.errors import OptionError
-
 # Gradients are copied into buffers of this size, one collective each.
 _BUCKET_BYTES: Final = 64 * 2**20
 
@@ -48,9 +46,6 @@ class Ranks:
 
         Where a rank has none it counts as 0. O(gradients) time, a buffer of 64 MiB beside them,
         and one collective for each buffer.
-
-        Raises:
-            OptionError: a gradient is sparse.
         """
         if self.number == 1:
             return
@@ -58,15 +53,22 @@ class Ranks:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.layout is not torch.strided:
-                raise OptionError(
-                    "sparse gradients cannot be summed over ranks; make the embedding with "
-                    "sparse=False"
-                )
             alike[parameter.device, parameter.grad.dtype].append(parameter.grad)
         for gradients in alike.values():
             for bucket in _buckets(gradients):
                 self._sum(bucket)
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        return dist.get_rank(self.group) if self.number > 1 else 0
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank has to tell, on every one; one collective of pickled objects."""
+        everybody = [mine] * self.number
+        if self.number > 1:
+            dist.all_gather_object(everybody, mine, group=self.group)
+        return everybody
 
     def gathered(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
         """Tensors of all ranks behind each other, which may differ along the first axis.

@@ -12,6 +12,30 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchbudget.cost.run import is_out_of_memory
 from torchbudget.errors import OptionError, TorchBudgetError
+from torchbudget.train.totals import Pending
+
+
+class Buffers:
+    """What the buffers of modules hold, copied; a forward may write into one, or make a new one.
+
+    Args:
+        modules: with their parts.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._held = [
+            (part._buffers, name, buffer, buffer.detach().clone())
+            for module in modules
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let them be, and hold, what they were and held."""
+        for holder, name, buffer, copy in self._held:
+            holder[name] = buffer.copy_(copy)
 
 
 class Attempt:
@@ -31,7 +55,7 @@ class Attempt:
 
     def __init__(self, parameters: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
         self.before = [(parameter, parameter.grad) for parameter in parameters]
-        self._buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
+        self._buffers = Buffers(modules)
         self._cpu = torch.get_rng_state()
         self._cuda: Tensor | None = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -43,14 +67,37 @@ class Attempt:
         """Put everything back, and give freed memory back to the device."""
         for parameter, gradient in self.before:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, copy in self._buffers:
-                buffer.copy_(copy)
+        self._buffers.put_back()
         torch.set_rng_state(self._cpu)
         gc.collect()
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
             torch.cuda.empty_cache()
+
+
+class Undo:
+    """Everything as it was before a batch that is run in parts.
+
+    Args:
+        attempt: the first one on it, which failed.
+        parameters: whose gradients are copied.
+        pending: what the step held.
+    """
+
+    def __init__(self, attempt: Attempt, parameters: Sequence[Tensor], pending: Pending) -> None:
+        self._attempt = attempt
+        self._pending = pending
+        self._held = [
+            (p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in parameters
+        ]
+
+    @torch.no_grad()
+    def undo(self) -> Pending:
+        """Put it all back; what the step held."""
+        self._attempt.undo()
+        for parameter, held in self._held:
+            parameter.grad = None if held is None else held[0].copy_(held[1])
+        return self._pending
 
 
 def ran_out(function: Callable[[Any], object], batch: Any) -> bool:
@@ -72,14 +119,14 @@ def num_samples(batch: Any) -> int:
     """
     if hasattr(batch, "num_samples"):
         return int(batch.num_samples)
-    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-    lengths = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
-    if len(lengths) != 1 or None in lengths:
+    leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    if len({len(tensor) for tensor in tensors}) != 1 or len(tensors) < len(leaves):
         raise OptionError(
-            "the batch does not say how many samples it holds, and its tensors have not one common "
-            "first axis; pass a batch of a torchbudget collate"
+            "the batch does not say how many samples it holds, and is not made of tensors with one "
+            "common first axis alone; pass a batch of a torchbudget collate"
         )
-    return int(tensors[0].shape[0])
+    return len(tensors[0])
 
 
 def halves(batch: Any) -> list[Any]:

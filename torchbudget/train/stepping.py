@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,22 +73,40 @@ class Stepping:
         if gradients and factor != 1:
             torch._foreach_mul_(gradients, factor)
         scaler = self.scaler
-        if scaler is not None:
-            for optimizer in self.optimizers:
-                scaler.unscale_(optimizer)
-        norm = None
-        if self.max_norm is not None:
-            found = nn.utils.clip_grad_norm_(parameters, self.max_norm)
-            norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
         if scaler is None:
+            norm = self._clip(parameters)
             for optimizer in self.optimizers:
                 optimizer.step()
             return norm, False
+        # The scaler asks for a gradient of each optimizer that it unscales.
+        live = [optimizer for optimizer in self.optimizers if _has_gradients(optimizer)]
+        if not live:
+            return None, True
+        for optimizer in live:
+            scaler.unscale_(optimizer)
+        norm = self._clip(parameters, together=len(live) > 1)
         scale = scaler.get_scale()
-        for optimizer in self.optimizers:
+        for optimizer in live:
             scaler.step(optimizer)
         scaler.update()
         return norm, scaler.get_scale() < scale
+
+    def _clip(self, parameters: Sequence[Tensor], *, together: bool = False) -> float | None:
+        """Clip, if there is a norm to clip to; the norm before.
+
+        Of optimizers that step together none does where the gradients of one are not finite.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if self.max_norm is None and not together:
+            return None
+        norm = nn.utils.get_total_norm(gradients)
+        found = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if together and not math.isfinite(found):
+            for parameter in parameters:
+                parameter.grad = None
+        elif self.max_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+        return found if self.max_norm is not None else None
 
     def clear(self) -> None:
         """Set all gradients to `None`."""
@@ -121,3 +140,7 @@ class Stepping:
                 one.load_state_dict(its)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchbudget.errors import OptionError
 from torchbudget.train.ranks import Ranks
 
 
@@ -58,6 +59,9 @@ def summed(
         parameters: whose gradients may be there or not.
         done: this rank is at the end of its data.
         failed: this rank gives up.
+
+    Raises:
+        OptionError: a gradient is sparse, on any of several ranks.
     """
     if len(ranks) == 1:
         return Total(
@@ -69,14 +73,19 @@ def summed(
             present=(),
         )
     present = [float(parameter.grad is not None) for parameter in parameters]
+    sparse = any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters)
     numbers = torch.tensor(
-        [0.0, pending.weight, pending.micro_batches, done, failed, *present],
+        [0.0, pending.weight, pending.micro_batches, done, failed, sparse, *present],
         dtype=torch.float64,
     )
     numbers[0] = pending.loss
     device = ranks.device(parameters[0].device)
     numbers = ranks.summed(numbers.to(device))
-    loss, weight, micro_batches, at_end, failures, *present = numbers.tolist()
+    loss, weight, micro_batches, at_end, failures, sparse_ones, *present = numbers.tolist()
+    if sparse_ones:
+        raise OptionError(
+            "sparse gradients cannot be summed over ranks; make the embedding with sparse=False"
+        )
     return Total(
         loss=loss,
         weight=weight,
