@@ -7,7 +7,10 @@ Command: PYTHONPATH=. python examples/benchmarks/accumulate.py
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU.
 
-    to be recorded
+    loop  by hand, ms  ours, ms  ours / by hand  by hand again  own µs a micro-batch
+    step       324.83    321.91          1.0115         0.9945                -364.4
+    tiny        27.62     28.23          1.0249         0.9404                  76.2
+    ours / by hand ≤ 1.01: 1.0115, DOES NOT HOLD
 
 The model is a transformer encoder of 2 layers of width 128 on sequences of 64, in steps of 8
 micro-batches of 16 samples, with AdamW. The contenders take turns, step by step, and the ratio is

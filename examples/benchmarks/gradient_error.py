@@ -8,7 +8,13 @@ Command: PYTHONPATH=. python examples/benchmarks/gradient_error.py
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, accelerate 1.15.0,
 transformers 5.23.0, float64.
 
-    to be recorded
+    loop                               relative error  held
+    GradAccumulator, sums                     6.4e-16     1
+    Accelerate, mean losses                   1.6e+00     1
+    Accelerate, counted before                3.6e-16     4
+    Trainer, the model's loss                 6.3e-02     4
+    Trainer, a mean loss of one's own         6.9e+00     4
+    GradAccumulator's error ≤ 1e-12: 6.4012e-16, holds
 
 The model is a GPT-2 of 2 layers of width 32 without dropout; the optimizer is plain SGD, so that
 the difference of the parameters is the gradient. Each peer is used as its documentation says: in

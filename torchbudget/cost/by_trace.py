@@ -26,11 +26,13 @@ class Traced:
         forms: of which the largest counts, or a table.
         probes: what was traced.
         notes: what the user should know.
+        aligned: whether every moment of the step was fitted; else the peaks alone.
     """
 
     forms: tuple[Form, ...]
     probes: tuple[Probe, ...]
     notes: tuple[str, ...]
+    aligned: bool
 
 
 def trace_probes(
@@ -85,10 +87,11 @@ def trace_probes(
         for (n, size, held_out), trace in zip(shapes, traces, strict=True)
     )
     forms = _fit_traced(probes, traces, domain)
+    aligned = forms is not None
     if forms is None:
         notes.append("the step's operations depend on the shape: fitted to the peaks alone")
         forms = _fit_peaks(probes)
-    return Traced(table_unless_it_fits(forms, probes, notes), probes, tuple(notes))
+    return Traced(table_unless_it_fits(forms, probes, notes), probes, tuple(notes), aligned)
 
 
 def _fit_traced(

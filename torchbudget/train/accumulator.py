@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -19,7 +19,7 @@ from torchbudget.cost.measured import MeasuredCost
 from torchbudget.errors import OptionError, StateError, StepError, TooLargeError
 from torchbudget.train.arguments import is_number, several, weight_of
 from torchbudget.train.ending import Every, Reaching, ending_of
-from torchbudget.train.joining import Joined
+from torchbudget.train.joining import Joined, notify_joined
 from torchbudget.train.misuse import Watch
 from torchbudget.train.ranks import Ranks
 from torchbudget.train.retry import Attempt, Undo, halves, num_samples, ran_out
@@ -185,7 +185,7 @@ class GradAccumulator(Joinable):
         if samples is None and self.needs_samples:
             raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
         if self._attempt is None:
-            Join.notify_join_context(self)
+            notify_joined(self)
         self.stepped = False
         pending = replace(self._pending)
         first = not pending.micro_batches and not pending.weight
@@ -277,7 +277,7 @@ class GradAccumulator(Joinable):
         if cost is not None and not hasattr(batch, "padded_size"):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         num_samples(batch)  # to be refused now, rather than when memory is out
-        Join.notify_join_context(self)
+        notify_joined(self)
         parts = deque([batch])
         whole: Undo | None = None
         try:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+
+def notify_joined(one: Joinable) -> None:
+    """Tell ranks without data, inside a `Join`, that this one has some."""
+    work = Join.notify_join_context(one)
+    if work is not None:
+        work.wait()  # or else a process may end while a collective of its own is under way
 
 
 class Joined(JoinHook):
