@@ -19,7 +19,7 @@ from torch import nn
 
 from tests import training_cases
 from tests.memory_groups import memory_group
-from tests.training_cases import CASES, Training
+from tests.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import (
     CostError,
     MeasuredCost,
@@ -94,15 +94,16 @@ def test_a_traced_fit_predicts_other_shapes(name: str) -> None:
     assert (cost.batch_bytes(n, np.array(sizes)) >= peaks).all()
 
 
-def test_a_loop_over_the_length_is_fitted_to_its_peaks() -> None:
-    """Where operations do not line up, one form and a floor do."""
-    training = CASES["GRU"]()
+@pytest.mark.parametrize("variant", ["AdamW", "SGD", "checkpointed"])
+def test_a_loop_over_the_length_is_fitted_where_it_begins_and_ends(variant: str) -> None:
+    """Where operations do not line up, those that begin and end the loops do."""
+    training = VARIANTS[variant](BASES["GRU"])
     cost = measure_cost(training.step, training.make_batch, max_size=24, method="trace")
-    assert any("operations depend on the shape" in note for note in cost.notes)
+    assert not cost.notes
     for n, length in [(3, 10), (40, 20), (9, 4)]:
         peak = trace_peak_bytes(training.step, training.make_batch(n, length))
         assert peak <= cost.batch_bytes(n, length)
-        assert cost.fitted_bytes(n, length) <= 1.03 * peak
+        assert 0.995 * peak <= cost.fitted_bytes(n, length) <= 1.03 * peak
 
 
 @pytest.mark.parametrize("warm", [False, True])

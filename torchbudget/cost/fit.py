@@ -6,7 +6,8 @@ and the sizes. The peak is the largest moment: a *maximum* of such forms, of whi
 step, which does not depend on the batch, is one.
 
 Where every operation of the step was seen, each moment is fitted by itself, and those that are
-never the largest are left out. Where only the peaks were, one form and a floor must do.
+never the largest are left out; a loop over the length has its first and last ones in common with
+another. Where only the peaks were seen, one form and a floor must do.
 """
 
 from __future__ import annotations
@@ -100,20 +101,46 @@ def fit_traces(
         largest: the largest size on every axis, shape `(d,)`.
 
     Returns:
-        Forms of which the largest counts; `None` where too few shapes took the same operations, as
-        when a loop's length is the sample's.
+        Forms of which the largest counts; `None` where the moments of the peaks are not to be found
+        in every trace.
     """
+    matrix = features(n, sizes)
     operations, times = Counter(trace.operations for trace in traces).most_common(1)[0]
-    alike = np.array([trace.operations == operations for trace in traces])
-    matrix = features(n, sizes)[alike]
-    if times < matrix.shape[1]:
-        return None
-    history = np.stack([t.live_bytes for t, same in zip(traces, alike, strict=True) if same])
+    if times >= matrix.shape[1]:
+        alike = np.array([trace.operations == operations for trace in traces])
+        matrix = matrix[alike]
+        history = np.stack([t.live_bytes for t, same in zip(traces, alike, strict=True) if same])
+    else:
+        history = _common_moments(traces)
+        peaks = np.array([trace.peak_bytes for trace in traces])
+        if not history.size or (history.max(axis=1) < (1 - _AS_GOOD) * peaks).any():
+            return None
     weight = 1 / history.max(axis=1, keepdims=True)
     moments = np.linalg.lstsq(matrix * weight, history * weight, rcond=None)[0]
     decisive = np.unique((features(*_grid(largest)) @ moments).argmax(axis=1))
     forms = [non_negative(matrix * weight, history[:, m] * weight[:, 0]) for m in decisive]
     return _costs(np.stack(forms), matrix, history.max(axis=1))
+
+
+def _common_moments(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
+    """Live bytes at the moments that every trace has, shape `(k, moments)`.
+
+    Where a loop's length is the sample's, operations do not line up by their places. But the first
+    and the last ones of each kind do: a moment is known by its operation, and by how many of that
+    kind came before, or come after. The largest are where a loop begins or ends.
+    """
+    keyed = []
+    for trace in traces:
+        total, seen = Counter(trace.operations), Counter[Any]()
+        moments = {}
+        for operation, live in zip(trace.operations, trace.live_bytes.tolist(), strict=True):
+            before = seen[operation]
+            seen[operation] += 1
+            moments[operation, before, "before"] = live
+            moments[operation, total[operation] - before, "after"] = live
+        keyed.append(moments)
+    common = [key for key in keyed[0] if all(key in moments for moments in keyed)]
+    return np.array([[moments[key] for key in common] for moments in keyed], np.int64)
 
 
 def fit_peaks(

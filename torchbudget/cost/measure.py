@@ -72,7 +72,7 @@ def measure_cost(
 
     Returns:
         A cost whose margin is twice the largest underestimate on shapes that were held out, at
-        least 0.1 % where it was traced (2 % where operations depend on the shape), and where it was
+        least 0.1 % where it was traced (2 % where only its peaks were fitted), and where it was
         run 1 % and 12 MiB of the budget.
 
     Raises:
