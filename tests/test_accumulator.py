@@ -432,6 +432,19 @@ def test_flush_forgotten_at_the_end() -> None:
         held.clear()
 
 
+def test_what_a_state_holds_is_not_forgotten() -> None:
+    """An accumulator may go in the middle of a step, where another one loads its state."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulate(accumulator, model, [Data.make(4)])
+    state = accumulator.state_dict()
+    accumulator = GradAccumulator(sgd(model), model, steps=2)  # the first one is gone, silently
+    accumulator.load_state_dict(state)
+    accumulate(accumulator, model, [Data.make(4)])
+    assert accumulator.last is not None
+    assert accumulator.last.micro_batches == 2
+
+
 def test_flush_forgotten_between_epochs() -> None:
     data = Data.make(20)
     sampler = MemoryBudgetBatchSampler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,13 @@ def tokens(batch: PaddedBatch) -> int:
 class Training:
     """Everything that a run consists of, made anew."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers: int = 0, loader: Callable[..., Any] = DataLoader) -> None:
         data = samples(120, 0)
         lengths = [len(one["x"]) for one in data]
         self.sampler = MemoryBudgetBatchSampler(
             lengths, PaddedCost(unit_bytes=1), 100, samples_per_step=30, seed=1
         )
-        self.loader = DataLoader(
+        self.loader = loader(
             data, batch_sampler=self.sampler, collate_fn=PadCollate(), num_workers=workers
         )
         self.model = Tagger()
@@ -110,6 +111,28 @@ def test_stopped_and_resumed_is_uninterrupted(at: list[int], workers: int, tmp_p
     lines = list(map(json.loads, (tmp_path / "statistics.jsonl").read_text().splitlines()))
     assert [line["number"] for line in lines if line["kind"] == "step"] == list(range(1, 17))
     assert [line["number"] for line in lines if line["kind"] == "epoch"] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> None:
+    """The loader of torchdata keeps the position, with workers that run ahead too."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    torch.manual_seed(11)
+    whole = Training(workers, stateful)
+    expected = whole.fit(epochs=3)
+    torch.manual_seed(11)
+    for stop in [(Step, 2), (Step, 4), (Step, 5), (Epoch, 1), (Step, 11), None]:
+        part = Training(workers, stateful)
+        found = part.fit(
+            epochs=3,
+            folder=tmp_path,
+            checkpoint_steps=1,
+            callbacks=[lambda record, s=stop: (type(record), record.number) == s],
+        )
+        torch.manual_seed(0)
+    assert largest_difference(part.model, whole.model) == 0
+    assert [e.validation for e in found] == [e.validation for e in expected]
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
@@ -238,6 +261,37 @@ def test_fitting_over_ranks(tmp_path: Path) -> None:
     assert [e[1:] for e in whole] == [e[1:] for e in stopped]
     lines = (tmp_path / "files" / "whole" / "statistics.jsonl").read_text().splitlines()
     assert len(lines) == 4 * 5
+
+
+SUBGROUPS = """
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.test_fit import DataLoader, PadCollate, Tagger, evaluate, loss_of, samples, tokens
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+groups = [dist.new_group([0, 1]), dist.new_group([2])]
+mine = samples(20, 9)[10 * rank : 10 * (rank + 1)] if rank < 2 else samples(7, 3)
+loader = DataLoader(mine, batch_size=4, collate_fn=PadCollate())
+found = evaluate(Tagger(), loader, loss_of, weight=tokens, group=groups[rank == 2])
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_an_evaluation_over_some_of_the_ranks(tmp_path: Path) -> None:
+    """Each group has the loss of its own samples, on every rank of it."""
+    first, second, third = torchrun(SUBGROUPS, tmp_path, 3)
+    whole = DataLoader(samples(20, 9), batch_size=20, collate_fn=PadCollate())
+    alone = DataLoader(samples(7, 3), batch_size=7, collate_fn=PadCollate())
+    assert first == second == pytest.approx(evaluate(Tagger(), whole, loss_of, weight=tokens))
+    assert third == pytest.approx(evaluate(Tagger(), alone, loss_of, weight=tokens))
 
 
 def test_models_of_the_tests_differ() -> None:

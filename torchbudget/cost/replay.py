@@ -23,7 +23,7 @@ _BY_HAND: Final = (
 
 
 # torch leaves the dispatch mode's class and constructor without types.
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):
     """The bytes that live after each operation inside the context, each storage counted once.
 
     Only storages without memory count: those of meta tensors, and of fake ones.
@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         self.history: list[int] = []
         self._live_bytes = 0
         self._seen: set[int] = set()

@@ -154,11 +154,11 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
 
 
 # torch leaves the dispatch mode's class and constructor without types.
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveBytes(TorchDispatchMode):
     """The bytes that live on a device after each operation, each storage counted once."""
 
     def __init__(self, fakes: FakeTensorMode, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         self.live_bytes = 0
         self.begin()
         self._fakes = fakes
@@ -178,7 +178,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a real tensor as long as it lives, and give its fake."""
-        fake: torch.Tensor | None = self._stand_ins.get(tensor)  # type: ignore[no-untyped-call]
+        fake: torch.Tensor | None = self._stand_ins.get(tensor)
         if fake is None:
             fake = self._stand_ins[tensor] = self._fakes.from_tensor(tensor)
             before = self.live_bytes

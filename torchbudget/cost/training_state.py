@@ -254,7 +254,7 @@ def _of_function(function: types.FunctionType) -> list[Any]:
 
 def _generator_states(own: Sequence[Any]) -> tuple[Any, ...]:
     devices = None
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         devices = torch.cuda.get_rng_state_all()
     numpy = np.random.get_state()  # noqa: NPY002 (the user's step may draw from it)
     states = [(one, _state_of(one)) for one in own]
@@ -270,7 +270,7 @@ def _state_of(generator: Any) -> Any:
 def _set_generator_states(states: tuple[Any, ...]) -> None:
     python, numpy, cpu, devices, own = states
     random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
+    np.random.set_state(numpy)  # noqa: NPY002 (as above)
     torch.set_rng_state(cpu)
     if devices is not None:
         torch.cuda.set_rng_state_all(devices)

@@ -33,7 +33,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
         return torch.empty(shape, dtype=dtype, device=device)
     # What default_collate does too; share_memory_() would copy the uninitialised bytes.
     # torch leaves these two without types.
-    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
 

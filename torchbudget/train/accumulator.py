@@ -415,6 +415,7 @@ class GradAccumulator(Joinable):
         """Where the accumulation stands; in the middle of a step with its gradients, copied."""
         pending = self._pending
         gradients = [p.grad for p in self._stepping.parameters()] if pending.micro_batches else []
+        self._watch.saved()
         return {
             "version": 1,
             "steps": self._steps,

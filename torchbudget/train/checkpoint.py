@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def run_state(
     accumulator: GradAccumulator,
     loader: DataLoader[Any],
     batches_done: int | None,
+    *,
+    epoch: int,
 ) -> dict[str, Any]:
     """Model, optimizers, schedulers, scaler, accumulator; of each rank, data and generators.
 
@@ -32,8 +35,9 @@ def run_state(
         accumulator: with its optimizers.
         loader: a `StatefulDataLoader`, or one whose batch sampler has a state.
         batches_done: in the current loop over the loader; `None`: it is over.
+        epoch: that this loop draws, or the coming one.
     """
-    mine = {"data": _data_state(loader, batches_done), **_generators()}
+    mine = {"data": _data_state(loader, batches_done, epoch), **_generators()}
     return {
         "version": _VERSION,
         "model": model.state_dict(),
@@ -71,13 +75,15 @@ def load_run_state(
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
     data = _of_rank(state, accumulator)["data"]
-    if data is not None:
-        _stateful(loader).load_state_dict(data)
+    if "sampler" in data:
+        _stateful(loader.batch_sampler).load_state_dict(data["sampler"])
+    elif "loader" in data:
+        _stateful(loader).load_state_dict(data["loader"])
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
     """Whether the loader's position can be saved."""
-    return hasattr(_stateful(loader), "load_state_dict")
+    return hasattr(loader, "load_state_dict") or _tells_positions(loader.batch_sampler)
 
 
 def load_generators(whole: dict[str, Any], accumulator: GradAccumulator) -> None:
@@ -89,7 +95,7 @@ def load_generators(whole: dict[str, Any], accumulator: GradAccumulator) -> None
     random.setstate(state["python"])
     inner = state["numpy"]["state"]
     words = {**inner, "key": np.array(inner["key"], np.uint32)}
-    np.random.set_state({**state["numpy"], "state": words})  # noqa: NPY002
+    np.random.set_state({**state["numpy"], "state": words})  # noqa: NPY002 (as above)
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -102,14 +108,23 @@ def save(state: Any, path: Path) -> None:
     beside.replace(path)
 
 
-def _stateful(loader: Any) -> Any:
-    return loader if hasattr(loader, "load_state_dict") else loader.batch_sampler
+def _data_state(loader: Any, batches_done: int | None, epoch: int) -> dict[str, Any]:
+    own = hasattr(loader, "load_state_dict")
+    if _tells_positions(loader.batch_sampler):
+        state = loader.batch_sampler.state_dict(batches_done=batches_done)
+        # Between epochs a loader's own state would begin a loop over what is drawn.
+        if not own or batches_done is None or state["epoch"] > epoch:
+            return {"sampler": state}
+    return {"loader": loader.state_dict()} if own else {}
 
 
-def _data_state(loader: DataLoader[Any], batches_done: int | None) -> Any:
-    source = _stateful(loader)
-    if isinstance(source, DataLoader):
-        return _stateful(source).state_dict()
-    if hasattr(source, "load_state_dict"):
-        return source.state_dict(batches_done=batches_done)
-    return None
+def _tells_positions(sampler: Any) -> bool:
+    """Whether it is a sampler that knows where it stood behind any batch."""
+    state_dict = getattr(sampler, "state_dict", None)
+    return state_dict is not None and "batches_done" in signature(state_dict).parameters
+
+
+def _stateful(source: Any) -> Any:
+    if not hasattr(source, "load_state_dict"):
+        raise StateError(f"the checkpoint holds a position, but {source!r} cannot load one")
+    return source

@@ -34,7 +34,7 @@ class Ending(Protocol):
 class Never:
     """Only `GradAccumulator.step` and `flush` end a step."""
 
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
+    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
         """See `Ending.ends`."""
         return False
 
@@ -52,7 +52,7 @@ class Every(Never):
     def __init__(self, number: int) -> None:
         self._number = number
 
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
+    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
         """See `Ending.ends`."""
         return micro_batches >= self._number
 
@@ -64,7 +64,7 @@ class Reaching(Never):
         self.samples = samples
         self._weight = weight
 
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
+    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
         """See `Ending.ends`."""
         if self.samples is not None:
             return samples >= self.samples
@@ -85,7 +85,7 @@ class Planned:
         self._steps: Iterator[int] = iter(())
         self._left: int | None = None  # micro-batches of the planned step
 
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:  # noqa: ARG002
+    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
         """See `Ending.ends`."""
         if self._drawings != self._now:
             self._begin()

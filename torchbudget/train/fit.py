@@ -297,7 +297,13 @@ class _Run:
         if self._folder is None:
             return
         state = {
-            "run": run_state(self._model, self._accumulator, self._loader, batches_done),
+            "run": run_state(
+                self._model,
+                self._accumulator,
+                self._loader,
+                batches_done,
+                epoch=len(self.history),
+            ),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
         }

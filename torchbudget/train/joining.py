@@ -30,6 +30,6 @@ class Joined(JoinHook):
         """One micro-batch of the other ranks."""
         self._micro_batch()
 
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002
+    def post_hook(self, is_last_joiner: bool) -> None:
         """No rank has data."""
         self._flush()

@@ -120,7 +120,7 @@ def _two_passes(
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpu = torch.cuda.is_initialized()
     return torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
 
 

@@ -100,7 +100,7 @@ def evaluate(
     # DDP's forward may share buffers, which is a collective: ranks may have no batch.
     shares = [m for m in model.modules() if getattr(m, "require_forward_param_sync", False)]
     for module in shares:
-        module.require_forward_param_sync = False  # type: ignore[assignment]
+        module.require_forward_param_sync = False  # type: ignore[assignment]  # DDP's
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=near)
     weighs = 0.0
@@ -115,7 +115,7 @@ def evaluate(
             if module.training != mode:
                 module.train(mode)
         for module in shares:
-            module.require_forward_param_sync = True  # type: ignore[assignment]
+            module.require_forward_param_sync = True  # type: ignore[assignment]  # DDP's
     total = torch.stack([losses, losses.new_tensor(weighs)]).to(ranks.device(near))
     loss, weighed = ranks.summed(total).tolist()
     return loss / weighed if weighed else math.nan

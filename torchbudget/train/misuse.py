@@ -55,8 +55,8 @@ class Watch:
         self._ours = False
         self._quiet = False
         self._sentinel: tuple[Tensor, Tensor, int] | None = None
-        # Outlives this object, to be looked at when it is gone.
-        self._pending = {"micro_batches": 0}
+        # Outlives this object, to be looked at when it is gone; nothing that a state holds is lost.
+        self._pending = {"micro_batches": 0, "lost": 0}
         weakref.finalize(self, _forgotten, self._pending)
         me = weakref.ref(self)
         for optimizer in optimizers:
@@ -101,7 +101,7 @@ class Watch:
 
     def left(self, micro_batches: int, parameters: Iterable[Tensor], *, ends: bool) -> None:
         """A micro-batch ended well, which makes that many of the step."""
-        self._pending["micro_batches"] = micro_batches
+        self._pending.update(micro_batches=micro_batches, lost=micro_batches)
         self._sentinel = None
         if ends:
             return
@@ -129,7 +129,8 @@ class Watch:
     def quiet(self) -> Iterator[None]:
         """Nothing inside is said or remembered."""
         before = dict(self._pending), self._parameters, self._quiet
-        self._pending["micro_batches"], self._quiet = 0, True
+        self._pending.update(micro_batches=0, lost=0)
+        self._quiet = True
         try:
             yield
         finally:
@@ -166,6 +167,10 @@ class Watch:
         self._pending["micro_batches"] = micro_batches
         self._sentinel = None
 
+    def saved(self) -> None:
+        """A state was taken: what it holds of a step is not lost with this object."""
+        self._pending["lost"] = 0
+
     def stepping(self, parameters: Sequence[Tensor]) -> None:
         """A step is taken on these parameters."""
         now = [id(parameter) for parameter in parameters]
@@ -176,7 +181,7 @@ class Watch:
                 "GradAccumulator where model or optimizer are changed",
             )
         self._parameters = now
-        self._pending["micro_batches"] = 0
+        self._pending.update(micro_batches=0, lost=0)
         self._sentinel = None
 
     @contextmanager
@@ -244,9 +249,9 @@ def _callers_level() -> int:
 
 
 def _forgotten(pending: dict[str, int]) -> None:
-    if pending["micro_batches"]:
+    if pending["lost"]:
         warnings.warn(
-            f"a GradAccumulator is gone with {pending['micro_batches']} micro-batches that no step "
+            f"a GradAccumulator is gone with {pending['lost']} micro-batches that no step "
             "took; call accumulator.flush() behind the loop",
             ForgottenStepWarning,
             stacklevel=2,

@@ -58,7 +58,7 @@ class Attempt:
         self._buffers = Buffers(modules)
         self._cpu = torch.get_rng_state()
         self._cuda: Tensor | None = None
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             self._cuda = torch.cuda.get_rng_state()
         for parameter in parameters:
             parameter.grad = None
