@@ -36,6 +36,9 @@ from tests.large_steps import difference
 from torchbudget import BatchNormWarning, GradAccumulator, TooLargeError, return_freed_memory
 
 return_freed_memory()  # or else the heap has blocks of before
+# The first square root of a process (AdamW's) is not always the same where two threads take it at
+# once: of the same gradients and averages, one process in a hundred made other parameters.
+torch.set_num_threads(1)
 WIDE = 30_000  # an activation of a sample is 240 kB, which malloc maps and unmaps
 
 
