@@ -8,6 +8,7 @@ from torchbudget.cost.padded import PackedCost, PaddedCost
 from torchbudget.cost.protocol import AdditiveCost, CostModel
 from torchbudget.cost.table import TableCost
 from torchbudget.cost.trace import trace_peak_bytes
+from torchbudget.data import transforms
 from torchbudget.data.collate import JaggedCollate, PackCollate
 from torchbudget.data.jagged import JaggedBatch
 from torchbudget.data.packed import PackedBatch
@@ -15,6 +16,7 @@ from torchbudget.data.pad_collate import PadCollate
 from torchbudget.data.padded import PaddedBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes import sizes_of
+from torchbudget.data.stream import BudgetedIterableDataset, LeftOut, agreed_end
 from torchbudget.errors import (
     BatchNormWarning,
     BudgetError,
@@ -31,6 +33,7 @@ from torchbudget.errors import (
     OptionError,
     OversizeError,
     ReductionWarning,
+    SampleError,
     SizesError,
     StateError,
     StateMismatchError,
@@ -61,6 +64,7 @@ __all__ = [
     "BatchFigures",
     "BatchNormWarning",
     "BudgetError",
+    "BudgetedIterableDataset",
     "ChangedParametersWarning",
     "CollateError",
     "CostError",
@@ -76,6 +80,7 @@ __all__ = [
     "JaggedBatch",
     "JaggedCollate",
     "KiB",
+    "LeftOut",
     "MachineError",
     "MeasureWarning",
     "MeasuredCost",
@@ -98,6 +103,7 @@ __all__ = [
     "PlanReport",
     "Probe",
     "ReductionWarning",
+    "SampleError",
     "SizesError",
     "StateError",
     "StateMismatchError",
@@ -111,6 +117,7 @@ __all__ = [
     "UnsynchronizedWarning",
     "WarmUp",
     "__version__",
+    "agreed_end",
     "determinize",
     "evaluate",
     "fit",
@@ -127,5 +134,6 @@ __all__ = [
     "sizes_of",
     "trace_peak_bytes",
     "train_epoch",
+    "transforms",
     "warm_up",
 ]

@@ -12,6 +12,7 @@ TorchBudgetError
 ├── StateError           (ValueError)    a state that is malformed
 │   └── StateMismatchError               a state of another dataset, order or version
 ├── CollateError         (ValueError)    samples that cannot form one batch
+├── SampleError          (RuntimeError)  a sample of a stream that cannot be read or made
 ├── MachineError         (RuntimeError)  a reading that this machine does not give
 ├── StepError            (RuntimeError)  an optimizer step that cannot be taken exactly
 ├── TooLargeError        (MemoryError)   one sample alone does not fit into memory
@@ -74,6 +75,10 @@ class StateMismatchError(StateError):
 
 class CollateError(TorchBudgetError, ValueError):
     """Samples cannot form one batch."""
+
+
+class SampleError(TorchBudgetError, RuntimeError):
+    """A sample of a stream cannot be read or made."""
 
 
 class MachineError(TorchBudgetError, RuntimeError):

@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.cost.protocol import CostModel
+from torchbudget.data.arguments import at_least_one, natural, optional, ranks_of
 from torchbudget.data.drawing import Drawing
 from torchbudget.data.state import decode, encode
 from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
@@ -127,14 +128,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise OptionError(f"{name} must be a bool, got {flag!r}")
-        self.num_replicas, self.rank = _ranks(num_replicas, rank)
+        self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         table = SizeTable.of(sizes)
         rules = BatchRules(
             cost=cost,
             budget_bytes=device_bytes,
-            size_multiple=_at_least_one("size_multiple", size_multiple),
-            max_batch_size=_optional("max_batch_size", max_batch_size),
-            batch_size_multiple=_at_least_one("batch_size_multiple", batch_size_multiple),
+            size_multiple=at_least_one("size_multiple", size_multiple),
+            max_batch_size=optional("max_batch_size", max_batch_size),
+            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
             balance=_balance(balance, cost),
         )
         if np.ndim(cost.batch_bytes(1, table.values[0])):
@@ -145,17 +146,17 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),
-            num_samples=_optional("num_samples", num_samples),
+            num_samples=optional("num_samples", num_samples),
             shuffle=shuffle,
             replacement=replacement,
             weights=None if weights is None else _floats("weights", weights),
-            seed=_natural("seed", seed),
+            seed=natural("seed", seed),
         )
         self.plan = Plan(
             table,
             rules,
             order,
-            window=(_optional("samples_per_step", samples_per_step) or _optional("window", window)),
+            window=(optional("samples_per_step", samples_per_step) or optional("window", window)),
             step_per_window=samples_per_step is not None,
             drop_last=drop_last,
             ranks=self.num_replicas,
@@ -182,7 +183,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Where that is the epoch that would come anyway nothing changes, so that a position that was
         loaded stays.
         """
-        epoch = _natural("epoch", epoch)
+        epoch = natural("epoch", epoch)
         if epoch != self.epoch:
             if self._drawing is None and self._position.stop:
                 warnings.warn(
@@ -245,7 +246,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         plan, position = self.plan, self._position
         if self._drawing is not None:
             plan, position = self._drawing.after(
-                None if batches_done is None else _natural("batches_done", batches_done)
+                None if batches_done is None else natural("batches_done", batches_done)
             )
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but nothing was drawn yet")
@@ -312,19 +313,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             self._position = Position(epoch=drawing.began.epoch + 1)
 
 
-def _ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this one's, from `torch.distributed` where they are not given."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if num_replicas is None:
-        num_replicas = torch.distributed.get_world_size() if distributed else 1
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    ranks = _at_least_one("num_replicas", num_replicas)
-    if _natural("rank", rank) >= ranks:
-        raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
-    return ranks, rank
-
-
 def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float, int]:
     """The largest of both, element by element, over all ranks of the default process group."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -336,12 +324,6 @@ def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float
     torch.distributed.all_gather_object(told, (margin, behind))
     margins, places = zip(*told, strict=True)
     return max(margins), max(places)
-
-
-def _natural(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise OptionError(f"{name} must be an int of at least 0, got {value!r}")
-    return int(value)
 
 
 def _balance(balance: object, cost: CostModel) -> CostModel | None:
@@ -358,18 +340,8 @@ def _balance(balance: object, cost: CostModel) -> CostModel | None:
     return cast("CostModel", time)
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise OptionError(f"{name} must be an int of at least 1, got {value!r}")
-    return int(value)
-
-
 def _floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         return np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
         raise OptionError(f"{name} must be numbers: {error}") from error
-
-
-def _optional(name: str, value: int | None) -> int | None:
-    return None if value is None else _at_least_one(name, value)

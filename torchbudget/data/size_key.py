@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchbudget.errors import OptionError, SizesError
@@ -55,6 +56,46 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
         raise SizesError(
             f"sample {index} has no size for key {key!r}: {type(error).__name__}: {error}"
         ) from error
+
+
+_SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
+
+
+def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArray[np.int64]:
+    """The sizes of many samples, shape `(n,)` or `(n, d)`.
+
+    Args:
+        samples: at least one.
+        key: where the size stands.
+        first: number of the first sample, for errors.
+
+    Raises:
+        SizesError: a sample has none, or another number of axes than the first one.
+    """
+    try:
+        found = np.asarray(_quick(samples, key))
+    except Exception:  # noqa: BLE001  (which sample it was: found one by one, below)
+        found = np.empty(0)
+    if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
+        sizes = [size_of(sample, key, first + i) for i, sample in enumerate(samples)]
+        axes = {len(size) if isinstance(size, tuple) else 0 for size in sizes}
+        if len(axes) > 1:
+            raise SizesError(f"samples from {first} on have sizes of {sorted(axes)} axes")
+        found = np.array(sizes)
+    return found.astype(np.int64, copy=False)
+
+
+def _quick(samples: Sequence[Any], key: SizeKey) -> list[Any]:
+    if callable(key):
+        return list(map(key, samples))
+    if isinstance(key, tuple):
+        columns = (_quick(samples, field) for field in key)
+        return list(zip(*columns, strict=True))
+    values = samples if key is None else list(map(operator.itemgetter(key), samples))
+    kinds = set(map(type, values))
+    if not kinds <= _SIZED or (key is None and tuple in kinds):
+        raise TypeError("not the kinds whose length is their size beyond doubt")
+    return list(map(len, values))
 
 
 def _length(value: Any) -> int:

@@ -1,0 +1,277 @@
+"""What a stream reads from, and how workers and ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.utils.data._utils.worker as torch_worker
+
+from torchbudget.errors import OptionError, SampleError
+from torchbudget.plan.permutation import shuffled_keys
+
+Split: TypeAlias = Literal["none", "workers", "ranks"]
+
+_SHARD_STREAM: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One of the processes that share a source.
+
+    Attributes:
+        worker: number of the `DataLoader`'s worker, on its rank.
+        workers: of each rank, at least 1.
+        rank: of the process.
+        ranks: how many.
+    """
+
+    worker: int
+    workers: int
+    rank: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the items of a stream come from.
+
+    Attributes:
+        given: by the user.
+        split: which processes get the same items: all of them (`"none"`), the same worker of each
+            rank (`"workers"`), or none (`"ranks"`).
+        shuffle: shards in another order for each pass.
+        seed: of that order.
+    """
+
+    given: Any
+    split: Split
+    shuffle: bool
+    seed: int
+
+    @classmethod
+    def of(cls, given: Any, split: Split | None, *, shuffle: bool, seed: int) -> Source:
+        """Find out what it is.
+
+        Raises:
+            OptionError: nothing that can be iterated more than once.
+        """
+        if isinstance(given, (list, tuple)):
+            for number, shard in enumerate(given):
+                if isinstance(shard, (str, bytes, dict, torch.Tensor, np.ndarray)) or not (
+                    callable(shard) or isinstance(shard, Iterable)
+                ):
+                    raise OptionError(
+                        f"a list is taken for shards, each an iterable of samples or a function "
+                        f"that gives one; shard {number} is a {type(shard).__name__}. Samples in a "
+                        "list have an index: use MemoryBudgetBatchSampler"
+                    )
+            if not given:
+                raise OptionError("the list of shards is empty")
+        elif not (callable(given) or isinstance(given, Iterable) or hasattr(given, "iter_rows")):
+            raise OptionError(
+                "expected an iterable, an IterableDataset, a function (shard, num_shards) that "
+                f"gives an iterator, or a list of shards, got {type(given).__name__}"
+            )
+        elif isinstance(given, Iterator):
+            raise OptionError(
+                "an iterator is used up after one epoch, and cannot be shared by workers: pass "
+                "what it is made of, or a function (shard, num_shards) that makes one"
+            )
+        if split not in (None, "none", "workers", "ranks"):
+            raise OptionError(f"split must be 'none', 'workers' or 'ranks', got {split!r}")
+        return cls(given=given, split=split or _split_of(given), shuffle=shuffle, seed=seed)
+
+    def open(self, slot: Slot, *, epoch: int, number: int) -> Reader:
+        """Begin a pass over what this process reads."""
+        given = self.given
+        if isinstance(given, (list, tuple)):
+            order = np.arange(len(given))
+            if self.shuffle:
+                order = order[
+                    np.argsort(
+                        shuffled_keys(self.seed, epoch, number, _SHARD_STREAM, numbers=order)
+                    )
+                ]
+            if self.split == "workers":
+                order = order[slot.worker :: slot.workers]
+            elif self.split == "ranks":
+                order = order[slot.rank * slot.workers + slot.worker :: slot.ranks * slot.workers]
+            return Reader([given[i] for i in order], order.tolist())
+        if callable(given) and not isinstance(given, Iterable):
+            shard, shards = {
+                "none": (0, 1),
+                "workers": (slot.worker, slot.workers),
+                "ranks": (slot.rank * slot.workers + slot.worker, slot.ranks * slot.workers),
+            }[self.split]
+            return Reader([_Called(given, shard, shards)], [shard])
+        if hasattr(given, "set_epoch"):
+            given.set_epoch(epoch + number)
+        if hasattr(given, "iter_rows") and not isinstance(given, Iterable):
+            given = _Rows(given)
+        return Reader([given], [0], alone=self.split == "none")
+
+
+def _split_of(given: Any) -> Split:
+    """How a source is split already, or asks to be."""
+    if isinstance(given, (list, tuple)):
+        return "workers"
+    kind = type(given)
+    library = kind.__module__.partition(".")[0]
+    if library == "datasets":  # splits itself by worker, and by node if it was told to
+        return "workers" if getattr(given, "_distributed", None) is None else "ranks"
+    if library in {"webdataset", "ray"} or (callable(given) and not isinstance(given, Iterable)):
+        return "ranks"
+    return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    function: Callable[[int, int], Iterable[Any]]
+    shard: int
+    shards: int
+
+    def __call__(self) -> Iterable[Any]:
+        return self.function(self.shard, self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    iterator: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterator.iter_rows())
+
+
+class Reader:
+    """One pass over shards, one after the other.
+
+    Args:
+        shards: iterables, or functions that give one.
+        names: numbers of them, for errors.
+        alone: hide from the source that it is read in a worker: one that splits itself by worker
+            would be split twice.
+
+    Attributes:
+        position: of the next item.
+    """
+
+    def __init__(self, shards: Sequence[Any], names: Sequence[int], *, alone: bool = False) -> None:
+        self._shards = shards
+        self._names = names
+        self._alone = alone
+        self._number = 0
+        self._offset = 0
+        self._items: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        self._mark: dict[str, Any] | None = None  # before those
+        self._over = not shards
+        self.position = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last item was read."""
+        return self._over and not self._ahead
+
+    def take(self, n: int) -> list[Any]:
+        """The next n items, or those that are left.
+
+        Raises:
+            SampleError: the source raised, or a shard held fewer items than its `len`.
+        """
+        items = self._ahead[:n]
+        del self._ahead[:n]
+        while len(items) < n and not self._over:
+            items += self._some(n - len(items))
+        self.position += len(items)
+        return items
+
+    def peek(self, n: int) -> int:
+        """How many items follow, up to n."""
+        if not self._ahead:
+            self._mark = self.state()
+        while len(self._ahead) < n and not self._over:
+            self._ahead += self._some(n - len(self._ahead))
+        return min(len(self._ahead), n)
+
+    def skip(self, n: int) -> None:
+        """Go past n items, whole shards at once where they know their lengths."""
+        while n and not self.ended:
+            shard = self._shards[self._number] if not self._over else None
+            if not self._ahead and self._items is None and isinstance(shard, Sequence):
+                length = len(shard)
+                if length <= n:
+                    n -= length
+                    self.position += length
+                    self._next_shard()
+                    continue
+            n -= len(self.take(min(n, 1024)))
+
+    def state(self) -> dict[str, Any] | None:
+        """Where the source itself says that it stands, if it can."""
+        if self._ahead:
+            mark = self._mark
+            return mark if mark is not None and mark["position"] == self.position else None
+        if len(self._shards) != 1 or self._over or self._items is None:
+            return None
+        [shard] = self._shards
+        if not (hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")):
+            return None
+        return {"position": self.position, "source": shard.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to where `state` stood, before anything is read."""
+        [shard] = self._shards
+        shard.load_state_dict(state["source"])
+        self.position = state["position"]
+
+    def _some(self, n: int) -> list[Any]:
+        """The next items of this shard; where there are none, the next one begins."""
+        try:
+            with _not_in_a_worker() if self._alone else _as_it_is():
+                if self._items is None:
+                    shard = self._shards[self._number]
+                    made = shard() if callable(shard) and not isinstance(shard, Iterable) else shard
+                    self._items = iter(made)
+                items = list(islice(self._items, n))
+        except Exception as error:
+            raise SampleError(
+                f"{self._place()} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        self._offset += len(items)
+        if len(items) < n:
+            shard = self._shards[self._number]
+            if isinstance(shard, Sequence) and len(shard) != self._offset:
+                raise SampleError(f"{self._place()} ended, {len(shard)} items were expected")
+            self._next_shard()
+        return items
+
+    def _place(self) -> str:
+        return f"item {self._offset} or one soon after it, of shard {self._names[self._number]},"
+
+    def _next_shard(self) -> None:
+        self._items = None
+        self._offset = 0
+        self._number += 1
+        self._over = self._number == len(self._shards)
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _not_in_a_worker() -> Iterator[None]:
+    """`torch.utils.data.get_worker_info()` is `None` inside."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before

@@ -1,0 +1,243 @@
+"""Small functions of a sample, to be put together: each one gives a picklable object.
+
+```python
+from torchbudget import transforms
+
+stream = BudgetedIterableDataset(
+    files, cost, budget, size="ids",
+    transforms=[transforms.apply_at("ids", tokenize), transforms.random_apply(0.1, mask)],
+)
+```
+
+What is random draws from `transforms.rng()`, the generator of the one sample: a function of
+(seed, epoch, position), and so the same for any number of workers and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from torchbudget.errors import OptionError
+
+Transform: TypeAlias = Callable[[Any], Any]
+
+__all__ = [
+    "apply_at",
+    "expand",
+    "keep_if",
+    "multiply",
+    "random_apply",
+    "rng",
+    "sample_args",
+    "unpack_args",
+    "zip_apply",
+]
+
+
+class SampleRandom:
+    """What is random about one sample.
+
+    Args:
+        key: what its numbers are a function of.
+    """
+
+    __slots__ = ("_generator", "_key")
+
+    def __init__(self, *key: int) -> None:
+        self._key = key
+        self._generator: np.random.Generator | None = None
+
+    @property
+    def generator(self) -> np.random.Generator:
+        """Made when it is first asked for: most samples draw nothing."""
+        if self._generator is None:
+            self._generator = np.random.Generator(
+                np.random.Philox(np.random.SeedSequence(self._key))
+            )
+        return self._generator
+
+
+sample_random: ContextVar[SampleRandom] = ContextVar("sample_random")
+
+
+def rng() -> np.random.Generator:
+    """The random generator of the sample that is being transformed.
+
+    For torch: `torch.Generator().manual_seed(int(rng().integers(2**63)))`.
+
+    Raises:
+        OptionError: no stream is transforming a sample.
+    """
+    try:
+        return sample_random.get().generator
+    except LookupError:
+        raise OptionError("transforms.rng() is that of a sample in a stream's transforms") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function with arguments that follow the sample."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, value: Any) -> Any:
+        return self.function(value, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked(_Call):
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return self.function(*self.args, **value, **self.kwargs)
+        return self.function(*value, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    places: tuple[Any, ...]
+    call: _Call
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {**value, **{place: self.call(value[place]) for place in self.places}}
+        fields = list(value)
+        for place in self.places:
+            fields[place] = self.call(fields[place])
+        return _like(value, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zipped:
+    calls: tuple[Transform | None, ...]
+
+    def __call__(self, value: Any) -> Any:
+        fields = list(value.values() if isinstance(value, Mapping) else value)
+        if len(fields) != len(self.calls):
+            raise ValueError(f"zip_apply has {len(self.calls)} functions for {len(fields)} fields")
+        made = [one if f is None else f(one) for f, one in zip(self.calls, fields, strict=True)]
+        return (
+            dict(zip(value, made, strict=True))
+            if isinstance(value, Mapping)
+            else _like(value, made)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Each(_Call):
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: _Call.__call__(self, one) for name, one in value.items()}
+        return _like(value, [_Call.__call__(self, one) for one in value])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sometimes:
+    probability: float
+    call: _Call
+
+    def __call__(self, value: Any) -> Any:
+        return self.call(value) if rng().random() < self.probability else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn(_Call):
+    def __call__(self, value: Any) -> Any:
+        args = [one() if callable(one) else one for one in self.args]
+        kwargs = {name: one() if callable(one) else one for name, one in self.kwargs.items()}
+        return self.function(value, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded(_Call):
+    """Gives many samples of one, or none."""
+
+
+def _like(value: Any, fields: list[Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*fields)
+    return fields if isinstance(value, list) else tuple(fields)
+
+
+def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
+    """`function(*sample, *args, **kwargs)`; of a mapping, its fields by name.
+
+    >>> unpack_args(max)((3, 5))
+    5
+    """
+    return _Unpacked(function, args, kwargs)
+
+
+def apply_at(
+    places: int | str | Sequence[int | str], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Transform:
+    """Replace one field or several: each by `function(field, *args, **kwargs)`.
+
+    >>> apply_at(0, len)(("abc", "d"))
+    (3, 'd')
+    """
+    several = isinstance(places, Sequence) and not isinstance(places, str)
+    return _At(tuple(places) if several else (places,), _Call(function, args, kwargs))  # type: ignore[arg-type]
+
+
+def zip_apply(*functions: Transform | None) -> Transform:
+    """The first function for the first field, and so on; `None` leaves a field as it is.
+
+    >>> zip_apply(len, None)(("abc", "d"))
+    (3, 'd')
+    """
+    return _Zipped(functions)
+
+
+def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
+    """The same function for every field.
+
+    >>> multiply(len)({"source": "abc", "target": "de"})
+    {'source': 3, 'target': 2}
+    """
+    return _Each(function, args, kwargs)
+
+
+def random_apply(
+    probability: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Transform:
+    """`function(sample, *args, **kwargs)` with a probability, else the sample as it is.
+
+    Raises:
+        OptionError: the probability is not between 0 and 1.
+    """
+    if not 0 <= probability <= 1:
+        raise OptionError(f"expected a probability between 0 and 1, got {probability!r}")
+    return _Sometimes(probability, _Call(function, args, kwargs))
+
+
+def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
+    """`function(sample, *args, **kwargs)`, where arguments that are callable are called first.
+
+    They draw from `transforms.rng()`.
+    """
+    return _Drawn(function, args, kwargs)
+
+
+def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> Transform:
+    """All of `function(sample, *args, **kwargs)` become samples of their own."""
+    return Expanded(function, args, kwargs)
+
+
+def keep_if(predicate: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
+    """Leave out the samples of which `predicate(sample, *args, **kwargs)` is false."""
+    return Expanded(_Kept(predicate), args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    predicate: Callable[..., Any]
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [value] if self.predicate(value, *args, **kwargs) else []

@@ -1,0 +1,447 @@
+"""One epoch of a stream in one process: its micro-batches, and where it stands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.data.grouping import Grouping
+from torchbudget.data.held_bytes import held_bytes
+from torchbudget.data.pipeline import Failed, Pipeline
+from torchbudget.data.size_key import SizeKey, size_of, sizes_of_all
+from torchbudget.data.source import Reader, Slot, Source
+from torchbudget.errors import (
+    SampleError,
+    SizesError,
+    StateError,
+    StateMismatchError,
+    UnevenRanksError,
+)
+from torchbudget.units import format_bytes
+
+_VERSION: Final = 1
+_log: Final = logging.getLogger("torchbudget")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where some samples begin that are put into micro-batches together.
+
+    Attributes:
+        number: of the pass over the source, within the epoch.
+        window: number of the window, over all passes.
+        position: of the first item in the pass.
+        left: items from there to the end of the window.
+        source: what the source itself can go on from, at or before that position.
+    """
+
+    number: int = 0
+    window: int = 0
+    position: int = 0
+    left: int
+    source: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Held:
+    """Samples that are in memory at a time.
+
+    Attributes:
+        start: where they begin.
+        samples: in the order in which they were read.
+        last: nothing follows in the pass.
+    """
+
+    start: Start
+    samples: list[Any]
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One micro-batch for each rank.
+
+    Attributes:
+        start: of the samples that were held.
+        number: of the round, from 1.
+        batches: of each rank, the samples.
+    """
+
+    start: Start
+    number: int
+    batches: list[list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all processes that read a stream agree on."""
+
+    source: Source
+    pipeline: Pipeline
+    grouping: Grouping
+    size: SizeKey
+    sized: bool
+    window: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    skip_failed: bool
+    batches_per_epoch: int | None
+    collate_fn: Callable[[list[Any]], Any]
+    identity: dict[str, Any]
+
+
+class Walk(Iterator[Any]):
+    """The micro-batches of an epoch that come in one process.
+
+    Args:
+        settings: of the stream.
+        slot: which process this is.
+        epoch: that is read.
+        most_bytes: that samples may hold while they wait for their micro-batch; `None`: any number.
+        count: called with the kind and the number of samples that were left out.
+
+    Attributes:
+        epoch: that is read.
+        finished: whether the last micro-batch was given.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        slot: Slot,
+        epoch: int,
+        *,
+        most_bytes: int | None,
+        count: Callable[[str, int], None],
+    ) -> None:
+        self.epoch = epoch
+        self.finished = False
+        self._settings = settings
+        self.slot = slot
+        self._most_bytes = most_bytes
+        self._count = count
+        self._start = self._next = Start(left=settings.window)
+        self._done = 0  # micro-batches from there on
+        self._given = 0  # in the epoch
+        self._limit: int | None = None
+        if settings.batches_per_epoch is not None:
+            each, more = divmod(settings.batches_per_epoch, slot.workers)
+            self._limit = each + (slot.worker < more)
+        self._batches: Generator[tuple[Start, int, list[Any]]] | None = None
+        self._told = False
+        self.buffered_bytes = 0
+        self.largest_buffered_bytes = 0
+
+    def __next__(self) -> Any:
+        if self.finished or self._given == self._limit:
+            self.finish()
+            raise StopIteration
+        if self._batches is None:
+            self._batches = self._run(self._start, self._done)
+        for start, done, samples in self._batches:
+            self._start, self._done = start, done
+            self._given += 1
+            return self._settings.collate_fn(samples)
+        self.finish()
+        raise StopIteration
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        self.finished = True
+        self.close()
+
+    def close(self) -> None:
+        """End the threads, and drop what is held."""
+        if self._batches is not None:
+            self._batches.close()
+        self._settings.pipeline.close()
+
+    # ------------------------------------------------------------------ position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, in plain types (and what the source itself says, if it can)."""
+        return {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "start": asdict(self._start),
+            "done": self._done,
+            "given": self._given,
+            "finished": self.finished,
+            "slot": asdict(self.slot),
+            "goes_on_by": "seeking" if self._start.source is not None else "skipping",
+            "identity": self._settings.identity,
+        }
+
+    def beginning(self) -> dict[str, Any]:
+        """The state of before the first micro-batch."""
+        start = Start(left=self._settings.window)
+        fresh = {"start": asdict(start), "done": 0, "given": 0, "finished": False}
+        return {**self.state_dict(), **fresh, "goes_on_by": "skipping"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state stands; before the first micro-batch.
+
+        Raises:
+            StateError: it is no such state.
+            StateMismatchError: it is of another stream, or cannot go on in this process.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            raise StateError("expected what BudgetedIterableDataset.state_dict() gave")
+        self._check(state)
+        self.epoch = int(state["epoch"])
+        self._start = Start(**state["start"])
+        self._done = int(state["done"])
+        self._given = int(state["given"])
+        self.finished = bool(state["finished"])
+        self._batches = None
+        slot = Slot(**state["slot"])
+        if slot != self.slot and self._limit is not None and self._given:
+            total = self._settings.batches_per_epoch or 0
+            each, more = divmod(total - self._given, self.slot.workers)
+            self._limit, self._given = each + (self.slot.worker < more), 0
+        if self._owner(self._start.window) != self.slot.worker:
+            self._done = 0  # another worker goes on within that window
+
+    def _owner(self, window: int) -> int:
+        if self._settings.source.split == "none":
+            return window % self.slot.workers
+        return self.slot.worker
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        mine = self._settings.identity
+        saved = state["identity"]
+        for name in ("window", "seed", "shuffle", "split", "sized"):
+            if saved[name] != mine[name]:
+                raise StateMismatchError(f"{name}: saved {saved[name]!r}, now {mine[name]!r}")
+        slot = Slot(**state["slot"])
+        if slot == self.slot and saved == mine:
+            return
+        if state["done"] and (slot.ranks != self.slot.ranks or saved != mine):
+            raise StateMismatchError(
+                f"{state['done']} micro-batches of a window are done, and the number of ranks or "
+                "the rules of micro-batches differ: another number needs a window's boundary"
+            )
+        shared = self._settings.source.split == "none" and slot.workers == 1
+        if slot.workers != self.slot.workers and not shared:
+            raise StateMismatchError(
+                f"the state is that of worker {slot.worker} of {slot.workers}, here are "
+                f"{self.slot.workers}"
+            )
+        if self._settings.source.split == "ranks" and slot.ranks != self.slot.ranks:
+            raise StateMismatchError(
+                f"each of {slot.ranks} ranks had a part of the source, here are {self.slot.ranks}"
+            )
+
+    # ------------------------------------------------------------------ micro-batches
+
+    def _run(self, start: Start, done: int) -> Generator[tuple[Start, int, list[Any]]]:
+        """This rank's micro-batches: where what follows begins, and how many are done from there.
+
+        With several ranks the last round of samples that are held waits for the next ones, and goes
+        together with what could not be dealt evenly at the end of the stream.
+        """
+        rank, ranks = self._dealt
+        waiting: Held | None = None  # could not be dealt evenly alone
+        last: Round | None = None
+        for held in self._held(start):
+            if waiting is not None:
+                held = self._joined(waiting, held)
+            try:
+                rounds = self._rounds(held)
+            except UnevenRanksError:
+                waiting = held
+                continue
+            waiting = None
+            if last is not None and rounds:
+                yield held.start, 0, last.batches[rank]
+                last = None
+            for number, batches in enumerate(rounds, 1):
+                if number < len(rounds):
+                    if number > done:
+                        yield held.start, number, batches[rank]
+                elif ranks > 1:
+                    last = Round(held.start, number, batches)
+                else:
+                    yield self._next, 0, batches[rank]
+            done = done if last is not None else 0
+        if waiting is not None and not self._settings.drop_last:
+            at, before, samples = waiting.start, 0, waiting.samples
+            if last is not None:
+                at, before = last.start, last.number - 1
+                samples = [sample for batch in last.batches for sample in batch] + samples
+            for number, batches in enumerate(self._rounds(Held(waiting.start, samples)), 1):
+                if at != start or before + number > done:
+                    yield at, before + number, batches[rank]
+        elif last is not None:
+            yield self._next, 0, last.batches[rank]
+
+    @property
+    def _dealt(self) -> tuple[int, int]:
+        """This process's part of a window, and how many parts there are."""
+        if self._settings.source.split == "ranks":
+            return 0, 1
+        return self.slot.rank, self.slot.ranks
+
+    def _rounds(self, held: Held) -> list[list[list[Any]]]:
+        """The samples of each round's micro-batches.
+
+        Raises:
+            UnevenRanksError: they cannot be dealt evenly.
+        """
+        settings, samples = self._settings, held.samples
+        sizes: npt.NDArray[Any] | None = None
+        if settings.sized and samples:
+            samples, sizes = self._sized(held)
+        key = (settings.seed, self.epoch, held.start.number, held.start.window, held.start.position)
+        rounds = settings.grouping.rounds(
+            samples,
+            sizes,
+            key=key if settings.shuffle else None,
+            drop_last=settings.drop_last and held.last,
+        )
+        return [[[samples[i] for i in batch] for batch in one] for one in rounds]
+
+    def _sized(self, held: Held) -> tuple[list[Any], npt.NDArray[Any]]:
+        """Samples and their sizes, less those that are left out."""
+        settings, samples, first = self._settings, held.samples, held.start.position
+        try:
+            sizes = sizes_of_all(samples, settings.size, first)
+        except SizesError as error:
+            if not settings.skip_failed:
+                raise
+            samples = [one for one in samples if self._has_size(one)]
+            self._leave_out("failed", len(held.samples) - len(samples), error)
+            sizes = (
+                sizes_of_all(samples, settings.size, first) if samples else np.empty(0, np.int64)
+            )
+        if not samples:
+            return samples, sizes
+        over = settings.grouping.over(sizes, first)
+        if over.size:
+            self._count("oversize", over.size)
+            sizes = np.delete(sizes, over, axis=0)
+            leave = set(over.tolist())
+            samples = [one for place, one in enumerate(samples) if place not in leave]
+        return samples, sizes
+
+    def _has_size(self, sample: Any) -> bool:
+        try:
+            size_of(sample, self._settings.size, 0)
+        except SizesError:
+            return False
+        return True
+
+    def _leave_out(self, kind: str, number: int, error: Exception) -> None:
+        if not self._told:
+            _log.warning("%s; it is left out, and others like it", error)
+            self._told = True
+        self._count(kind, number)
+
+    def _joined(self, waiting: Held, held: Held) -> Held:
+        """Samples that could not be dealt evenly, with those behind them."""
+        samples = waiting.samples + held.samples
+        if self._most_bytes is not None and sum(map(held_bytes, samples)) > self._most_bytes:
+            raise UnevenRanksError(
+                f"{len(waiting.samples)} samples fill the look-ahead of "
+                f"{format_bytes(self._most_bytes)}, and cannot be dealt evenly to "
+                f"{self.slot.ranks} ranks; give it more bytes, or use fewer ranks"
+            )
+        return Held(waiting.start, samples, held.last)
+
+    # ------------------------------------------------------------------ reading
+
+    def _held(self, start: Start) -> Iterator[Held]:
+        """Samples that are in memory at a time: a window's, or as many as the bytes allow."""
+        settings = self._settings
+        at, barren = start, 0
+        while not at.number or self._limit is not None:
+            reader = settings.source.open(self.slot, epoch=self.epoch, number=at.number)
+            if at.source is not None:
+                reader.load(at.source)
+            reader.skip(at.position - reader.position)
+            while not reader.ended:
+                if self._owner(at.window) == self.slot.worker:
+                    for held in self._window(reader, at):
+                        barren = 0
+                        yield held
+                else:
+                    reader.skip(at.left)
+                    reader.skip(self._tail(reader))
+                at = self._behind(reader, at)
+            barren += 1
+            if self._limit is not None and (not reader.position or barren > self.slot.workers):
+                raise SampleError(
+                    f"the source has no samples for worker {self.slot.worker} of "
+                    f"{self.slot.workers}, but batches_per_epoch asks for some; use fewer workers"
+                )
+            at = Start(number=at.number + 1, window=at.window, left=settings.window)
+
+    def _behind(self, reader: Reader, at: Start) -> Start:
+        """Where the next window begins."""
+        following = replace(
+            at,
+            window=at.window + 1,
+            position=reader.position,
+            left=self._settings.window,
+            source=reader.state(),
+        )
+        if reader.ended:
+            return replace(following, number=at.number + 1, position=0, source=None)
+        return following
+
+    def _tail(self, reader: Reader) -> int:
+        """How many items follow a window, if they are too few to be dealt, and so belong to it."""
+        ranks = self._dealt[1]
+        if ranks == 1 and not self._settings.drop_last:
+            return 0
+        follow = reader.peek(ranks)
+        return follow if follow < ranks else 0
+
+    def _window(self, reader: Reader, at: Start) -> Iterator[Held]:
+        settings = self._settings
+        if not settings.pipeline.transforms and self._most_bytes is None:
+            samples = reader.take(at.left)
+            samples += reader.take(self._tail(reader))
+            self._next = self._behind(reader, at)
+            if samples:
+                yield Held(at, samples, last=reader.ended)
+            return
+        held, begins = Held(at, []), at.position
+        key = (settings.seed, self.epoch, at.number)
+        for position, made in settings.pipeline(self._items(reader, at.left), *key):
+            if isinstance(made, Failed):
+                if not settings.skip_failed:
+                    raise made.error
+                self._leave_out("failed", 1, made.error)
+                continue
+            needed = 0 if self._most_bytes is None else sum(map(held_bytes, made))
+            full = self._most_bytes is not None and self.buffered_bytes + needed > self._most_bytes
+            if full and held.samples:
+                self._next = replace(at, position=position, left=at.left - (position - begins))
+                yield held
+                held = Held(self._next, [])
+                self.buffered_bytes = 0
+            held.samples += made
+            self.buffered_bytes += needed
+            self.largest_buffered_bytes = max(self.largest_buffered_bytes, self.buffered_bytes)
+        self._next = self._behind(reader, at)
+        held.last = reader.ended
+        if held.samples:
+            yield held
+        self.buffered_bytes = 0
+
+    def _items(self, reader: Reader, left: int) -> Iterator[tuple[int, Any]]:
+        for _ in range(left):
+            position = reader.position
+            for item in reader.take(1):
+                yield position, item
+        for _ in range(self._tail(reader)):
+            position = reader.position
+            for item in reader.take(1):
+                yield position, item
