@@ -263,13 +263,15 @@ class Walk(Iterator[Any]):
                 last = None
             for number, batches in enumerate(rounds, 1):
                 if number < len(rounds):
-                    if number > done:
+                    if held.start != start or number > done:
                         yield held.start, number, batches[rank]
                 elif ranks > 1:
                     last = Round(held.start, number, batches)
                 else:
                     yield self._next, 0, batches[rank]
-            done = done if last is not None else 0
+            # Nothing of this may be in memory while what follows is read.
+            held.samples.clear()
+            rounds.clear()
         if waiting is not None and not self._settings.drop_last:
             at, before, samples = waiting.start, 0, waiting.samples
             if last is not None:
@@ -380,7 +382,8 @@ class Walk(Iterator[Any]):
                     f"the source has no samples for worker {self.slot.worker} of "
                     f"{self.slot.workers}, but batches_per_epoch asks for some; use fewer workers"
                 )
-            at = Start(number=at.number + 1, window=at.window, left=settings.window)
+            if not reader.position:
+                at = replace(at, number=at.number + 1)
 
     def _behind(self, reader: Reader, at: Start) -> Start:
         """Where the next window begins."""
