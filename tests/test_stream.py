@@ -156,20 +156,34 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
             assert list(resumed) == []
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(20, 200))
-def test_another_number_of_workers_goes_on(before: int, workers: int, n: int) -> None:
-    """A position without workers is one for any number of them, within a window too."""
+@given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 3), st.integers(20, 200))
+def test_other_numbers_of_workers_and_ranks_go_on(
+    before: int, workers: int, ranks: int, n: int
+) -> None:
+    """Behind a window: every remaining sample once. Within one it is refused."""
     sizes = np.random.default_rng(n).integers(1, 30, n)
-    stream = BudgetedIterableDataset(
-        Numbered(sizes), TOKENS, 90, size=size_of, window=16, collate_fn=list
-    )
-    walk = iter(stream)
+
+    def stream(ranks: int) -> BudgetedIterableDataset:
+        options = {"size": size_of, "window": 16, "num_replicas": ranks, "rank": 0}
+        return BudgetedIterableDataset(Numbered(sizes), TOKENS, 90, **options, collate_fn=list)
+
+    walk = iter(stream(1))
     begun = list(islice(walk, before))
-    state = walk.state_dict()
-    rest = []
-    for mine in walks(stream, workers)[0]:
+    state = json.loads(json.dumps(walk.state_dict()))
+    others = [one for rank in walks(stream(ranks), workers) for one in rank]
+    if state["done"] and (workers, ranks) != (1, 1):
+        with pytest.raises(StateMismatchError, match="boundary"):
+            others[0].load_state_dict(state)
+        return
+    rest: list[Any] = []
+    for mine in others:
         mine.load_state_dict(state)
-        rest += list(mine)
+    try:
+        for mine in others:
+            rest += list(mine)
+    except UnevenRanksError:
+        assert n - len(numbers(begun)) < ranks
+        return
     assert numbers(begun + rest) == list(range(n))
 
 

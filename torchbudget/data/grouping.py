@@ -17,6 +17,7 @@ from torchbudget.plan.drop import without_last
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.permutation import shuffled_keys
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.trim import filled
 from torchbudget.units import format_bytes
 
 _ROUND_STREAM: Final = 6
@@ -29,6 +30,10 @@ class Grouping(Protocol):
 
     def over(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """Places of the samples that are to be skipped; raises where that is the policy."""
+        ...
+
+    def filled(self, sizes: npt.NDArray[Any]) -> int:
+        """How many of the first samples fill their micro-batches."""
         ...
 
     def rounds(
@@ -87,6 +92,10 @@ class ByCost:
         _log.warning("%s; it is skipped", told)
         return over
 
+    def filled(self, sizes: npt.NDArray[Any]) -> int:
+        """See `Grouping`."""
+        return filled(sizes, self.rules, self.ranks)
+
     def rounds(
         self,
         samples: Sequence[Any],  # noqa: ARG002  (the sizes decide)
@@ -138,6 +147,10 @@ class ByPredicate:
     def over(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (none is)
         """See `Grouping`."""
         return np.empty(0, np.int64)
+
+    def filled(self, sizes: npt.NDArray[Any]) -> int:
+        """All: what a predicate wants is not known before it is asked."""
+        return len(sizes)
 
     def rounds(
         self,

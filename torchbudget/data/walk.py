@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,7 @@ from torchbudget.errors import (
     StateMismatchError,
     UnevenRanksError,
 )
+from torchbudget.plan.trim import reserve
 from torchbudget.units import format_bytes
 
 _VERSION: Final = 1
@@ -54,12 +57,16 @@ class Held:
     Attributes:
         start: where they begin.
         samples: in the order in which they were read.
+        positions: of the items that they were made of.
         last: nothing follows in the pass.
+        sizes: of the samples, once they were measured.
     """
 
     start: Start
     samples: list[Any]
+    positions: Sequence[int]
     last: bool = False
+    sizes: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ class Walk(Iterator[Any]):
             self._limit = each + (slot.worker < more)
         self._batches: Generator[tuple[Start, int, list[Any]]] | None = None
         self._told = False
+        self._ahead: list[tuple[int, list[Any]]] = []  # read, and left for the next window
         self.buffered_bytes = 0
         self.largest_buffered_bytes = 0
 
@@ -222,10 +230,11 @@ class Walk(Iterator[Any]):
         slot = Slot(**state["slot"])
         if slot == self.slot and saved == mine:
             return
-        if state["done"] and (slot.ranks != self.slot.ranks or saved != mine):
+        if state["done"]:
             raise StateMismatchError(
-                f"{state['done']} micro-batches of a window are done, and the number of ranks or "
-                "the rules of micro-batches differ: another number needs a window's boundary"
+                f"{state['done']} micro-batches of a window are done; another number of ranks or "
+                f"workers, budget or cost needs a window's boundary: saved {slot}, {saved}; now "
+                f"{self.slot}, {mine}"
             )
         shared = self._settings.source.split == "none" and slot.workers == 1
         if slot.workers != self.slot.workers and not shared:
@@ -277,7 +286,8 @@ class Walk(Iterator[Any]):
             if last is not None:
                 at, before = last.start, last.number - 1
                 samples = [sample for batch in last.batches for sample in batch] + samples
-            for number, batches in enumerate(self._rounds(Held(waiting.start, samples)), 1):
+            joined = Held(waiting.start, samples, ())
+            for number, batches in enumerate(self._rounds(joined), 1):
                 if at != start or before + number > done:
                     yield at, before + number, batches[rank]
         elif last is not None:
@@ -297,40 +307,37 @@ class Walk(Iterator[Any]):
             UnevenRanksError: they cannot be dealt evenly.
         """
         settings, samples = self._settings, held.samples
-        sizes: npt.NDArray[Any] | None = None
-        if settings.sized and samples:
-            samples, sizes = self._sized(held)
+        if settings.sized and held.sizes is None and samples:
+            held.sizes = sizes_of_all(samples, settings.size, held.start.position)
         key = (settings.seed, self.epoch, held.start.number, held.start.window, held.start.position)
         rounds = settings.grouping.rounds(
             samples,
-            sizes,
+            held.sizes,
             key=key if settings.shuffle else None,
             drop_last=settings.drop_last and held.last,
         )
         return [[[samples[i] for i in batch] for batch in one] for one in rounds]
 
-    def _sized(self, held: Held) -> tuple[list[Any], npt.NDArray[Any]]:
-        """Samples and their sizes, less those that are left out."""
-        settings, samples, first = self._settings, held.samples, held.start.position
+    def _measure(self, held: Held) -> None:
+        """Take the sizes, and leave out what has none or is too large."""
+        settings, first = self._settings, held.start.position
+        if not settings.sized or not held.samples:
+            return
         try:
-            sizes = sizes_of_all(samples, settings.size, first)
+            held.sizes = sizes_of_all(held.samples, settings.size, first)
         except SizesError as error:
             if not settings.skip_failed:
                 raise
-            samples = [one for one in samples if self._has_size(one)]
-            self._leave_out("failed", len(held.samples) - len(samples), error)
-            sizes = (
-                sizes_of_all(samples, settings.size, first) if samples else np.empty(0, np.int64)
-            )
-        if not samples:
-            return samples, sizes
-        over = settings.grouping.over(sizes, first)
+            failed = [place for place, one in enumerate(held.samples) if not self._has_size(one)]
+            self._leave_out("failed", len(failed), error)
+            _remove(held, failed)
+            self._measure(held)
+            return
+        over = settings.grouping.over(held.sizes, first)
         if over.size:
             self._count("oversize", over.size)
-            sizes = np.delete(sizes, over, axis=0)
-            leave = set(over.tolist())
-            samples = [one for place, one in enumerate(samples) if place not in leave]
-        return samples, sizes
+            held.sizes = np.delete(held.sizes, over, axis=0)
+            _remove(held, over.tolist())
 
     def _has_size(self, sample: Any) -> bool:
         try:
@@ -354,7 +361,10 @@ class Walk(Iterator[Any]):
                 f"{format_bytes(self._most_bytes)}, and cannot be dealt evenly to "
                 f"{self.slot.ranks} ranks; give it more bytes, or use fewer ranks"
             )
-        return Held(waiting.start, samples, held.last)
+        sizes = None
+        if waiting.sizes is not None and held.sizes is not None:
+            sizes = np.concatenate([waiting.sizes, held.sizes])
+        return Held(waiting.start, samples, (), held.last, sizes)
 
     # ------------------------------------------------------------------ reading
 
@@ -372,10 +382,11 @@ class Walk(Iterator[Any]):
                     for held in self._window(reader, at):
                         barren = 0
                         yield held
+                    at = self._next
                 else:
                     reader.skip(at.left)
                     reader.skip(self._tail(reader))
-                at = self._behind(reader, at)
+                    at = self._behind(reader, at)
             barren += 1
             if self._limit is not None and (not reader.position or barren > self.slot.workers):
                 raise SampleError(
@@ -407,17 +418,27 @@ class Walk(Iterator[Any]):
         return follow if follow < ranks else 0
 
     def _window(self, reader: Reader, at: Start) -> Iterator[Held]:
+        """The samples of one window, all at once or as many as the bytes allow."""
         settings = self._settings
         if not settings.pipeline.transforms and self._most_bytes is None:
-            samples = reader.take(at.left)
+            ahead, self._ahead = [made for _, [made] in self._ahead], []
+            reader_left = at.left - len(ahead)
+            samples = ahead + reader.take(max(reader_left - reserve(settings.window), 0))
+            mark = reader.state()
+            samples += reader.take(at.left - len(samples))
             samples += reader.take(self._tail(reader))
-            self._next = self._behind(reader, at)
-            if samples:
-                yield Held(at, samples, last=reader.ended)
+            held = Held(at, samples, range(at.position, at.position + len(samples)))
+            yield from self._ended(reader, held, mark)
             return
-        held, begins = Held(at, []), at.position
+        positions: list[int] = []
+        held, begins, mark = Held(at, [], positions), at.position, None
         key = (settings.seed, self.epoch, at.number)
-        for position, made in settings.pipeline(self._items(reader, at.left), *key):
+        ahead, self._ahead = self._ahead, []
+        left = at.left - (reader.position - at.position)
+        items = chain(ahead, settings.pipeline(self._items(reader, left), *key))
+        for position, made in items:
+            if position - begins == at.left - reserve(settings.window):
+                mark = reader.state()
             if isinstance(made, Failed):
                 if not settings.skip_failed:
                     raise made.error
@@ -427,17 +448,42 @@ class Walk(Iterator[Any]):
             full = self._most_bytes is not None and self.buffered_bytes + needed > self._most_bytes
             if full and held.samples:
                 self._next = replace(at, position=position, left=at.left - (position - begins))
+                self._measure(held)
                 yield held
-                held = Held(self._next, [])
+                positions = []
+                held = Held(self._next, [], positions)
                 self.buffered_bytes = 0
             held.samples += made
+            positions += [position] * len(made)
             self.buffered_bytes += needed
             self.largest_buffered_bytes = max(self.largest_buffered_bytes, self.buffered_bytes)
-        self._next = self._behind(reader, at)
+        yield from self._ended(reader, held, mark)
+        self.buffered_bytes = 0
+
+    def _ended(self, reader: Reader, held: Held, mark: dict[str, Any] | None) -> Iterator[Held]:
+        """A window's last samples, less those that are left for the next one."""
         held.last = reader.ended
+        self._measure(held)
+        self._next = self._behind(reader, held.start)
+        alone = self._settings.source.split != "none" or self.slot.workers == 1
+        if alone and not reader.ended and held.sizes is not None:
+            keep = self._settings.grouping.filled(held.sizes)
+            while 0 < keep < len(held.samples) and held.positions[keep] == held.positions[keep - 1]:
+                keep -= 1
+            if 0 < keep < len(held.samples):
+                position = held.positions[keep]
+                self._next = replace(
+                    self._next, position=position, source=mark or held.start.source
+                )
+                later = zip(held.positions[keep:], held.samples[keep:], strict=True)
+                self._ahead = [
+                    (at, [sample for _, sample in group])
+                    for at, group in groupby(later, key=itemgetter(0))
+                ]
+                held.sizes = held.sizes[:keep]
+                del held.samples[keep:]
         if held.samples:
             yield held
-        self.buffered_bytes = 0
 
     def _items(self, reader: Reader, left: int) -> Iterator[tuple[int, Any]]:
         for _ in range(left):
@@ -448,3 +494,10 @@ class Walk(Iterator[Any]):
             position = reader.position
             for item in reader.take(1):
                 yield position, item
+
+
+def _remove(held: Held, places: list[int]) -> None:
+    gone = set(places)
+    kept = [place for place in range(len(held.samples)) if place not in gone]
+    held.samples = [held.samples[place] for place in kept]
+    held.positions = [held.positions[place] for place in kept]
