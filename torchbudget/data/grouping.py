@@ -17,7 +17,7 @@ from torchbudget.plan.drop import without_last
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.permutation import shuffled_keys
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.trim import filled
+from torchbudget.plan.tight import filled, is_simple, tight_cut
 from torchbudget.units import format_bytes
 
 _ROUND_STREAM: Final = 6
@@ -94,7 +94,8 @@ class ByCost:
 
     def filled(self, sizes: npt.NDArray[Any]) -> int:
         """See `Grouping`."""
-        return filled(sizes, self.rules, self.ranks)
+        simple = self.ranks == 1 and is_simple(sizes, self.rules)
+        return filled(sizes, self.rules) if simple and len(sizes) else len(sizes)
 
     def rounds(
         self,
@@ -107,6 +108,9 @@ class ByCost:
         """See `Grouping`."""
         if sizes is None:
             raise TypeError("a cost needs sizes")
+        if self.ranks == 1 and is_simple(sizes, self.rules) and not drop_last and len(sizes):
+            batches = [[batch.tolist()] for batch in tight_cut(sizes, self.rules)]
+            return _shuffled(batches, key)
         places = np.arange(len(sizes))
         survey = sizes[:: max(len(sizes) // _SURVEY, 1)]
         strips = best_strips(survey, self.rules)
@@ -180,9 +184,13 @@ class ByPredicate:
                 raise UnevenRanksError(f"{len(batches)} single samples for {self.ranks} ranks")
             batches[longest : longest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
         rounds = [batches[i : i + self.ranks] for i in range(0, len(batches), self.ranks)]
-        if key is None or not rounds:
-            return rounds
-        return [rounds[i] for i in np.argsort(_words(key, len(rounds)), kind="stable")]
+        return _shuffled(rounds, key)
+
+
+def _shuffled(rounds: list[list[list[int]]], key: tuple[int, ...] | None) -> list[list[list[int]]]:
+    if key is None or not rounds:
+        return rounds
+    return [rounds[i] for i in np.argsort(_words(key, len(rounds)), kind="stable")]
 
 
 def _words(key: tuple[int, ...], count: int) -> npt.NDArray[np.uint64]:

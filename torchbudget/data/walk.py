@@ -24,7 +24,7 @@ from torchbudget.errors import (
     StateMismatchError,
     UnevenRanksError,
 )
-from torchbudget.plan.trim import reserve
+from torchbudget.plan.tight import reserve
 from torchbudget.units import format_bytes
 
 _VERSION: Final = 1
@@ -273,11 +273,12 @@ class Walk(Iterator[Any]):
             for number, batches in enumerate(rounds, 1):
                 if number < len(rounds):
                     if held.start != start or number > done:
-                        yield held.start, number, batches[rank]
+                        yield held.start, number, _picked(held, batches[rank])
                 elif ranks > 1:
-                    last = Round(held.start, number, batches)
+                    all_ranks = [_picked(held, batch) for batch in batches]
+                    last = Round(held.start, number, all_ranks)
                 else:
-                    yield self._next, 0, batches[rank]
+                    yield self._next, 0, _picked(held, batches[rank])
             # Nothing of this may be in memory while what follows is read.
             held.samples.clear()
             rounds.clear()
@@ -289,7 +290,7 @@ class Walk(Iterator[Any]):
             joined = Held(waiting.start, samples, ())
             for number, batches in enumerate(self._rounds(joined), 1):
                 if at != start or before + number > done:
-                    yield at, before + number, batches[rank]
+                    yield at, before + number, _picked(joined, batches[rank])
         elif last is not None:
             yield self._next, 0, last.batches[rank]
 
@@ -300,8 +301,8 @@ class Walk(Iterator[Any]):
             return 0, 1
         return self.slot.rank, self.slot.ranks
 
-    def _rounds(self, held: Held) -> list[list[list[Any]]]:
-        """The samples of each round's micro-batches.
+    def _rounds(self, held: Held) -> list[list[list[int]]]:
+        """Places of the samples in each round's micro-batches.
 
         Raises:
             UnevenRanksError: they cannot be dealt evenly.
@@ -310,13 +311,12 @@ class Walk(Iterator[Any]):
         if settings.sized and held.sizes is None and samples:
             held.sizes = sizes_of_all(samples, settings.size, held.start.position)
         key = (settings.seed, self.epoch, held.start.number, held.start.window, held.start.position)
-        rounds = settings.grouping.rounds(
+        return settings.grouping.rounds(
             samples,
             held.sizes,
             key=key if settings.shuffle else None,
             drop_last=settings.drop_last and held.last,
         )
-        return [[[samples[i] for i in batch] for batch in one] for one in rounds]
 
     def _measure(self, held: Held) -> None:
         """Take the sizes, and leave out what has none or is too large."""
@@ -494,6 +494,12 @@ class Walk(Iterator[Any]):
             position = reader.position
             for item in reader.take(1):
                 yield position, item
+
+
+def _picked(held: Held, places: list[int]) -> list[Any]:
+    if len(places) == 1:
+        return [held.samples[places[0]]]
+    return list(itemgetter(*places)(held.samples))  # half the time of a comprehension
 
 
 def _remove(held: Held, places: list[int]) -> None:

@@ -1,0 +1,203 @@
+"""How much padding is left in batches of a stream, and how fast are they made?
+
+Question: of samples that a Python generator gives, with at most 20,000 of them waiting at a time
+and 8,192 padded units to a batch, what are padding, fill and time? What do other libraries give at
+the same look-ahead?
+
+Command: python examples/benchmarks/streams.py [--samples N] [--lhotse-samples N] [--json PATH]
+
+Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
+infinibatch 0.1.1, lhotse 1.33.0.
+
+    to be recorded
+
+`lengths` are log-normal(3.2, 0.8), clipped to 1 to 1,024; `docstrings` are those of Python's
+standard library, eight times in random order, in bytes, cut at 2,048. `by hand` is the
+`IterableDataset` that people write: a buffer that is sorted and cut. Infinibatch's is
+BucketedReadaheadBatchIterator. Lhotse's has 30 buckets and a buffer of 20,000, and runs on fewer
+samples. The time is that of all batches, the median of three in turn; `reading` is the generator's
+own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from _common import Results, Sizes, alternate, lognormal, median, options, padded_figures
+from torch.utils.data import IterableDataset
+
+from torchbudget import BudgetedIterableDataset, PaddedCost
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+BUDGET = 8192
+LOOK_AHEAD = 20_000
+Make: TypeAlias = Callable[[], list[list[int]]]
+
+
+class Generated(IterableDataset[int]):
+    """Numbers of samples, from a generator; their lengths are looked up."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.samples)
+
+
+def ours(lengths: list[int]) -> Make:
+    stream = BudgetedIterableDataset(
+        Generated(len(lengths)),
+        PaddedCost(unit_bytes=1),
+        BUDGET,
+        size=lengths.__getitem__,
+        window=LOOK_AHEAD,
+        collate_fn=list,
+    )
+    return lambda: list(stream)
+
+
+class ByHand(IterableDataset[list[int]]):
+    """What people write: fill a buffer, sort it, cut it."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rng = random.Random(0)
+        buffer: list[int] = []
+        for sample in Generated(len(self.lengths)):
+            buffer.append(sample)
+            if len(buffer) == LOOK_AHEAD:
+                yield from self._cut(buffer, rng)
+                buffer = []
+        yield from self._cut(buffer, rng)
+
+    def _cut(self, buffer: list[int], rng: random.Random) -> Iterator[list[int]]:
+        buffer.sort(key=self.lengths.__getitem__)
+        batches: list[list[int]] = []
+        batch: list[int] = []
+        for sample in buffer:
+            if (len(batch) + 1) * self.lengths[sample] > BUDGET:
+                batches.append(batch)
+                batch = []
+            batch.append(sample)
+        batches += [batch] if batch else []
+        rng.shuffle(batches)
+        yield from batches
+
+
+def by_hand(lengths: list[int]) -> Make:
+    dataset = ByHand(lengths)
+    return lambda: list(dataset)
+
+
+def infinibatch(lengths: list[int]) -> Make:
+    from infinibatch.iterators import BucketedReadaheadBatchIterator, NativeCheckpointableIterator
+
+    return lambda: list(
+        BucketedReadaheadBatchIterator(
+            NativeCheckpointableIterator(range(len(lengths))),
+            read_ahead=LOOK_AHEAD,
+            key=lengths.__getitem__,
+            batch_size=lambda longest: BUDGET // lengths[longest],
+        )
+    )
+
+
+def lhotse(lengths: list[int]) -> Make:
+    from lhotse import CutSet, MonoCut
+    from lhotse.dataset import DynamicBucketingSampler
+
+    cuts = CutSet(
+        MonoCut(id=str(index), start=0, duration=float(length), channel=0)
+        for index, length in enumerate(lengths)
+    ).to_eager()
+
+    def make() -> list[list[int]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it would rather read the cuts from a file
+            sampler = DynamicBucketingSampler(
+                cuts, max_duration=BUDGET, num_buckets=30, buffer_size=LOOK_AHEAD, shuffle=True
+            )
+            return [[int(cut.id) for cut in batch] for batch in sampler]
+
+    return make
+
+
+def docstring_lengths() -> Sizes:
+    from train_text import docstrings
+
+    return np.array([max(min(len(text), 2048), 1) for text in docstrings(0)])
+
+
+def run(made: dict[str, list[list[int]]], name: str, make: Make) -> None:
+    made[name] = make()
+
+
+def main() -> None:
+    arguments = options(__doc__, samples=1_000_000, lhotse_samples=100_000)
+    results = Results(
+        {
+            "stream": "",
+            "samples": ",d",
+            "batches": ",d",
+            "padding": ".3%",
+            "fill": ".4f",
+            "over": ",d",
+            "µs a sample": ".3f",
+        }
+    )
+    texts = docstring_lengths()
+    rng = np.random.default_rng(0)
+    for corpus, sizes in {
+        "lengths": lognormal(arguments.samples, 3.2, 0.8, 1, 1024),
+        "docstrings": np.concatenate([rng.permutation(texts) for _ in range(8)]),
+    }.items():
+        lengths = sizes.tolist()
+        few = lengths[: arguments.lhotse_samples]
+        contenders = {
+            "torchbudget": (lengths, ours),
+            "by hand": (lengths, by_hand),
+            "infinibatch": (lengths, infinibatch),
+            "torchbudget, fewer": (few, ours),
+            "lhotse, fewer": (few, lhotse),
+        }
+        made: dict[str, list[list[int]]] = {}
+        runs: dict[str, Callable[[], Any]] = {
+            name: partial(run, made, name, prepare(of))
+            for name, (of, prepare) in contenders.items()
+        }
+        reading = Generated(len(lengths))
+        times = alternate({"reading": lambda one=reading: list(one), **runs}, 3)
+        per = 1e6 * median(times["reading"]) / len(lengths)
+        results.row(stream=f"{corpus}, reading", samples=len(lengths), **{"µs a sample": per})
+        figures = {}
+        for name, (of, _) in contenders.items():
+            assert sorted(chain.from_iterable(made[name])) == list(range(len(of)))
+            figures[name] = figure = padded_figures(np.array(of), made[name], BUDGET)
+            figure["µs a sample"] = 1e6 * median(times[name]) / len(of)
+            del figure["largest"]
+            results.row(stream=f"{corpus}, {name}", samples=len(of), **figure)
+        for peer in ("by hand", "infinibatch", "lhotse, fewer"):
+            mine = figures["torchbudget, fewer" if "fewer" in peer else "torchbudget"]
+            padding, fill = (mine[what] / figures[peer][what] for what in ("padding", "fill"))
+            results.bar(f"{corpus}: padding / that of {peer}", padding, 1)
+            results.bar(f"{corpus}: fill / that of {peer}", fill, 1, at_least=True)
+        fastest = min(figures[peer]["µs a sample"] for peer in figures if "torch" not in peer)
+        speed = fastest / figures["torchbudget"]["µs a sample"]
+        results.bar(f"{corpus}: speed / the fastest one's", speed, 1.5, at_least=True)
+        results.bar(f"{corpus}: batches over the budget", figures["torchbudget"]["over"], 0)
+    results.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
