@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.sample_strategies import Samples, at, batches_of_samples
@@ -70,6 +71,20 @@ class TestReading:
             batch["x"] = 1
         with pytest.raises(AttributeError):
             batch.num_samples = 1
+        with pytest.raises(TypeError, match="cannot be changed"):
+            batch.update({"x": torch.zeros(3)})
+        with pytest.raises(TypeError, match="cannot be changed"):
+            collate(tuples)[0] = torch.zeros(3)
+
+    @collates
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_a_loader_without_batches_lets_it_be(self, collate: Any, workers: int) -> None:
+        """Torch converts what comes with `batch_size=None`, field by field; a batch stays one."""
+        for samples in (dicts, tuples, bare, [{"x": s, "in": {"y": s["x"]}} for s in dicts]):
+            batch = collate(samples)
+            [found] = DataLoader([batch], batch_size=None, num_workers=workers)
+            assert type(found) is type(batch)
+            assert found.lengths.tolist() == batch.lengths.tolist()
 
     @collates
     def test_it_equals_itself_alone_and_can_be_a_key(self, collate: Any) -> None:

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ def test_all_is_sorted_and_complete() -> None:
         for name, value in vars(torchbudget).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    assert found | {"__version__"} == set(names)
+    assert found | {"__version__", "transforms"} == set(names)
 
 
 def test_a_star_import_brings_them_all() -> None:
@@ -39,12 +40,16 @@ def test_a_star_import_brings_them_all() -> None:
     assert set(torchbudget.__all__) <= set(namespace)
 
 
-@pytest.mark.parametrize("name", [n for n in torchbudget.__all__ if n != "__version__"])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in torchbudget.__all__ if n not in {"__version__", "transforms"}]
+    + [f"transforms.{name}" for name in torchbudget.transforms.__all__],
+)
 def test_every_public_name_is_documented_and_ours(name: str) -> None:
     """Classes and functions are the library's own, and say what they are in one line first."""
-    value = getattr(torchbudget, name)
+    value = attrgetter(name)(torchbudget)
     assert value.__module__.startswith("torchbudget")
-    assert value.__name__ == name
+    assert value.__name__ == name.rpartition(".")[2]
     doc = inspect.getdoc(value)
     assert doc
     first = doc.splitlines()[0]

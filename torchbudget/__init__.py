@@ -10,6 +10,7 @@ from torchbudget.cost.table import TableCost
 from torchbudget.cost.trace import trace_peak_bytes
 from torchbudget.data import transforms
 from torchbudget.data.collate import JaggedCollate, PackCollate
+from torchbudget.data.forever import sample_forever
 from torchbudget.data.jagged import JaggedBatch
 from torchbudget.data.packed import PackedBatch
 from torchbudget.data.pad_collate import PadCollate
@@ -131,6 +132,7 @@ __all__ = [
     "parse_bytes",
     "peak_memory",
     "return_freed_memory",
+    "sample_forever",
     "sizes_of",
     "trace_peak_bytes",
     "train_epoch",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -194,6 +203,18 @@ class MappingView(Batch, Mapping[Any, Any]):
     def __len__(self) -> int:
         return len(self.data)
 
+    def update(self, fields: Mapping[Any, Any]) -> None:
+        """Nothing changes: the fields must be those that are there already.
+
+        A `DataLoader` with `batch_size=None` copies a mapping, and updates the copy with each field
+        once more; of one that cannot be updated it makes a plain dict.
+
+        Raises:
+            TypeError: they are others.
+        """
+        for key, value in fields.items():
+            _check_same(self.data.get(key), value)
+
 
 class SequenceView(Batch, Sequence[Any]):
     """A batch of tuple samples, read as the tuple that its data is."""
@@ -201,8 +222,32 @@ class SequenceView(Batch, Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _check_same(self.data[index], value)  # as in MappingView.update
+
     def __len__(self) -> int:
         return len(self.data)
+
+
+# So that `torch.utils.data.default_convert` lets them be what they are.
+MutableMapping.register(MappingView)  # type: ignore[type-abstract]  # its kinds are not
+MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kinds are not
+
+
+def _check_same(mine: Any, given: Any) -> None:
+    """Raise a `TypeError` unless it is the same, perhaps in another container."""
+    if mine is given:
+        return
+    if isinstance(mine, dict) and isinstance(given, dict) and mine.keys() == given.keys():
+        for key, value in mine.items():
+            _check_same(value, given[key])
+    elif isinstance(mine, (tuple, list)) and isinstance(given, (tuple, list)):
+        if len(mine) != len(given):
+            raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
+        for one, other in zip(mine, given, strict=True):
+            _check_same(one, other)
+    elif not isinstance(mine, str) or mine != given:
+        raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
 
 
 def make_batch(

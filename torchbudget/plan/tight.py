@@ -3,11 +3,13 @@
 Sorted in descending order, the k-th cut may stand anywhere between where the cut from the longest
 sample down reaches and where the cut from the shortest one up does: any cuts in between that fit
 make as many micro-batches. Dynamic programming finds those with the fewest padded elements. Cuts
-are best where the size changes, so only those places, and the ends, are tried.
+are best where the size changes, or as early as the next one can still be reached: only those places
+are tried.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 from typing import Any, Final
 
@@ -107,26 +109,22 @@ def _least_padding(padded: IntArray, most: IntArray) -> list[int]:
     while latest[-1] < length:
         latest.append(min(latest[-1] + most.item(latest[-1]), length))
     count = len(latest) - 1
-    reach = np.arange(length) + most
+    reach = (np.arange(length) + most).tolist()
     earliest = [length]
     for _ in range(count - 1):
-        earliest.append(int(np.searchsorted(reach, earliest[-1])))
+        earliest.append(bisect_left(reach, earliest[-1]))
     earliest.reverse()
-    changes = np.flatnonzero(padded[1:] != padded[:-1]) + 1
-    first = np.searchsorted(changes, earliest).tolist()
-    last = np.searchsorted(changes, latest[1:]).tolist()
-    known = changes.tolist()
+    places = _places(padded, reach, earliest, latest)
     # `best[place]`: the fewest padded elements before a cut there, and the cut before it.
     best: dict[int, tuple[int, int]] = {0: (0, 0)}
     ways = []
-    for number in range(count):
-        places = {earliest[number], latest[number + 1], *known[first[number] : last[number]]}
+    for stops in places:
         following: dict[int, tuple[int, int]] = {}
         begun = [
-            (start, start + most.item(start), padded.item(start), elements)
+            (start, reach[start], padded.item(start), elements)
             for start, (elements, _) in best.items()
         ]
-        for stop in places:
+        for stop in stops:
             found = [
                 (elements + (stop - start) * size, start)
                 for start, furthest, size, elements in begun
@@ -140,3 +138,25 @@ def _least_padding(padded: IntArray, most: IntArray) -> list[int]:
     for way in reversed(ways):
         cuts.append(way[cuts[-1]][1])
     return cuts[::-1]
+
+
+def _places(
+    padded: IntArray, reach: list[int], earliest: list[int], latest: list[int]
+) -> list[set[int]]:
+    """Where the best cuts are: each where the size changes, or as early as still reaches the next.
+
+    Of two cuts within samples of one size the earlier one never pads more.
+    """
+    changes = np.flatnonzero(padded[1:] != padded[:-1]) + 1
+    first = np.searchsorted(changes, earliest).tolist()
+    last = np.searchsorted(changes, latest[1:], side="right").tolist()
+    known = changes.tolist()
+    following = {len(padded)}
+    places = [following]
+    for number in range(len(earliest) - 2, -1, -1):
+        low, high = earliest[number], latest[number + 1]
+        back = (bisect_left(reach, place) for place in following)
+        within = {place for place in back if low <= place <= high}
+        following = within.union(known[first[number] : last[number]])
+        places.append(following)
+    return places[::-1]
