@@ -24,6 +24,7 @@ ALL = (
     "several_axes",
     "collate",
     "loader",
+    "streams",
     "traced_cost",
     "kept_budget",
     "accumulate",

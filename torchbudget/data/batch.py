@@ -236,6 +236,11 @@ MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kin
 
 def _check_same(mine: Any, given: Any) -> None:
     """Raise a `TypeError` unless it is the same, perhaps in another container."""
+    if isinstance(mine, Tensor) and isinstance(given, Tensor) and mine.is_nested == given.is_nested:
+        # Of a nested tensor every look is another view.
+        mine, given = (one.values() if one.is_nested else one for one in (mine, given))
+        if mine.is_set_to(given):
+            return
     if mine is given:
         return
     if isinstance(mine, dict) and isinstance(given, dict) and mine.keys() == given.keys():

@@ -1,13 +1,9 @@
 """Small functions of a sample, to be put together: each one gives a picklable object.
 
-```python
-from torchbudget import transforms
-
-stream = BudgetedIterableDataset(
-    files, cost, budget, size="ids",
-    transforms=[transforms.apply_at("ids", tokenize), transforms.random_apply(0.1, mask)],
-)
-```
+>>> from torchbudget import transforms
+>>> shorter = transforms.apply_at("ids", list.__getitem__, slice(2))
+>>> shorter({"ids": [7, 8, 9], "label": 1})
+{'ids': [7, 8], 'label': 1}
 
 What is random draws from `transforms.rng()`, the generator of the one sample: a function of
 (seed, epoch, position), and so the same for any number of workers and threads.

@@ -185,8 +185,8 @@ def fit(
 
 
 def _set_epoch(loader: DataLoader[Any], number: int) -> None:
-    for sampler in (loader.batch_sampler, loader.sampler):
-        set_epoch = getattr(sampler, "set_epoch", None)
+    for one in (loader.batch_sampler, loader.sampler, loader.dataset):
+        set_epoch = getattr(one, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(number)
 
