@@ -15,6 +15,8 @@ from torchbudget.data.jagged import JaggedBatch
 from torchbudget.data.packed import PackedBatch
 from torchbudget.data.pad_collate import PadCollate
 from torchbudget.data.padded import PaddedBatch
+from torchbudget.data.reader import HookedCollate, ReaderDataset
+from torchbudget.data.sample_cache import SampleCache
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes import sizes_of
 from torchbudget.data.stream import BudgetedIterableDataset, LeftOut, agreed_end
@@ -78,6 +80,7 @@ __all__ = [
     "ForgottenStepWarning",
     "GiB",
     "GradAccumulator",
+    "HookedCollate",
     "JaggedBatch",
     "JaggedCollate",
     "KiB",
@@ -103,7 +106,9 @@ __all__ = [
     "Plan",
     "PlanReport",
     "Probe",
+    "ReaderDataset",
     "ReductionWarning",
+    "SampleCache",
     "SampleError",
     "SizesError",
     "StateError",

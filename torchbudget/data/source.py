@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -11,13 +11,15 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import IterableDataset
 
 from torchbudget.errors import OptionError, SampleError
-from torchbudget.plan.permutation import shuffled_keys
+from torchbudget.plan.permutation import Permutation, shuffled_keys
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
 
 _SHARD_STREAM: Final = 5
+_INDEX_STREAM: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,9 @@ class Slot:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where the items of a stream come from.
+
+    Items of a map-style data set are indices, in an order that is shuffled as a whole: who skips
+    a sample does not read it.
 
     Attributes:
         given: by the user.
@@ -73,10 +78,16 @@ class Source:
                     )
             if not given:
                 raise OptionError("the list of shards is empty")
-        elif not (callable(given) or isinstance(given, Iterable) or hasattr(given, "iter_rows")):
+        elif not (
+            callable(given)
+            or isinstance(given, Iterable)
+            or hasattr(given, "iter_rows")
+            or is_indexed(given)
+        ):
             raise OptionError(
-                "expected an iterable, an IterableDataset, a function (shard, num_shards) that "
-                f"gives an iterator, or a list of shards, got {type(given).__name__}"
+                "expected an iterable, a map-style or an iterable data set, a function "
+                "(shard, num_shards) that gives an iterator, or a list of shards, got "
+                f"{type(given).__name__}"
             )
         elif isinstance(given, Iterator):
             raise OptionError(
@@ -90,6 +101,8 @@ class Source:
     def open(self, slot: Slot, *, epoch: int, number: int) -> Reader:
         """Begin a pass over what this process reads."""
         given = self.given
+        if is_indexed(given):
+            return IndexReader(len(given), (self.seed, epoch, number) if self.shuffle else None)
         if isinstance(given, (list, tuple)):
             order = np.arange(len(given))
             if self.shuffle:
@@ -121,6 +134,8 @@ def _split_of(given: Any) -> Split:
     """How a source is split already, or asks to be."""
     if isinstance(given, (list, tuple)):
         return "workers"
+    if is_indexed(given):
+        return "none"
     kind = type(given)
     library = kind.__module__.partition(".")[0]
     if library == "datasets":  # splits itself by worker, and by node if it was told to
@@ -128,6 +143,12 @@ def _split_of(given: Any) -> Split:
     if library in {"webdataset", "ray"} or (callable(given) and not isinstance(given, Iterable)):
         return "ranks"
     return "none"
+
+
+def is_indexed(given: Any) -> bool:
+    """Whether it is a map-style data set."""
+    indexed = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    return indexed and not isinstance(given, (list, tuple, str, bytes, Mapping, IterableDataset))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +182,9 @@ class Reader:
         position: of the next item.
     """
 
-    def __init__(self, shards: Sequence[Any], names: Sequence[int], *, alone: bool = False) -> None:
+    def __init__(
+        self, shards: Sequence[Any], names: Sequence[int] = (), *, alone: bool = False
+    ) -> None:
         self._shards = shards
         self._names = names
         self._alone = alone
@@ -259,6 +282,51 @@ class Reader:
         self._offset = 0
         self._number += 1
         self._over = self._number == len(self._shards)
+
+
+class IndexReader(Reader):
+    """The indices of a map-style data set; skipping costs nothing.
+
+    Args:
+        length: of the data set.
+        key: of the order; `None`: ascending.
+    """
+
+    def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
+        super().__init__(())
+        self._length = length
+        self._order = None if key is None else Permutation(length, *key, _INDEX_STREAM)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last index was given."""
+        return self.position == self._length
+
+    def take(self, n: int) -> list[Any]:
+        """The next n indices, or those that are left."""
+        stop = min(self.position + n, self._length)
+        if self._order is None:
+            indices = list(range(self.position, stop))
+        else:
+            indices = self._order.stretch(self.position, stop).tolist()
+        self.position = stop
+        return indices
+
+    def peek(self, n: int) -> int:
+        """How many indices follow, up to n."""
+        return min(self._length - self.position, n)
+
+    def skip(self, n: int) -> None:
+        """Go past n indices."""
+        self.position = min(self.position + n, self._length)
+
+    def state(self) -> dict[str, Any]:
+        """The position says everything."""
+        return {"position": self.position}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to where `state` stood."""
+        self.position = state["position"]
 
 
 @contextmanager

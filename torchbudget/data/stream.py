@@ -18,7 +18,7 @@ from torchbudget.data.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.data.pad_collate import PadCollate
 from torchbudget.data.pipeline import Pipeline
 from torchbudget.data.size_key import SizeKey, check_key
-from torchbudget.data.source import Slot, Source, Split
+from torchbudget.data.source import Slot, Source, Split, is_indexed
 from torchbudget.data.transforms import Transform
 from torchbudget.data.walk import Settings, Walk
 from torchbudget.errors import BudgetError, OptionError
@@ -59,7 +59,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
 
     - `"none"`: all workers of all ranks read the whole source, one window in turn is each
       worker's, and its micro-batches are dealt to the ranks. Transforms run on own windows only.
-      The default for an iterable.
+      The default for an iterable, and for a map-style data set, of which nothing is read twice:
+      it is shuffled as a whole, and workers skip what is not theirs.
     - `"workers"`: each worker reads its own part, the same on every rank, and the micro-batches of
       its windows are dealt to the ranks. The default for a list of shards, and for what splits
       itself by worker (a streaming `datasets` dataset).
@@ -70,8 +71,9 @@ class BudgetedIterableDataset(IterableDataset[Any]):
 
     Args:
         source: an iterable that can be iterated again (an `IterableDataset`, a file reader); a
-            function `(shard, num_shards)` that gives an iterator; or a list of shards, each an
-            iterable or a function without arguments that gives one.
+            map-style data set, whose sizes nobody knows before its samples are read; a function
+            `(shard, num_shards)` that gives an iterator; or a list of shards, each an iterable or a
+            function without arguments that gives one.
         cost: bytes of a micro-batch, such as `PaddedCost`; or a predicate
             `should_add(batch, sample)`, of a list of at least one sample and the next one.
         budget: a `MemoryBudget`, or the device's bytes; with a predicate it may be `None`.
@@ -182,6 +184,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             "max_batch_size": optional("max_batch_size", max_batch_size),
             "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
         }
+        if is_indexed(source):
+            transforms = (source.__getitem__, *transforms)  # reading, in threads too
         if collate_fn is None:
             collate_fn = PadCollate(size_multiple=rules["size_multiple"] or 1)
         self._settings = Settings(

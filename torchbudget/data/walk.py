@@ -16,7 +16,7 @@ from torchbudget.data.grouping import Grouping
 from torchbudget.data.held_bytes import held_bytes
 from torchbudget.data.pipeline import Failed, Pipeline
 from torchbudget.data.size_key import SizeKey, size_of, sizes_of_all
-from torchbudget.data.source import Reader, Slot, Source
+from torchbudget.data.source import Reader, Slot, Source, is_indexed
 from torchbudget.errors import (
     SampleError,
     SizesError,
@@ -174,6 +174,7 @@ class Walk(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, in plain types (and what the source itself says, if it can)."""
+        seeks = self._start.source is not None or is_indexed(self._settings.source.given)
         return {
             "version": _VERSION,
             "epoch": self.epoch,
@@ -182,7 +183,7 @@ class Walk(Iterator[Any]):
             "given": self._given,
             "finished": self.finished,
             "slot": asdict(self.slot),
-            "goes_on_by": "seeking" if self._start.source is not None else "skipping",
+            "goes_on_by": "seeking" if seeks else "skipping",
             "identity": self._settings.identity,
         }
 
@@ -190,7 +191,7 @@ class Walk(Iterator[Any]):
         """The state of before the first micro-batch."""
         start = Start(left=self._settings.window)
         fresh = {"start": asdict(start), "done": 0, "given": 0, "finished": False}
-        return {**self.state_dict(), **fresh, "goes_on_by": "skipping"}
+        return {**self.state_dict(), **fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state stands; before the first micro-batch.

@@ -1,0 +1,181 @@
+"""Samples read by identity, as users of feeders write them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from torchbudget import (
+    BudgetedIterableDataset,
+    HookedCollate,
+    MemoryBudgetBatchSampler,
+    OptionError,
+    PadCollate,
+    PaddedCost,
+    ReaderDataset,
+    SampleCache,
+    SampleError,
+    sizes_of,
+    transforms,
+)
+
+TOKENS = PaddedCost(unit_bytes=1)
+RATE = 4
+
+
+class Files:
+    """Arrays in files of their own, of which each read gives two variants; reads are counted."""
+
+    def __init__(self, folder: Path, n: int) -> None:
+        self.folder = folder
+        self.reads = torch.zeros(n, dtype=torch.int64).share_memory_()
+        for number in range(n):
+            np.save(folder / f"{number}.npy", np.full(3 + number % 17, number, np.float32))
+
+    def read(self, number: int) -> list[Any]:
+        self.reads[number] += 1
+        wave = np.load(self.folder / f"{number}.npy")
+        return [torch.from_numpy(wave), torch.from_numpy(-wave)]
+
+    def target(self, number: int) -> list[int]:
+        return [number, -number]
+
+
+def reader_of(files: Files) -> ReaderDataset:
+    return ReaderDataset(
+        range(len(files.reads)), files.read, read_target=files.target, variants_per_read=2
+    )
+
+
+def pairs(batches: Any) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for inputs, targets in batches:
+        for row, target in zip(inputs, targets.tolist(), strict=True):
+            assert row[0] == target
+            found[target] += 1
+    return found
+
+
+def expected(n: int) -> Counter[int]:
+    return Counter([one for number in range(n) for one in (number, -number)])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_over_identities(workers: int, tmp_path: Path) -> None:
+    """Both variants of each, with their targets, in batches that fit; reads in threads."""
+    files = Files(tmp_path, 40)
+    stream = BudgetedIterableDataset(
+        reader_of(files).reads,
+        TOKENS,
+        100,
+        size=0,
+        window=10,
+        transforms=[transforms.expand(list)],
+        threads=2,
+    )
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    batches = list(loader)
+    assert pairs(batches) == expected(40)
+    assert files.reads.tolist() == [1] * 40  # whatever the number of workers
+    stream.set_epoch(1)
+    assert pairs(loader) == expected(40)
+    assert max(inputs.numel() for inputs, _ in batches) <= 100
+
+
+def test_samples_by_number(tmp_path: Path) -> None:
+    """Map-style: neighbours share a read; sizes, sampler, cache and pickling work on it."""
+    files = Files(tmp_path, 12)
+    reader = reader_of(files)
+    assert len(reader) == 24
+    assert [reader[i][1] for i in range(24)] == [one for n in range(12) for one in (n, -n)]
+    assert files.reads.tolist() == [1] * 12
+    assert reader[-1][1] == -11
+    with pytest.raises(IndexError, match="24"):
+        reader[24]
+    sizes = sizes_of(reader, 0)
+    cache = SampleCache(pickle.loads(pickle.dumps(reader)), "1MiB")  # noqa: S301  (our own)
+    sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 60, num_samples=48)  # two passes an epoch
+    loader = DataLoader(cache, batch_sampler=sampler, collate_fn=PadCollate())
+    assert pairs(loader) == expected(12) + expected(12)
+    assert cache.hits == cache.misses == 24
+
+
+def test_the_remainder_is_kept_or_dropped(tmp_path: Path) -> None:
+    """Whole batches only, or all of them."""
+    files = Files(tmp_path, 12)
+    reader = ReaderDataset(range(12), files.read, variants_per_read=2)
+    for drop_last, n in ((False, 24), (True, 20)):
+        sampler = MemoryBudgetBatchSampler(
+            np.ones(24, int), TOKENS, 5, drop_last=drop_last, max_batch_size=5
+        )
+        loader = DataLoader(reader, batch_sampler=sampler, collate_fn=PadCollate())
+        assert sum(batch.num_samples for batch in loader) == n
+
+
+def louder(x: torch.Tensor) -> torch.Tensor:
+    return 10 * x
+
+
+def test_hooks_on_batches(tmp_path: Path) -> None:
+    """On inputs, on targets, on batches of inputs alone."""
+    reader = reader_of(Files(tmp_path, 6))
+    hooked = HookedCollate(collate_fn=PadCollate(), on_input=louder, on_target=torch.neg)
+    [batch] = DataLoader(reader, batch_size=12, collate_fn=hooked)
+    inputs, targets = batch
+    assert torch.equal(inputs[:, 0], -10.0 * targets)
+    alone = HookedCollate(collate_fn=torch.stack, on_input=louder)
+    assert alone([torch.ones(2)]).tolist() == [[10, 10]]
+
+
+def two(identity: Any) -> Any:
+    return [identity, identity]
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(OptionError, match="got none"):
+        ReaderDataset([], two)
+    with pytest.raises(OptionError, match="read_target"):
+        ReaderDataset([1], two, read_target=3)  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match="the read of 1 gave 2 variants, 3 were expected"):
+        ReaderDataset([1], two, variants_per_read=3)[0]
+
+
+class Broken:
+    """A map-style data set with one index that cannot be read."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 13:
+            raise OSError("unreadable")
+        return torch.full((1 + index % 5,), index)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_map_style_data_set_is_a_source(workers: int) -> None:
+    """Shuffled as a whole; one that cannot be read is skipped and counted, or named."""
+    stream = BudgetedIterableDataset(Broken(), TOKENS, 20, window=8, on_error="skip")
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    order = [one for batch in loader for one in batch.data[:, 0].tolist()]
+    assert sorted(order) == [n for n in range(50) if n != 13]
+    assert stream.left_out.failed == 1
+    first = order[:8]
+    assert max(first) - min(first) > 8  # not the first window of the data set's own order
+    with pytest.raises(SampleError, match="OSError: unreadable"):
+        list(BudgetedIterableDataset(Broken(), TOKENS, 20, window=8))
+
+
+def test_a_map_style_data_set_seeks() -> None:
+    stream = BudgetedIterableDataset(Broken(), TOKENS, 20, window=8, on_error="skip")
+    walk = iter(stream)
+    next(walk)
+    assert walk.state_dict()["goes_on_by"] == "seeking"

@@ -1,0 +1,68 @@
+"""A sample as bytes: a pickle, and beside it the memory of its tensors and arrays."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_WORD: Final = 8
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays, whose memory is not copied into the pickle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and _is_plain(value):
+            words = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _tensor, (words, value.dtype, tuple(value.shape))
+        return NotImplemented
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is elements in this machine's memory and nothing else."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+        and not (tensor.is_complex() or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor(
+    words: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    if not words.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(words).view(dtype).reshape(shape)
+
+
+def freeze(sample: Any) -> list[memoryview]:
+    """The parts of a sample's bytes, not joined yet: a header, the pickle, and the buffers.
+
+    Raises:
+        Exception: whatever pickling raises.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(sample)
+    parts = [file.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
+    return [memoryview(header.tobytes()), *parts]
+
+
+def thaw(frozen: memoryview) -> Any:
+    """The sample, in memory of its own."""
+    count = int(np.frombuffer(frozen[:_WORD], np.int64)[0])
+    start = _WORD * (count + 1)
+    lengths = np.frombuffer(frozen[_WORD:start], np.int64).tolist()
+    parts = []
+    for length in lengths:
+        parts.append(bytearray(frozen[start : start + length]))
+        start += length
+    pickled, *buffers = parts
+    return pickle.loads(pickled, buffers=buffers)  # noqa: S301  (what `freeze` has written)

@@ -1,0 +1,69 @@
+"""Memory that processes share, whatever started them, with a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any, Final
+
+_NAME: Final = "torchbudget"
+
+
+class SharedFile:
+    """Bytes in memory that forked and spawned processes see alike.
+
+    A file without a name, in memory where the system has such (it is not limited by /dev/shm, and
+    gone with the last process); mapped, so that pages take memory when they are first written.
+
+    A copy by plain `pickle` is an empty file of its own.
+
+    Args:
+        nbytes: of the file.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create(_NAME)
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, nbytes)
+        self._open(descriptor, nbytes)
+
+    def _open(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, nbytes)
+        self._own = threading.Lock()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other process or thread is inside; one that is killed inside lets the others in."""
+        with self._own:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared = get_spawning_popen() is not None
+        return {"nbytes": self.nbytes, "file": DupFd(self._descriptor) if shared else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["file"] is None:
+            SharedFile.__init__(self, state["nbytes"])
+        else:
+            self._open(state["file"].detach(), state["nbytes"])
+
+    def __del__(self) -> None:
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
