@@ -21,6 +21,7 @@ TINY = {
     "ranks": "--samples 4096 --few 4096 --most-ranks 2",
     "packing": "--samples 2000 --peer-samples 300 --repetitions 1",
     "several_axes": "--samples 600 --window 512",
+    "streams": "--samples 3000 --lhotse-samples 300",
     "loader": "--samples 400 --repetitions 1",
     "collate": "--repetitions 1",
     "traced_cost": "--shapes 2 --models 1",
@@ -33,6 +34,7 @@ EXACT = {
     "gradient_error": "error",
     "padding": "over the budget",
     "several_axes": "over the budget",
+    "streams": "over the budget",
     "endurance": "violations",
 }
 

@@ -140,6 +140,36 @@ def test_a_contrastive_loss_in_little_memory():
     assert losses[-1] < losses[0]
 
 
+def test_streamed_text_within_bytes():
+    """All batches fit; broken off and gone on with, every sample comes once."""
+    small = ("--files", 8, "--max-length", 128, "--budget", "16MiB", "--window", 64)
+    printed = example("stream_text", *small)
+    assert max(map(float, re.findall(r"% +(\d\.\d+) ", printed))) <= 1
+    begun, rest, whole = map(int, re.search(r"(\d+) \+ (\d+) = (\d+)", printed).groups())
+    assert begun + rest == whole > 0
+
+
+def test_recordings_are_decoded_once():
+    """The second epoch comes from the cache, and no batch is longer than it may be."""
+    printed = example("audio", "--epochs", 2, "--seconds", 40)
+    rows = [line.split() for line in printed.splitlines()[2:4]]
+    assert [row[3] for row in rows] == ["0.0%", "100.0%"]
+    assert all(float(row[-2]) <= 40 for row in rows)
+
+
+def test_graphs_fit_and_fixed_numbers_of_them_do_not():
+    printed = example("graphs", "--molecules", 600, "--budget", "4MiB")
+    ours, fixed = (line.split() for line in printed.splitlines()[-2:])
+    assert float(ours[-1]) <= 1 < float(fixed[-1])
+
+
+def test_volumes_pad_less():
+    printed = example("volumes", "--volumes", 120)
+    ours, fixed = (line.split() for line in printed.splitlines()[-2:])
+    assert float(ours[-1]) <= 1 < float(fixed[-1])
+    assert float(ours[-3].rstrip("%")) < float(fixed[-3].rstrip("%"))
+
+
 @pytest.mark.distributed
 def test_ranks_train_and_go_on(tmp_path):
     """Two ranks take the planned steps; called again with more epochs, they go on."""

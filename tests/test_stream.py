@@ -275,11 +275,33 @@ def test_a_predicate_instead_of_a_cost() -> None:
         )
 
     assert [[s for _, s in b] for b in stream(1)] == [[3, 4], [5, 1], [9], [2, 2]]
-    assert [[s for _, s in b] for b in stream(1, size=size_of)] == [[1, 2, 2, 3], [4, 5], [9]]
+    assert [[s for _, s in b] for b in stream(1, size=size_of)] == [[9], [5, 4], [3, 2, 2, 1]]
     for ranks in (2, 3, 7):
         batches = [list(walk) for [walk] in walks(stream(ranks), 1)]
         assert numbers([b for rank in batches for b in rank]) == list(range(7))
         assert len(set(map(len, batches))) == 1
+
+
+def test_a_predicate_over_several_axes() -> None:
+    """Samples that are alike lie together."""
+    sizes = np.random.default_rng(0).integers(1, 50, (200, 3))
+
+    def should_add(batch: list[Any], sample: Any) -> bool:
+        largest = np.max([size for _, size in [*batch, sample]], axis=0)
+        return (len(batch) + 1) * int(largest.prod()) <= 300_000
+
+    def padded(**options: Any) -> int:
+        stream = BudgetedIterableDataset(
+            Numbered(sizes), should_add, None, collate_fn=list, **options
+        )
+        batches = list(stream)
+        assert numbers(batches) == list(range(200))
+        return sum(
+            len(batch) * int(np.max([size for _, size in batch], axis=0).prod())
+            for batch in batches
+        )
+
+    assert padded(size=size_of) < 0.8 * padded()
 
 
 def test_oversize() -> None:

@@ -25,10 +25,9 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from _common import Results, Sizes, alternate, lognormal, median, options, padded_figures
@@ -139,8 +138,15 @@ def docstring_lengths() -> Sizes:
     return np.array([max(min(len(text), 2048), 1) for text in docstrings(0)])
 
 
-def run(made: dict[str, list[list[int]]], name: str, make: Make) -> None:
-    made[name] = make()
+def prepared(
+    made: dict[str, list[list[int]]], name: str, prepare: Callable[[list[int]], Make], of: list[int]
+) -> Callable[[], object] | None:
+    """A call that makes the batches and keeps them; `None` where the peer is not installed."""
+    try:
+        make = prepare(of)
+    except ImportError:
+        return None
+    return lambda: made.update({name: make()})
 
 
 def main() -> None:
@@ -172,22 +178,23 @@ def main() -> None:
             "lhotse, fewer": (few, lhotse),
         }
         made: dict[str, list[list[int]]] = {}
-        runs: dict[str, Callable[[], Any]] = {
-            name: partial(run, made, name, prepare(of))
-            for name, (of, prepare) in contenders.items()
-        }
+        runs = {name: prepared(made, name, make, of) for name, (of, make) in contenders.items()}
+        present = {name: call for name, call in runs.items() if call is not None}
         reading = Generated(len(lengths))
-        times = alternate({"reading": lambda one=reading: list(one), **runs}, 3)
+        times = alternate({"reading": lambda one=reading: list(one), **present}, 3)
         per = 1e6 * median(times["reading"]) / len(lengths)
         results.row(stream=f"{corpus}, reading", samples=len(lengths), **{"µs a sample": per})
         figures = {}
         for name, (of, _) in contenders.items():
+            if name not in present:
+                results.row(stream=f"{corpus}, {name}: not installed")
+                continue
             assert sorted(chain.from_iterable(made[name])) == list(range(len(of)))
             figures[name] = figure = padded_figures(np.array(of), made[name], BUDGET)
             figure["µs a sample"] = 1e6 * median(times[name]) / len(of)
             del figure["largest"]
             results.row(stream=f"{corpus}, {name}", samples=len(of), **figure)
-        for peer in ("by hand", "infinibatch", "lhotse, fewer"):
+        for peer in (name for name in figures if "torchbudget" not in name):
             mine = figures["torchbudget, fewer" if "fewer" in peer else "torchbudget"]
             padding, fill = (mine[what] / figures[peer][what] for what in ("padding", "fill"))
             results.bar(f"{corpus}: padding / that of {peer}", padding, 1)

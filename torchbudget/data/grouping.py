@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OversizeError, UnevenRanksError
+from torchbudget.plan.arrange import arrange
 from torchbudget.plan.block import best_strips, solve
 from torchbudget.plan.drop import without_last
 from torchbudget.plan.oversize import Oversize
@@ -22,6 +23,7 @@ from torchbudget.units import format_bytes
 
 _ROUND_STREAM: Final = 6
 _SURVEY: Final = 512
+_TILE: Final = 8  # samples of several axes that lie together, where nobody says what is best
 _log: Final = logging.getLogger("torchbudget")
 
 
@@ -165,7 +167,11 @@ class ByPredicate:
         drop_last: bool,
     ) -> list[list[list[int]]]:
         """See `Grouping`: in the order of sizes where there are some, else as they come."""
-        order = range(len(samples)) if sizes is None else np.lexsort(sizes.T[None]).tolist()
+        order = list(range(len(samples)))
+        if sizes is not None and len(sizes):
+            axes = sizes.shape[1] if sizes.ndim == 2 else 1
+            strips = max(round((len(sizes) / _TILE) ** (1 / axes)), 1)
+            order = arrange(sizes[None], strips)[0].tolist()
         batches: list[list[int]] = []
         held: list[Any] = []
         for place in order:

@@ -23,13 +23,8 @@ class ReaderDataset(Dataset[Any]):
 
     Sample number i is variant `i % variants_per_read` of identity `i // variants_per_read`. Of
     neighbours that are asked for one after the other each identity is read once. For an order that
-    is shuffled, `reads` has a whole read at each index, and a stream makes samples of it:
-
-    ```python
-    stream = BudgetedIterableDataset(
-        reader.reads, cost, budget, size=…, transforms=[transforms.expand(list)]
-    )
-    ```
+    is shuffled, `reads` has a whole read at each index, and a stream makes samples of it, with
+    `transforms=[transforms.expand(list)]`.
 
     Args:
         identities: what is read.
