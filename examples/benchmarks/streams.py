@@ -9,7 +9,35 @@ Command: python examples/benchmarks/streams.py [--samples N] [--lhotse-samples N
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4;
 infinibatch 0.1.1, lhotse 1.33.0.
 
-    to be recorded
+    stream                            samples  batches  padding    fill  over  µs a sample
+    lengths, reading                1,000,000        –        –       –     –        0.050
+    lengths, torchbudget            1,000,000    4,218   2.603%  0.9901     0        0.437
+    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.544
+    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.378
+    lengths, torchbudget, fewer       100,000      423   2.740%  0.9870     0        0.567
+    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4       11.912
+    docstrings, reading                66,040        –        –       –     –        0.049
+    docstrings, torchbudget            66,040    1,720   0.541%  0.9701     0        0.691
+    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.500
+    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.436
+    docstrings, torchbudget, fewer     66,040    1,720   0.541%  0.9701     0        0.688
+    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       23.373
+    lengths: padding / that of by hand ≤ 1: 0.97345, holds
+    lengths: fill / that of by hand ≥ 1: 1.0026, holds
+    lengths: padding / that of infinibatch ≤ 1: 0.91069, holds
+    lengths: fill / that of infinibatch ≥ 1: 1.0007, holds
+    lengths: padding / that of lhotse, fewer ≤ 1: 0.35561, holds
+    lengths: fill / that of lhotse, fewer ≥ 1: 1.0163, holds
+    lengths: speed / the fastest one's ≥ 1.5: 0.86412, DOES NOT HOLD
+    lengths: batches over the budget ≤ 0: 0, holds
+    docstrings: padding / that of by hand ≤ 1: 0.95485, holds
+    docstrings: fill / that of by hand ≥ 1: 1.0009, holds
+    docstrings: padding / that of infinibatch ≤ 1: 0.97201, holds
+    docstrings: fill / that of infinibatch ≥ 1: 1.001, holds
+    docstrings: padding / that of lhotse, fewer ≤ 1: 0.081523, holds
+    docstrings: fill / that of lhotse, fewer ≥ 1: 1.0069, holds
+    docstrings: speed / the fastest one's ≥ 1.5: 0.63044, DOES NOT HOLD
+    docstrings: batches over the budget ≤ 0: 0, holds
 
 `lengths` are log-normal(3.2, 0.8), clipped to 1 to 1,024; `docstrings` are those of Python's
 standard library, eight times in random order, in bytes, cut at 2,048. `by hand` is the
@@ -138,15 +166,12 @@ def docstring_lengths() -> Sizes:
     return np.array([max(min(len(text), 2048), 1) for text in docstrings(0)])
 
 
-def prepared(
-    made: dict[str, list[list[int]]], name: str, prepare: Callable[[list[int]], Make], of: list[int]
-) -> Callable[[], object] | None:
-    """A call that makes the batches and keeps them; `None` where the peer is not installed."""
+def prepared(prepare: Callable[[list[int]], Make], of: list[int]) -> Make | None:
+    """What makes the batches; `None` where the peer is not installed."""
     try:
-        make = prepare(of)
+        return prepare(of)
     except ImportError:
         return None
-    return lambda: made.update({name: make()})
 
 
 def main() -> None:
@@ -177,9 +202,8 @@ def main() -> None:
             "torchbudget, fewer": (few, ours),
             "lhotse, fewer": (few, lhotse),
         }
-        made: dict[str, list[list[int]]] = {}
-        runs = {name: prepared(made, name, make, of) for name, (of, make) in contenders.items()}
-        present = {name: call for name, call in runs.items() if call is not None}
+        runs = {name: prepared(prepare, of) for name, (of, prepare) in contenders.items()}
+        present = {name: make for name, make in runs.items() if make is not None}
         reading = Generated(len(lengths))
         times = alternate({"reading": lambda one=reading: list(one), **present}, 3)
         per = 1e6 * median(times["reading"]) / len(lengths)
@@ -189,8 +213,9 @@ def main() -> None:
             if name not in present:
                 results.row(stream=f"{corpus}, {name}: not installed")
                 continue
-            assert sorted(chain.from_iterable(made[name])) == list(range(len(of)))
-            figures[name] = figure = padded_figures(np.array(of), made[name], BUDGET)
+            batches = present[name]()
+            assert sorted(chain.from_iterable(batches)) == list(range(len(of)))
+            figures[name] = figure = padded_figures(np.array(of), batches, BUDGET)
             figure["µs a sample"] = 1e6 * median(times[name]) / len(of)
             del figure["largest"]
             results.row(stream=f"{corpus}, {name}", samples=len(of), **figure)

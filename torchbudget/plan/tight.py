@@ -23,7 +23,7 @@ from torchbudget.plan.rules import BatchRules
 # At most an eighth of a window is left for the next one: padding falls with the window's length.
 _MOST: Final = 8
 # Windows end that part of a micro-batch before the last one is full: without room no cut moves.
-_ROOM: Final = 8
+_ROOM: Final = 16
 
 
 def is_simple(sizes: npt.NDArray[Any], rules: BatchRules) -> bool:
