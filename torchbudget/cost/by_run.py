@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -95,12 +94,7 @@ def _probes(
             f"{format_bytes(probes[0].peak_bytes)} with one sample of size {smallest}; the budget "
             f"is {format_bytes(room)}"
         )
-    runs = run_shapes(domain)
-    if shapes is None:  # nothing is known: a second small step gives a first idea
-        runs.insert(0, (0.4, domain.at(1 / 8), False))
-    if shapes is None:  # feel the way upwards
-        runs.sort(key=lambda one: math.prod(one[1]))
-    for share, size, held_out in runs:
+    for share, size, held_out in run_shapes(domain, traced=shapes is not None):
         target = probes[0].peak_bytes + share * (room - probes[0].peak_bytes)
         so_far = MeasuredCost(forms=_guess(probes, shapes), margin=0)
         n = int(so_far.capacity(one_size(size), int(target)))

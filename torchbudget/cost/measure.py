@@ -29,8 +29,8 @@ _LEAST_RUN_MARGIN: Final = 1e-2
 # compiled for them, the heap's gaps.
 _DRIFT_BYTES: Final = 12 * 2**20
 # Eight runs have to tell eight coefficients of two axes, where no trace gives their form: steps of
-# up to 1.16 times the prediction were seen.
-_BLIND_MARGIN: Final = 0.25
+# up to 1.03 times the fit were seen.
+_BLIND_MARGIN: Final = 0.1
 
 
 def measure_cost(

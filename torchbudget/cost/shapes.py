@@ -56,6 +56,20 @@ _RUN_2: Final = (
 )
 
 
+# For several axes of which nothing is known. Whatever one sample of the largest size needs, none
+# needs more: so the first run bounds the number of samples in the next, and each of those the
+# number in a larger one of its own size.
+_CLIMB_2: Final = (
+    (0.05, (1.0, 1.0), False),
+    (0.6, (1.0, 1.0), False),
+    (0.6, (1.0, 1 / 8), False),
+    (0.6, (1 / 8, 1.0), False),
+    (0.6, (1 / 3, 1 / 4), False),
+    (0.9, (1.0, 1 / 8), False),
+    (0.9, (1 / 8, 1.0), True),
+)
+
+
 class BatchError(CostError):
     """`make_batch` does not do what it is asked for, however the step is measured."""
 
@@ -124,14 +138,22 @@ def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
     return list(found.values())
 
 
-def run_shapes(domain: Domain) -> list[tuple[float, Size, bool]]:
-    """Share of the budget, size, and whether it is held out, of each shape to run."""
+def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]]:
+    """Share of the budget, size, and whether it is held out, of each shape to run.
+
+    Args:
+        domain: of the sizes.
+        traced: a trace has told how bytes grow; otherwise the runs feel their way upwards.
+    """
     axes = len(domain.largest)
     if axes == 1:
-        return [(share, domain.at(where), held_out) for share, where, held_out in _RUN_1]
+        runs = [(share, domain.at(where), held_out) for share, where, held_out in _RUN_1]
+        if not traced:  # a second small step gives a first idea
+            runs = sorted([(0.4, domain.at(1 / 8), False), *runs], key=lambda one: one[1])
+        return runs
     return [
         (share, domain.at([where[axis % 2] for axis in range(axes)]), held_out)
-        for share, where, held_out in _RUN_2
+        for share, where, held_out in (_RUN_2 if traced else _CLIMB_2)
     ]
 
 
