@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import deque
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
 _NUMBER_BYTES: Final = 28
+_OBJECT_BYTES: Final = 100
 
 
 def held_bytes(sample: Any) -> int:
@@ -32,17 +35,23 @@ def held_bytes(sample: Any) -> int:
             continue
         met.add(id(value))
         if isinstance(value, torch.Tensor):
-            total += value.nbytes + 100
+            total += _OBJECT_BYTES
+            if value.layout is torch.sparse_coo:
+                waiting += [value._indices(), value._values()]
+            elif value.layout in {torch.strided, torch.jagged}:
+                total += value.nbytes
+            else:  # compressed rows or columns
+                waiting += [value.values(), value.detach().to_sparse_coo()._indices()]
         elif isinstance(value, np.ndarray):
-            total += value.nbytes + 100
+            total += value.nbytes + _OBJECT_BYTES
             if value.dtype.hasobject:
-                waiting.extend(value.flat)
+                waiting.append(value.tolist())
         else:
-            total += sys.getsizeof(value, 100)
+            total += sys.getsizeof(value, _OBJECT_BYTES)
             if isinstance(value, Mapping):
                 waiting.extend(value)
                 waiting.extend(value.values())
-            elif isinstance(value, (list, tuple, set, frozenset)):
+            elif isinstance(value, (list, tuple, set, frozenset, deque)):
                 if _NUMBERS.issuperset(map(type, value)):  # a text's tokens: not one by one
                     total += _NUMBER_BYTES * len(value)
                 else:
@@ -51,6 +60,11 @@ def held_bytes(sample: Any) -> int:
                 waiting.extend(getattr(value, one.name) for one in dataclasses.fields(value))
             elif isinstance(value, memoryview):
                 total += value.nbytes
-            elif hasattr(value, "__dict__") and not isinstance(value, (type, type(sys))):
-                waiting.extend(vars(value).values())
+            elif callable(getattr(value, "getbands", None)):  # an image of Pillow
+                total += value.width * value.height * len(value.getbands())
+            elif not isinstance(value, (type, type(sys))):
+                waiting.extend(getattr(value, "__dict__", {}).values())
+                slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+                names = chain.from_iterable([one] if isinstance(one, str) else one for one in slots)
+                waiting.extend(getattr(value, name, None) for name in names)
     return total

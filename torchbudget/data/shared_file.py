@@ -41,11 +41,13 @@ class SharedFile:
         self.nbytes = nbytes
         self._descriptor = descriptor
         self.memory = mmap.mmap(descriptor, nbytes)
-        self._own = threading.Lock()
+        self._own, self._process = threading.Lock(), os.getpid()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """No other process or thread is inside; one that is killed inside lets the others in."""
+        if self._process != os.getpid():  # forked, perhaps while a thread was inside
+            self._own, self._process = threading.Lock(), os.getpid()
         with self._own:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
             try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
 
@@ -52,12 +53,14 @@ class Source:
             rank (`"workers"`), or none (`"ranks"`).
         shuffle: shards in another order for each pass.
         seed: of that order.
+        beginning: the state of a source that has one, before it was read.
     """
 
     given: Any
     split: Split
     shuffle: bool
     seed: int
+    beginning: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def of(cls, given: Any, split: Split | None, *, shuffle: bool, seed: int) -> Source:
@@ -115,14 +118,19 @@ class Source:
                 order = order[slot.worker :: slot.workers]
             elif self.split == "ranks":
                 order = order[slot.rank * slot.workers + slot.worker :: slot.ranks * slot.workers]
-            return Reader([given[i] for i in order], order.tolist())
+            return Reader([given[i] for i in order], order.tolist(), alone=True)
         if callable(given) and not isinstance(given, Iterable):
             shard, shards = {
                 "none": (0, 1),
                 "workers": (slot.worker, slot.workers),
                 "ranks": (slot.rank * slot.workers + slot.worker, slot.ranks * slot.workers),
             }[self.split]
-            return Reader([_Called(given, shard, shards)], [shard])
+            return Reader([_Called(given, shard, shards)], [shard], alone=True)
+        if _seeks(given):
+            # What was loaded into it stays its beginning, unless it is put back.
+            if not self.beginning:
+                self.beginning.append(copy.deepcopy(given.state_dict()))
+            given.load_state_dict(copy.deepcopy(self.beginning[0]))
         if hasattr(given, "set_epoch"):
             given.set_epoch(epoch + number)
         if hasattr(given, "iter_rows") and not isinstance(given, Iterable):
@@ -136,8 +144,7 @@ def _split_of(given: Any) -> Split:
         return "workers"
     if is_indexed(given):
         return "none"
-    kind = type(given)
-    library = kind.__module__.partition(".")[0]
+    library = _library(given)
     if library == "datasets":  # splits itself by worker, and by node if it was told to
         return "workers" if getattr(given, "_distributed", None) is None else "ranks"
     if library in {"webdataset", "ray"} or (callable(given) and not isinstance(given, Iterable)):
@@ -149,6 +156,19 @@ def is_indexed(given: Any) -> bool:
     """Whether it is a map-style data set."""
     indexed = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     return indexed and not isinstance(given, (list, tuple, str, bytes, Mapping, IterableDataset))
+
+
+def _seeks(given: Any) -> bool:
+    """Whether a source has a state that says everything.
+
+    That of `datasets` leaves out what its shuffle buffer holds.
+    """
+    stateful = hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
+    return stateful and _library(given) != "datasets"
+
+
+def _library(given: Any) -> str:
+    return type(given).__module__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +244,7 @@ class Reader:
 
     def skip(self, n: int) -> None:
         """Go past n items, whole shards at once where they know their lengths."""
-        while n and not self.ended:
+        while n > 0 and not self.ended:
             shard = self._shards[self._number] if not self._over else None
             if not self._ahead and self._items is None and isinstance(shard, Sequence):
                 length = len(shard)
@@ -243,7 +263,7 @@ class Reader:
         if len(self._shards) != 1 or self._over or self._items is None:
             return None
         [shard] = self._shards
-        if not (hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")):
+        if not _seeks(shard):
             return None
         return {"position": self.position, "source": shard.state_dict()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,11 @@ from torchbudget.cost.protocol import CostModel
 from torchbudget.data.arguments import at_least_one, natural, optional, ranks_of
 from torchbudget.data.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.data.pad_collate import PadCollate
-from torchbudget.data.pipeline import Pipeline
 from torchbudget.data.size_key import SizeKey, check_key
 from torchbudget.data.source import Slot, Source, Split, is_indexed
 from torchbudget.data.transforms import Transform
 from torchbudget.data.walk import Settings, Walk
-from torchbudget.errors import BudgetError, OptionError
+from torchbudget.errors import BudgetError, OptionError, StateError
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import parse_bytes
@@ -190,7 +190,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             collate_fn = PadCollate(size_multiple=rules["size_multiple"] or 1)
         self._settings = Settings(
             source=made_of,
-            pipeline=Pipeline(transforms, natural("threads", threads)),
+            transforms=tuple(transforms),
+            threads=natural("threads", threads),
             grouping=self._grouping(cost, rules, oversize, shared),
             size=size,
             sized=isinstance(cost, CostModel) or size is not None,
@@ -211,6 +212,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                 "sized": isinstance(cost, CostModel) or size is not None,
                 "cost": repr(cost) if isinstance(cost, CostModel) else "a predicate",
                 "budget": None if self.budget is None else self.budget.device,
+                "drop_last": drop_last,
+                "oversize": oversize,
+                "on_error": on_error,
+                "batches_per_epoch": batches_per_epoch,
                 **rules,
             },
         )
@@ -218,7 +223,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._left_out = torch.zeros((_WORKERS, len(_KINDS)), dtype=torch.int64).share_memory_()
         self._state: dict[str, Any] | None = None
-        self._walk: Walk | None = None
+        self._walk: Walk | None = None  # the last one
+        self._walks: weakref.WeakSet[Walk] = weakref.WeakSet()
 
     def _grouping(
         self, cost: CostModel | ShouldAdd, rules: dict[str, Any], oversize: Oversize, ranks: int
@@ -262,6 +268,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         if self._walk is not None and self._walk.finished:
             self._state = None
         self._walk = self._walk_of(slot)
+        self._walks.add(self._walk)
         if self._state is not None and self._state["epoch"] == self.epoch:
             self._walk.load_state_dict(self._state)
         return self._walk
@@ -308,21 +315,23 @@ class BudgetedIterableDataset(IterableDataset[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin where a state stands, until `set_epoch` chooses another epoch.
 
-        A state of a process without workers can go on with any number of workers. Another number of
-        ranks, another budget or cost need a state at a window's boundary.
+        At a window's boundary a state of a process without workers can go on with any number of
+        them, on any number of ranks, and under another budget, cost or look-ahead.
 
         Raises:
             StateError: the state is malformed; at the next `iter()`.
             StateMismatchError: it is of another stream; likewise.
         """
+        if not isinstance(state_dict, Mapping) or "identity" not in state_dict:
+            raise StateError("expected what BudgetedIterableDataset.state_dict() gave")
+        self._epoch.fill_(natural("epoch", state_dict.get("epoch", -1)))
         self._state = dict(state_dict)
-        self._epoch.fill_(int(state_dict["epoch"]))
         self._walk = None
 
     def close(self) -> None:
-        """End an iteration of this process, and its threads."""
-        if self._walk is not None:
-            self._walk.close()
+        """End all iterations of this process, and their threads."""
+        for walk in list(self._walks):
+            walk.close()
 
     def __enter__(self) -> BudgetedIterableDataset:
         """Itself."""
@@ -339,7 +348,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; what is being read stays with the one that reads it.
-        return {**self.__dict__, "_walk": None}
+        return {**self.__dict__, "_walk": None, "_walks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _walks=weakref.WeakSet())
 
 
 def _add(counts: torch.Tensor, kind: str, number: int) -> None:

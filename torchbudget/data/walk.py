@@ -17,6 +17,7 @@ from torchbudget.data.held_bytes import held_bytes
 from torchbudget.data.pipeline import Failed, Pipeline
 from torchbudget.data.size_key import SizeKey, size_of, sizes_of_all
 from torchbudget.data.source import Reader, Slot, Source, is_indexed
+from torchbudget.data.transforms import Transform
 from torchbudget.errors import (
     SampleError,
     SizesError,
@@ -89,7 +90,8 @@ class Settings:
     """What all processes that read a stream agree on."""
 
     source: Source
-    pipeline: Pipeline
+    transforms: tuple[Transform, ...]
+    threads: int
     grouping: Grouping
     size: SizeKey
     sized: bool
@@ -140,19 +142,23 @@ class Walk(Iterator[Any]):
         if settings.batches_per_epoch is not None:
             each, more = divmod(settings.batches_per_epoch, slot.workers)
             self._limit = each + (slot.worker < more)
+        self._all = self._limit
+        self._made = 0  # in this process, and not yet taken by anybody perhaps
         self._batches: Generator[tuple[Start, int, list[Any]]] | None = None
+        self._pipeline = Pipeline(settings.transforms, settings.threads)
         self._told = False
         self._ahead: list[tuple[int, list[Any]]] = []  # read, and left for the next window
         self.buffered_bytes = 0
         self.largest_buffered_bytes = 0
 
     def __next__(self) -> Any:
-        if self.finished or self._given == self._limit:
+        if self.finished or (self._limit is not None and self._given >= self._limit):
             self.finish()
             raise StopIteration
         if self._batches is None:
             self._batches = self._run(self._start, self._done)
         for start, done, samples in self._batches:
+            self._made += 1
             self._start, self._done = start, done
             self._given += 1
             return self._settings.collate_fn(samples)
@@ -168,7 +174,7 @@ class Walk(Iterator[Any]):
         """End the threads, and drop what is held."""
         if self._batches is not None:
             self._batches.close()
-        self._settings.pipeline.close()
+        self._pipeline.close()
 
     # ------------------------------------------------------------------ position
 
@@ -180,7 +186,8 @@ class Walk(Iterator[Any]):
             "epoch": self.epoch,
             "start": asdict(self._start),
             "done": self._done,
-            "given": self._given,
+            "left": None if self._limit is None else self._limit - self._given,
+            "look_ahead": self._most_bytes,
             "finished": self.finished,
             "slot": asdict(self.slot),
             "goes_on_by": "seeking" if seeks else "skipping",
@@ -190,7 +197,7 @@ class Walk(Iterator[Any]):
     def beginning(self) -> dict[str, Any]:
         """The state of before the first micro-batch."""
         start = Start(left=self._settings.window)
-        fresh = {"start": asdict(start), "done": 0, "given": 0, "finished": False}
+        fresh = {"start": asdict(start), "done": 0, "left": self._all, "finished": False}
         return {**self.state_dict(), **fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,20 +209,28 @@ class Walk(Iterator[Any]):
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise StateError("expected what BudgetedIterableDataset.state_dict() gave")
-        self._check(state)
+        try:
+            self._check(state)
+            self._load(state)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"the state is malformed: {type(error).__name__}: {error}; it is no stream's"
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        start, slot = Start(**state["start"]), Slot(**state["slot"])
+        done, left = int(state["done"]), state["left"]
+        if min(start.number, start.window, start.position, start.left, done, left or 0) < 0:
+            raise ValueError("a number is below 0")
         self.epoch = int(state["epoch"])
-        self._start = Start(**state["start"])
-        self._done = int(state["done"])
-        self._given = int(state["given"])
         self.finished = bool(state["finished"])
-        self._batches = None
-        slot = Slot(**state["slot"])
-        if slot != self.slot and self._limit is not None and self._given:
-            total = self._settings.batches_per_epoch or 0
-            each, more = divmod(total - self._given, self.slot.workers)
-            self._limit, self._given = each + (self.slot.worker < more), 0
-        if self._owner(self._start.window) != self.slot.worker:
-            self._done = 0  # another worker goes on within that window
+        self._start, self._done, self._given, self._batches = start, done, 0, None
+        if left is not None and slot.workers != self.slot.workers:
+            each, more = divmod(left, self.slot.workers)
+            left = each + (self.slot.worker < more)
+        self._limit = left
 
     def _owner(self, window: int) -> int:
         if self._settings.source.split == "none":
@@ -225,11 +240,12 @@ class Walk(Iterator[Any]):
     def _check(self, state: Mapping[str, Any]) -> None:
         mine = self._settings.identity
         saved = state["identity"]
-        for name in ("window", "seed", "shuffle", "split", "sized"):
+        for name in ("window", "seed", "shuffle", "split", "sized", "batches_per_epoch"):
             if saved[name] != mine[name]:
                 raise StateMismatchError(f"{name}: saved {saved[name]!r}, now {mine[name]!r}")
         slot = Slot(**state["slot"])
-        if slot == self.slot and saved == mine:
+        as_it_was = saved == mine and state["look_ahead"] == self._most_bytes
+        if slot == self.slot and as_it_was:
             return
         if state["done"]:
             raise StateMismatchError(
@@ -302,6 +318,12 @@ class Walk(Iterator[Any]):
             return 0, 1
         return self.slot.rank, self.slot.ranks
 
+    @property
+    def _part(self) -> tuple[int, ...]:
+        """Which part of the source this process reads, so that no two draw the same numbers."""
+        rank = self.slot.rank if self._settings.source.split == "ranks" else 0
+        return (0, 0) if self._settings.source.split == "none" else (1 + self.slot.worker, rank)
+
     def _rounds(self, held: Held) -> list[list[list[int]]]:
         """Places of the samples in each round's micro-batches.
 
@@ -309,7 +331,9 @@ class Walk(Iterator[Any]):
             UnevenRanksError: they cannot be dealt evenly.
         """
         settings, samples = self._settings, held.samples
-        if settings.sized and held.sizes is None and samples:
+        if not samples:
+            return []
+        if settings.sized and held.sizes is None:
             held.sizes = sizes_of_all(samples, settings.size, held.start.position)
         key = (settings.seed, self.epoch, held.start.number, held.start.window, held.start.position)
         return settings.grouping.rounds(
@@ -330,6 +354,8 @@ class Walk(Iterator[Any]):
             if not settings.skip_failed:
                 raise
             failed = [place for place, one in enumerate(held.samples) if not self._has_size(one)]
+            if not failed:
+                raise  # each has one, but of other axes
             self._leave_out("failed", len(failed), error)
             _remove(held, failed)
             self._measure(held)
@@ -378,24 +404,28 @@ class Walk(Iterator[Any]):
             if at.source is not None:
                 reader.load(at.source)
             reader.skip(at.position - reader.position)
+            if reader.position < at.position:
+                raise StateMismatchError(
+                    f"the state stands behind {at.position} items of the source, which has "
+                    f"{reader.position}: it is another one"
+                )
+            number, made = at.number, self._made
             while not reader.ended:
                 if self._owner(at.window) == self.slot.worker:
-                    for held in self._window(reader, at):
-                        barren = 0
-                        yield held
+                    yield from self._window(reader, at)
                     at = self._next
                 else:
                     reader.skip(at.left)
                     reader.skip(self._tail(reader))
                     at = self._behind(reader, at)
-            barren += 1
-            if self._limit is not None and (not reader.position or barren > self.slot.workers):
+            if at.number == number:
+                at = Start(number=number + 1, window=at.window, left=settings.window)
+            barren = barren + 1 if self._made == made else 0
+            if self._limit is not None and (not reader.position or barren > self.slot.workers + 1):
                 raise SampleError(
                     f"the source has no samples for worker {self.slot.worker} of "
                     f"{self.slot.workers}, but batches_per_epoch asks for some; use fewer workers"
                 )
-            if not reader.position:
-                at = replace(at, number=at.number + 1)
 
     def _behind(self, reader: Reader, at: Start) -> Start:
         """Where the next window begins."""
@@ -421,22 +451,24 @@ class Walk(Iterator[Any]):
     def _window(self, reader: Reader, at: Start) -> Iterator[Held]:
         """The samples of one window, all at once or as many as the bytes allow."""
         settings = self._settings
-        if not settings.pipeline.transforms and self._most_bytes is None:
-            ahead, self._ahead = [made for _, [made] in self._ahead], []
-            reader_left = at.left - len(ahead)
-            samples = ahead + reader.take(max(reader_left - reserve(settings.window), 0))
+        if not settings.transforms and self._most_bytes is None:
+            ahead, self._ahead = self._ahead, []
+            read, left = reader.position, at.left - (reader.position - at.position)
+            samples = [made for _, [made] in ahead]
+            first = max(left - reserve(settings.window), 0)
+            samples += reader.take(first)
             mark = reader.state()
-            samples += reader.take(at.left - len(samples))
+            samples += reader.take(left - first)
             samples += reader.take(self._tail(reader))
-            held = Held(at, samples, range(at.position, at.position + len(samples)))
-            yield from self._ended(reader, held, mark)
+            positions = [place for place, _ in ahead] + list(range(read, reader.position))
+            yield from self._ended(reader, Held(at, samples, positions), mark)
             return
-        positions: list[int] = []
+        positions = []
         held, begins, mark = Held(at, [], positions), at.position, None
-        key = (settings.seed, self.epoch, at.number)
+        key = (settings.seed, self.epoch, at.number, *self._part)
         ahead, self._ahead = self._ahead, []
         left = at.left - (reader.position - at.position)
-        items = chain(ahead, settings.pipeline(self._items(reader, left), *key))
+        items = chain(ahead, self._pipeline(self._items(reader, left), *key))
         for position, made in items:
             if position - begins == at.left - reserve(settings.window):
                 mark = reader.state()
@@ -450,7 +482,8 @@ class Walk(Iterator[Any]):
             if full and held.samples:
                 self._next = replace(at, position=position, left=at.left - (position - begins))
                 self._measure(held)
-                yield held
+                if held.samples:
+                    yield held
                 positions = []
                 held = Held(self._next, [], positions)
                 self.buffered_bytes = 0
@@ -473,9 +506,10 @@ class Walk(Iterator[Any]):
                 keep -= 1
             if 0 < keep < len(held.samples):
                 position = held.positions[keep]
-                self._next = replace(
-                    self._next, position=position, source=mark or held.start.source
-                )
+                # Threads read ahead, and samples that were left out count as positions.
+                if mark is None or mark["position"] > position:
+                    mark = held.start.source
+                self._next = replace(self._next, position=position, source=mark)
                 later = zip(held.positions[keep:], held.samples[keep:], strict=True)
                 self._ahead = [
                     (at, [sample for _, sample in group])
