@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tests.large_steps import CLASSES, Data, make_model
 from tests.torchrun import torchrun
 from torchbudget import (
+    BudgetedIterableDataset,
     Epoch,
     GradAccumulator,
     MemoryBudgetBatchSampler,
@@ -133,6 +134,46 @@ def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> No
         torch.manual_seed(0)
     assert largest_difference(part.model, whole.model) == 0
     assert [e.validation for e in found] == [e.validation for e in expected]
+
+
+class Streamed(Training):
+    """The same, of a stream that nobody knows the length of."""
+
+    def __init__(self, workers: int, loader: Callable[..., Any]) -> None:
+        super().__init__()
+        stream = BudgetedIterableDataset(
+            [samples(60, 0), samples(60, 1)],
+            PaddedCost(unit_bytes=1),
+            100,
+            size="x",
+            window=30,
+        )
+        self.loader = loader(stream, batch_size=None, num_workers=workers)
+        optimizers = self.accumulator._stepping.optimizers
+        self.accumulator = GradAccumulator(optimizers, self.model, steps=5)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_stopped_and_goes_on(workers: int, tmp_path: Path) -> None:
+    """Each epoch another order, within epochs and between them."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    torch.manual_seed(11)
+    whole = Streamed(workers, stateful)
+    expected = whole.fit(epochs=3)
+    last = expected[0].steps
+    torch.manual_seed(11)
+    for stop in [(Step, 2), (Step, last), (Epoch, 0), (Step, last + 1), (Epoch, 1), None]:
+        part = Streamed(workers, stateful)
+        found = part.fit(
+            epochs=3,
+            folder=tmp_path,
+            checkpoint_steps=1,
+            callbacks=[lambda record, s=stop: (type(record), record.number) == s],
+        )
+        torch.manual_seed(0)
+    assert [e.steps for e in found] == [e.steps for e in expected]
+    assert largest_difference(part.model, whole.model) == 0
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:

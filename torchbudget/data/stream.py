@@ -324,7 +324,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         """
         if not isinstance(state_dict, Mapping) or "identity" not in state_dict:
             raise StateError("expected what BudgetedIterableDataset.state_dict() gave")
-        self._epoch.fill_(natural("epoch", state_dict.get("epoch", -1)))
+        epoch = natural("epoch", state_dict.get("epoch", -1))
+        if state_dict.get("finished"):  # of a worker: the next epoch may have been chosen already
+            epoch = max(epoch, self.epoch)
+        self._epoch.fill_(epoch)
         self._state = dict(state_dict)
         self._walk = None
 

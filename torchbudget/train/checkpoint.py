@@ -115,6 +115,8 @@ def _data_state(loader: Any, batches_done: int | None, epoch: int) -> dict[str, 
         # Between epochs a loader's own state would begin a loop over what is drawn.
         if not own or batches_done is None or state["epoch"] > epoch:
             return {"sampler": state}
+    if batches_done is None and hasattr(loader.dataset, "set_epoch"):
+        return {}  # which begins the next one
     return {"loader": loader.state_dict()} if own else {}
 
 

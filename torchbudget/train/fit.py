@@ -133,7 +133,7 @@ def fit(
     while not run.is_stopped() and len(run.history) < epochs and run.patient(patience):
         number = len(run.history)
 
-        def stepped(step: Step, done: int) -> bool:
+        def stepped(step: Step, done: int | None) -> bool:
             run.tally.add(step)
             run.write(step)
             if checkpoint_steps and run.tally.steps % checkpoint_steps == 0:
@@ -273,7 +273,9 @@ class _Run:
     def epoch_is_drawn(self, number: int) -> bool:
         """Whether it was stopped behind the last step of that epoch."""
         sampler = self._loader.batch_sampler
-        return self._saved is not None and getattr(sampler, "epoch", number) > number
+        if self._saved is None:
+            return False
+        return bool(self._saved["drawn"] or getattr(sampler, "epoch", number) > number)
 
     def tell(self, callbacks: Sequence[Callback], record: Step | Epoch) -> bool:
         """Call all of them; whether one returned true, with which the training ends."""
@@ -306,6 +308,7 @@ class _Run:
             ),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
+            "drawn": batches_done is None and bool(self.tally.steps),
         }
         if self.first_rank:
             save(state, self._folder / "last.pt")

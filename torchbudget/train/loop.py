@@ -28,7 +28,7 @@ def train_epoch(
     weight: Weight = num_samples,
     device: torch.device | str | None = None,
     when_begun: Callable[[], object] | None = None,
-    when_stepped: Callable[[Step, int], object] | None = None,
+    when_stepped: Callable[[Step, int | None], object] | None = None,
     progress: bool = False,
 ) -> list[Step]:
     """Train on every batch of a loader once, and flush.
@@ -41,8 +41,8 @@ def train_epoch(
         weight: of a batch in the loss of a step. Default: its samples.
         device: where batches are taken; `None`: where they are.
         when_begun: called once the loader's iteration has begun, before its first batch.
-        when_stepped: called with each step and the number of batches done; if what it returns is
-            true, the epoch ends there.
+        when_stepped: called with each step and the number of batches done, `None` behind the last
+            one; if what it returns is true, the epoch ends there.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
@@ -50,21 +50,20 @@ def train_epoch(
     """
     steps: list[Step] = []
 
-    def note(step: Step, done: int) -> object:
+    def note(step: Step, done: int | None) -> object:
         steps.append(step)
         return when_stepped is not None and when_stepped(step, done)
 
     batches = iter(loader)
     if when_begun is not None:
         when_begun()
-    done = 0
     for done, batch in enumerate(_with_bar(batches, loader) if progress else batches, 1):
         samples = num_samples(batch) if accumulator.needs_samples else None
         with accumulator.micro_batch(weight(batch), samples=samples):
             accumulator.backward(criterion(model, _moved(batch, device)))
         if accumulator.stepped and accumulator.last is not None and note(accumulator.last, done):
             return steps
-    accumulator.flush(lambda step: note(step, done))
+    accumulator.flush(lambda step: note(step, None))
     return steps
 
 
@@ -136,6 +135,9 @@ def _with_bar(batches: Iterator[Any], loader: Any) -> Iterable[Any]:
         from tqdm.auto import tqdm
     except ImportError:  # a bar is a courtesy: no training should fail for want of it
         return batches
-    total = len(loader) if hasattr(loader, "__len__") else None
+    try:
+        total = len(loader)
+    except TypeError:  # a stream, whose length nobody knows
+        total = None
     bar: Iterable[Any] = tqdm(batches, total=total, unit=" batches", disable=None, leave=False)
     return bar
