@@ -2,8 +2,9 @@
 
 Sorted in descending order, the k-th cut may stand anywhere between where the cut from the longest
 sample down reaches and where the cut from the shortest one up does: any cuts in between that fit
-make as many micro-batches. Dynamic programming finds those with the fewest padded elements. Cuts
-are best where the size changes, or as early as the next one can still be reached: only those places
+make as many micro-batches. Dynamic programming finds those with the fewest padded elements, up to
+a bound on the pairs of cuts that are tried, beyond which they are nearly the fewest. Cuts are best
+where the size changes, or as early as the next one can still be reached: only those places
 are tried.
 """
 
