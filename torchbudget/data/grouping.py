@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,23 @@ _TILE: Final = 8  # samples of several axes that lie together, where nobody says
 _log: Final = logging.getLogger("torchbudget")
 
 
+class Rounds(NamedTuple):
+    """How a window is cut: rounds of one micro-batch for each rank, one after the other.
+
+    Attributes:
+        places: of the samples, shape `(S,)`.
+        starts: where each micro-batch begins among them.
+        stops: where it ends.
+    """
+
+    places: IntArray
+    starts: list[int]
+    stops: list[int]
+
+
+_NONE: Final = Rounds(np.empty(0, np.int64), [], [])
+
+
 class Grouping(Protocol):
     """Cuts a window into rounds: one micro-batch for each rank."""
 
@@ -45,8 +63,8 @@ class Grouping(Protocol):
         *,
         key: tuple[int, ...] | None,
         drop_last: bool,
-    ) -> list[list[list[int]]]:
-        """Places of the samples in each round's micro-batches, one for each rank.
+    ) -> Rounds:
+        """The order of the samples, and where it is cut.
 
         Args:
             samples: of the window.
@@ -77,8 +95,9 @@ class ByCost:
     def over(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """See `Grouping`."""
         rules = self.rules
-        fits = rules.cost.capacity(rules.padded(sizes), rules.budget_bytes) >= 1
-        over = np.flatnonzero(~fits)
+        if sizes.ndim == 1 and self._fit(sizes.max(keepdims=True)).all():
+            return np.empty(0, np.int64)  # the cost is monotone
+        over = np.flatnonzero(~self._fit(sizes))
         if not over.size or self.oversize == "alone":
             return over[:0]
         worst = sizes[over[0]]
@@ -94,6 +113,10 @@ class ByCost:
         _log.warning("%s; it is skipped", told)
         return over
 
+    def _fit(self, sizes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        rules = self.rules
+        return rules.cost.capacity(rules.padded(sizes), rules.budget_bytes) >= 1
+
     def filled(self, sizes: npt.NDArray[Any]) -> int:
         """See `Grouping`."""
         simple = self.ranks == 1 and is_simple(sizes, self.rules)
@@ -106,13 +129,12 @@ class ByCost:
         *,
         key: tuple[int, ...] | None,
         drop_last: bool,
-    ) -> list[list[list[int]]]:
+    ) -> Rounds:
         """See `Grouping`."""
         if sizes is None:
             raise TypeError("a cost needs sizes")
         if self.ranks == 1 and is_simple(sizes, self.rules) and not drop_last and len(sizes):
-            batches = [[batch.tolist()] for batch in tight_cut(sizes, self.rules)]
-            return _shuffled(batches, key)
+            return _rounds(*tight_cut(sizes, self.rules), 1, key)
         places = np.arange(len(sizes))
         survey = sizes[:: max(len(sizes) // _SURVEY, 1)]
         strips = best_strips(survey, self.rules)
@@ -122,7 +144,7 @@ class ByCost:
             )
             places, sizes = places[stays], sizes[stays]
         if not len(sizes):
-            return []
+            return _NONE
         if len(sizes) < self.ranks:
             raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks} ranks")
         block = solve(
@@ -132,10 +154,7 @@ class ByCost:
             ranks=self.ranks,
             keys=None if key is None else lambda rounds: _words(key, rounds)[None],
         )
-        order = places[block.samples].tolist()
-        bounds = zip(block.starts.tolist(), block.stops.tolist(), strict=True)
-        batches = [order[start:stop] for start, stop in bounds]
-        return [batches[i : i + self.ranks] for i in range(0, len(batches), self.ranks)]
+        return Rounds(places[block.samples], block.starts.tolist(), block.stops.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +184,7 @@ class ByPredicate:
         *,
         key: tuple[int, ...] | None,
         drop_last: bool,
-    ) -> list[list[list[int]]]:
+    ) -> Rounds:
         """See `Grouping`: in the order of sizes where there are some, else as they come."""
         order = list(range(len(samples)))
         if sizes is not None and len(sizes):
@@ -189,14 +208,21 @@ class ByPredicate:
             if len(batch) == 1:
                 raise UnevenRanksError(f"{len(batches)} single samples for {self.ranks} ranks")
             batches[longest : longest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
-        rounds = [batches[i : i + self.ranks] for i in range(0, len(batches), self.ranks)]
-        return _shuffled(rounds, key)
+        places = np.array([place for batch in batches for place in batch], np.int64)
+        cuts = [0, *accumulate(map(len, batches))]
+        return _rounds(places, cuts, self.ranks, key)
 
 
-def _shuffled(rounds: list[list[list[int]]], key: tuple[int, ...] | None) -> list[list[list[int]]]:
-    if key is None or not rounds:
-        return rounds
-    return [rounds[i] for i in np.argsort(_words(key, len(rounds)), kind="stable")]
+def _rounds(
+    places: IntArray, cuts: Sequence[int], ranks: int, key: tuple[int, ...] | None
+) -> Rounds:
+    """Rounds of consecutive micro-batches, in an order that is drawn where there is a key."""
+    bounds = np.array(cuts)
+    starts, stops = bounds[:-1].reshape(-1, ranks), bounds[1:].reshape(-1, ranks)
+    if key is not None and len(starts):
+        order = np.argsort(_words(key, len(starts)), kind="stable")
+        starts, stops = starts[order], stops[order]
+    return Rounds(places, starts.ravel().tolist(), stops.ravel().tolist())
 
 
 def _words(key: tuple[int, ...], count: int) -> npt.NDArray[np.uint64]:

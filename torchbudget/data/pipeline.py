@@ -41,19 +41,20 @@ class Pipeline:
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(
-        self, items: Iterable[tuple[int, Any]], *key: int
+        self, items: Iterable[tuple[int, tuple[int, ...], Any]], *key: int
     ) -> Iterator[tuple[int, list[Any] | Failed]]:
         """The samples of each item, in order.
 
         At most `2 · threads` items are under way at a time.
 
         Args:
-            items: positions, and what was read there.
-            key: of all randomness, with the position.
+            items: positions, what the items are called wherever they are read, and the items.
+            key: of all randomness, with what the item is called.
         """
 
-        def made(numbered: tuple[int, Any]) -> tuple[int, list[Any] | Failed]:
-            return numbered[0], self._made(*numbered, key)
+        def made(item: tuple[int, tuple[int, ...], Any]) -> tuple[int, list[Any] | Failed]:
+            position, name, value = item
+            return position, self._made(position, value, (*key, *name))
 
         if not self._threads:
             yield from map(made, items)
@@ -63,7 +64,7 @@ class Pipeline:
         yield from _in_order(self._pool, made, items, 2 * self._threads)
 
     def _made(self, position: int, item: Any, key: tuple[int, ...]) -> list[Any] | Failed:
-        token = sample_random.set(SampleRandom(*key, position))
+        token = sample_random.set(SampleRandom(*key))
         try:
             samples = [item]
             for transform in self.transforms:

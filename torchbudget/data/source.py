@@ -104,6 +104,11 @@ class Source:
     def open(self, slot: Slot, *, epoch: int, number: int) -> Reader:
         """Begin a pass over what this process reads."""
         given = self.given
+        part, parts = {
+            "none": (0, 1),
+            "workers": (slot.worker, slot.workers),
+            "ranks": (slot.rank * slot.workers + slot.worker, slot.ranks * slot.workers),
+        }[self.split]
         if is_indexed(given):
             return IndexReader(len(given), (self.seed, epoch, number) if self.shuffle else None)
         if isinstance(given, (list, tuple)):
@@ -114,18 +119,10 @@ class Source:
                         shuffled_keys(self.seed, epoch, number, _SHARD_STREAM, numbers=order)
                     )
                 ]
-            if self.split == "workers":
-                order = order[slot.worker :: slot.workers]
-            elif self.split == "ranks":
-                order = order[slot.rank * slot.workers + slot.worker :: slot.ranks * slot.workers]
+            order = order[part::parts]
             return Reader([given[i] for i in order], order.tolist(), alone=True)
         if callable(given) and not isinstance(given, Iterable):
-            shard, shards = {
-                "none": (0, 1),
-                "workers": (slot.worker, slot.workers),
-                "ranks": (slot.rank * slot.workers + slot.worker, slot.ranks * slot.workers),
-            }[self.split]
-            return Reader([_Called(given, shard, shards)], [shard], alone=True)
+            return Reader([_Called(given, part, parts)], [part], alone=True)
         if _seeks(given):
             # What was loaded into it stays its beginning, unless it is put back.
             if not self.beginning:
@@ -135,7 +132,7 @@ class Source:
             given.set_epoch(epoch + number)
         if hasattr(given, "iter_rows") and not isinstance(given, Iterable):
             given = _Rows(given)
-        return Reader([given], [0], alone=self.split == "none")
+        return Reader([given], [part], alone=self.split == "none")
 
 
 def _split_of(given: Any) -> Split:
@@ -194,7 +191,7 @@ class Reader:
 
     Args:
         shards: iterables, or functions that give one.
-        names: numbers of them, for errors.
+        names: numbers of them, or of the part of a source that splits itself.
         alone: hide from the source that it is read in a worker: one that splits itself by worker
             would be split twice.
 
@@ -202,14 +199,13 @@ class Reader:
         position: of the next item.
     """
 
-    def __init__(
-        self, shards: Sequence[Any], names: Sequence[int] = (), *, alone: bool = False
-    ) -> None:
+    def __init__(self, shards: Sequence[Any], names: Sequence[int], *, alone: bool = False) -> None:
         self._shards = shards
         self._names = names
         self._alone = alone
         self._number = 0
-        self._offset = 0
+        self._begins = [(0, 0)]  # where each shard begins that was reached, and its number
+        self._read = 0  # items, and those of shards that were passed over
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._mark: dict[str, Any] | None = None  # before those
@@ -251,6 +247,7 @@ class Reader:
                 if length <= n:
                     n -= length
                     self.position += length
+                    self._read += length
                     self._next_shard()
                     continue
             n -= len(self.take(min(n, 1024)))
@@ -271,7 +268,12 @@ class Reader:
         """Go to where `state` stood, before anything is read."""
         [shard] = self._shards
         shard.load_state_dict(state["source"])
-        self.position = state["position"]
+        self.position = self._read = state["position"]
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Where an item stands that was read: the shard's name, and the number within the shard."""
+        begin, number = next(mark for mark in reversed(self._begins) if mark[0] <= position)
+        return self._names[number], position - begin
 
     def _some(self, n: int) -> list[Any]:
         """The next items of this shard; where there are none, the next one begins."""
@@ -286,21 +288,22 @@ class Reader:
             raise SampleError(
                 f"{self._place()} cannot be read: {type(error).__name__}: {error}"
             ) from error
-        self._offset += len(items)
+        self._read += len(items)
         if len(items) < n:
             shard = self._shards[self._number]
-            if isinstance(shard, Sequence) and len(shard) != self._offset:
+            if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
                 raise SampleError(f"{self._place()} ended, {len(shard)} items were expected")
             self._next_shard()
         return items
 
     def _place(self) -> str:
-        return f"item {self._offset} or one soon after it, of shard {self._names[self._number]},"
+        shard, offset = self.place(self._read)
+        return f"item {offset} or one soon after it, of shard {shard},"
 
     def _next_shard(self) -> None:
         self._items = None
-        self._offset = 0
         self._number += 1
+        self._begins.append((self._read, self._number))
         self._over = self._number == len(self._shards)
 
 
@@ -313,9 +316,13 @@ class IndexReader(Reader):
     """
 
     def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
-        super().__init__(())
+        super().__init__((), ())
         self._length = length
         self._order = None if key is None else Permutation(length, *key, _INDEX_STREAM)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """There are no shards."""
+        return 0, position
 
     @property
     def ended(self) -> bool:

@@ -20,7 +20,8 @@ from torchbudget.data.pad_collate import PadCollate
 from torchbudget.data.size_key import SizeKey, check_key
 from torchbudget.data.source import Slot, Source, Split, is_indexed
 from torchbudget.data.transforms import Transform
-from torchbudget.data.walk import Settings, Walk
+from torchbudget.data.walk import Walk
+from torchbudget.data.windows import Settings
 from torchbudget.errors import BudgetError, OptionError, StateError
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.rules import BatchRules

@@ -2,16 +2,13 @@
 
 Sorted in descending order, the k-th cut may stand anywhere between where the cut from the longest
 sample down reaches and where the cut from the shortest one up does: any cuts in between that fit
-make as many micro-batches. Dynamic programming finds those with the fewest padded elements, up to
-a bound on the pairs of cuts that are tried, beyond which they are nearly the fewest. Cuts are best
-where the size changes, or as early as the next one can still be reached: only those places
+make as many micro-batches. Dynamic programming finds those with the fewest padded elements. Cuts
+are best where the size changes, or as early as the next one can still be reached: only those places
 are tried.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -25,8 +22,6 @@ from torchbudget.plan.rules import BatchRules
 _MOST: Final = 8
 # Windows end that part of a micro-batch before the last one is full: without room no cut moves.
 _ROOM: Final = 16
-# Pairs of cuts that are tried in a window: some ten milliseconds.
-_WORK: Final = 200_000
 
 
 def is_simple(sizes: npt.NDArray[Any], rules: BatchRules) -> bool:
@@ -53,117 +48,161 @@ def filled(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     """
     order = arrange(sizes[None], 1)[0]
     most = _capacities(sizes[order], rules)
-    fewest, more = len(sizes) - len(sizes) // _MOST, len(sizes)
-    target = _count(most) - 1
-    if not target or _count(most[order < fewest]) > target:
+    target, more = _count(most) - 1, len(sizes)
+    if not target:
         return more
-    while more - fewest > 1:  # fewer samples never need more micro-batches
+    # Two micro-batches fewer are enough where samples come in no order.
+    for share in (target // 2, _MOST):
+        if share >= _MOST and _count(most[order < more - more // share]) <= target:
+            fewest = more - more // share
+            break
+    else:
+        return more
+    room = fewest // target // _ROOM
+    while more - fewest > max(room, 1):  # fewer samples never need more micro-batches
         middle = (fewest + more) // 2
         if _count(most[order < middle]) <= target:
             fewest = middle
         else:
             more = middle
-    return max(fewest - fewest // target // _ROOM, 1)
+    return max(fewest - room, 1)
 
 
-def tight_cut(sizes: npt.NDArray[Any], rules: BatchRules) -> list[IntArray]:
-    """The samples of each micro-batch.
+def tight_cut(sizes: npt.NDArray[Any], rules: BatchRules) -> tuple[IntArray, list[int]]:
+    """An order of the samples, and where it is cut into micro-batches.
 
     Args:
-        sizes: shape `(S,)`.
+        sizes: shape `(S,)`, S ≥ 1.
         rules: what a micro-batch may be: see `is_simple`.
 
     Returns:
-        Places in `sizes`, from the longest micro-batch to the shortest one. O(S log S), and at most
-        some 200,000 pairs of cuts; where there were more, not all are tried.
+        Places in `sizes`, descending by size, shape `(S,)`; and where each micro-batch begins
+        there, and S. O(S log S).
     """
     order = arrange(sizes[None], 1)[0]
     descending = sizes[order]
-    padded = rules.padded(descending).astype(np.int64)
-    cuts = _least_padding(padded, _capacities(descending, rules))
-    return [order[start:stop] for start, stop in pairwise(cuts)]
+    padded = rules.padded(descending)
+    starts = np.append(0, np.flatnonzero(padded[1:] != padded[:-1]) + 1)
+    most = _capacities(descending[starts], rules).tolist()
+    cuts = _least_padding(padded[starts].tolist(), starts.tolist(), most, len(sizes))
+    return order, cuts
 
 
-def _capacities(descending: npt.NDArray[Any], rules: BatchRules) -> IntArray:
-    table = rules.table(int(descending[0]))
+def _capacities(sizes: npt.NDArray[Any], rules: BatchRules) -> IntArray:
+    table = rules.table(int(sizes[0]))
     if table is not None:
-        return table.take(descending)
-    return rules.capacity(descending, rules.budget_bytes)
+        return table.take(sizes)
+    return rules.capacity(sizes, rules.budget_bytes)
 
 
 def _count(most: IntArray) -> int:
     """Micro-batches of samples in descending order, each as long as its first sample allows."""
     count = start = 0
-    while start < len(most):
-        start += most.item(start)
+    length, at = len(most), most.data  # whose items come in half the time
+    while start < length:
+        start += at[start]
         count += 1
     return count
 
 
-def _least_padding(padded: IntArray, most: IntArray) -> list[int]:
+def _least_padding(sizes: list[int], starts: list[int], most: list[int], length: int) -> list[int]:
     """Where the micro-batches start, and S.
 
+    Of a micro-batch from one cut to the next the padded elements are a line over the size at the
+    cut, whose slope is the next cut: the lower hull of those lines gives the best next cut of every
+    place, from the longest sizes to the shortest ones (Brucker, "Efficient algorithms for some path
+    partitioning problems", 1995). O(S), since the places of different cuts never overlap.
+
     Args:
-        padded: sizes, descending, shape `(S,)`.
-        most: how many samples a micro-batch may hold that starts there, ascending.
+        sizes: that differ, padded, descending, shape `(D,)`.
+        starts: where the samples of each begin, among all in descending order.
+        most: how many samples a micro-batch may hold whose largest has that size, ascending.
+        length: S.
     """
-    length = len(padded)
-    latest = [0]
-    while latest[-1] < length:
-        latest.append(min(latest[-1] + most.item(latest[-1]), length))
-    count = len(latest) - 1
-    reach = (np.arange(length) + most).tolist()
-    earliest = [length]
-    for _ in range(count - 1):
-        earliest.append(bisect_left(reach, earliest[-1]))
-    earliest.reverse()
-    places = _places(padded, reach, earliest, latest)
-    # `best[place]`: the fewest padded elements before a cut there, and the cut before it.
-    best: dict[int, tuple[int, int]] = {0: (0, 0)}
-    ways = []
-    for stops in places:
-        following: dict[int, tuple[int, int]] = {}
-        begun = [
-            (start, reach[start], padded.item(start), elements)
-            for start, (elements, _) in best.items()
-        ]
-        for stop in stops:
-            found = [
-                (elements + (stop - start) * size, start)
-                for start, furthest, size, elements in begun
-                if start < stop <= furthest
-            ]
-            if found:
-                following[stop] = min(found)
-        ways.append(following)
-        best = following
-    cuts = [length]
-    for way in reversed(ways):
-        cuts.append(way[cuts[-1]][1])
-    return cuts[::-1]
+    starts = [*starts, length]
+    # How far a micro-batch reaches that begins with the last sample of a size.
+    reach = [stop - 1 + n for stop, n in zip(starts[1:], most, strict=True)]
+    # Places of cuts, from the last cut to the first one; the fewest padded elements from there on,
+    # and which place is the next cut's. Those of the cut that was dealt with begin at `first`.
+    place, elements, follows = [length], [0], [0]
+    first = 0
+    run = len(most) - 1
+    hull: list[int] = []
+    for furthest in reversed(_latest(starts, most)):
+        end = len(place)
+        while run and reach[run - 1] >= place[first]:
+            run -= 1
+        here = place[first] - most[run]
+        if here < starts[run]:
+            here = starts[run]
+        if here == furthest and end - first == 1:  # nothing to be chosen
+            place.append(here)
+            elements.append(0)
+            follows.append(first)
+            first = end
+            continue
+        tried, runs = [here], [run]
+        at = run
+        for stop in place[first + 1 :]:
+            while reach[at] < stop:
+                at += 1
+                tried.append(starts[at])
+                runs.append(at)
+            here = stop - most[at]
+            if here > tried[-1]:
+                tried.append(here)
+                runs.append(at)
+        while starts[at + 1] <= furthest:
+            at += 1
+            tried.append(starts[at])
+            runs.append(at)
+        hull.clear()
+        best = floor = bound = 0
+        met = first
+        for here, at in zip(tried, runs, strict=True):
+            size, until = sizes[at], here + most[at]
+            while met < end and place[met] <= until:
+                while len(hull) > best + 1 and _is_over(hull[-2], hull[-1], met, place, elements):
+                    hull.pop()
+                hull.append(met)
+                met += 1
+            chosen = hull[best]
+            least = elements[chosen] + place[chosen] * size
+            while best + 1 < len(hull):
+                other = hull[best + 1]
+                padded = elements[other] + place[other] * size
+                if padded > least:
+                    break
+                best += 1
+                chosen, least = other, padded
+            padded = least - here * size
+            # All that precede are at least as long as the place before: is this one ever better?
+            if len(place) == end or padded + here * floor < bound:
+                place.append(here)
+                elements.append(padded)
+                follows.append(chosen)
+                floor, bound = size, least
+        first = end
+    cuts = []
+    while first:
+        cuts.append(place[first])
+        first = follows[first]
+    return [*cuts, length]
 
 
-def _places(
-    padded: IntArray, reach: list[int], earliest: list[int], latest: list[int]
-) -> list[set[int]]:
-    """Where the best cuts are: each where the size changes, or as early as still reaches the next.
+def _is_over(left: int, middle: int, right: int, slope: list[int], base: list[int]) -> bool:
+    """Whether the middle one of three lines of rising slopes is nowhere the lowest."""
+    beside = (base[left] - base[right]) * (slope[middle] - slope[left])
+    return beside >= (base[left] - base[middle]) * (slope[right] - slope[left])
 
-    Of two cuts within samples of one size the earlier one never pads more.
-    """
-    changes = np.flatnonzero(padded[1:] != padded[:-1]) + 1
-    first = np.searchsorted(changes, earliest).tolist()
-    last = np.searchsorted(changes, latest[1:], side="right").tolist()
-    known = changes.tolist()
-    following = {len(padded)}
-    places = [following]
-    most = max(int((_WORK / len(earliest)) ** 0.5), 8)
-    for number in range(len(earliest) - 2, -1, -1):
-        low, high = earliest[number], latest[number + 1]
-        back = (bisect_left(reach, place) for place in following)
-        within = {place for place in back if low <= place <= high}
-        following = within.union(known[first[number] : last[number]])
-        if len(following) > most:  # of so many nearly the best is good enough
-            every = len(following) // most + 1
-            following = {low, *sorted(following)[::every]}
-        places.append(following)
-    return places[::-1]
+
+def _latest(starts: list[int], most: list[int]) -> list[int]:
+    """Where micro-batches begin that are each as long as their first sample allows."""
+    latest: list[int] = []
+    run = place = 0
+    while place < starts[-1]:
+        latest.append(place)
+        while starts[run + 1] <= place:
+            run += 1
+        place += most[run]
+    return latest
