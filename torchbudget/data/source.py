@@ -12,8 +12,16 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
+from torchbudget.data.libraries import (
+    RayRows,
+    beginning,
+    is_iterable,
+    library,
+    seeks,
+    split_by,
+)
 from torchbudget.errors import OptionError, SampleError
 from torchbudget.plan.permutation import Permutation, shuffled_keys
 
@@ -81,12 +89,7 @@ class Source:
                     )
             if not given:
                 raise OptionError("the list of shards is empty")
-        elif not (
-            callable(given)
-            or isinstance(given, Iterable)
-            or hasattr(given, "iter_rows")
-            or is_indexed(given)
-        ):
+        elif not (callable(given) or is_iterable(given) or is_indexed(given)):
             raise OptionError(
                 "expected an iterable, a map-style or an iterable data set, a function "
                 "(shard, num_shards) that gives an iterator, or a list of shards, got "
@@ -121,17 +124,17 @@ class Source:
                 ]
             order = order[part::parts]
             return Reader([given[i] for i in order], order.tolist(), alone=True)
-        if callable(given) and not isinstance(given, Iterable):
+        if callable(given) and not is_iterable(given):
             return Reader([_Called(given, part, parts)], [part], alone=True)
-        if _seeks(given):
-            # What was loaded into it stays its beginning, unless it is put back.
+        if seeks(given):
             if not self.beginning:
-                self.beginning.append(copy.deepcopy(given.state_dict()))
+                self.beginning.append(copy.deepcopy(beginning(given)))
             given.load_state_dict(copy.deepcopy(self.beginning[0]))
         if hasattr(given, "set_epoch"):
             given.set_epoch(epoch + number)
-        if hasattr(given, "iter_rows") and not isinstance(given, Iterable):
-            given = _Rows(given)
+        if library(given) == "ray":
+            info = get_worker_info()
+            given = RayRows(given, slot.ranks, 0 if info is None else info.num_workers)
         return Reader([given], [part], alone=self.split == "none")
 
 
@@ -141,31 +144,15 @@ def _split_of(given: Any) -> Split:
         return "workers"
     if is_indexed(given):
         return "none"
-    library = _library(given)
-    if library == "datasets":  # splits itself by worker, and by node if it was told to
-        return "workers" if getattr(given, "_distributed", None) is None else "ranks"
-    if library in {"webdataset", "ray"} or (callable(given) and not isinstance(given, Iterable)):
+    if callable(given) and not is_iterable(given):
         return "ranks"
-    return "none"
+    return split_by(given) or "none"
 
 
 def is_indexed(given: Any) -> bool:
     """Whether it is a map-style data set."""
     indexed = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     return indexed and not isinstance(given, (list, tuple, str, bytes, Mapping, IterableDataset))
-
-
-def _seeks(given: Any) -> bool:
-    """Whether a source has a state that says everything.
-
-    That of `datasets` leaves out what its shuffle buffer holds.
-    """
-    stateful = hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
-    return stateful and _library(given) != "datasets"
-
-
-def _library(given: Any) -> str:
-    return type(given).__module__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +163,6 @@ class _Called:
 
     def __call__(self) -> Iterable[Any]:
         return self.function(self.shard, self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    iterator: Any
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.iterator.iter_rows())
 
 
 class Reader:
@@ -260,7 +239,7 @@ class Reader:
         if len(self._shards) != 1 or self._over or self._items is None:
             return None
         [shard] = self._shards
-        if not _seeks(shard):
+        if not seeks(shard):
             return None
         return {"position": self.position, "source": shard.state_dict()}
 

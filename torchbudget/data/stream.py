@@ -90,7 +90,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             several ranks the last micro-batch. Default: a quarter of the budget's `host`, divided
             among the workers; without one, no limit.
         shuffle: shards, and the micro-batches of a window. Otherwise they come longest first.
-        seed: of all randomness, which is a function of (seed, epoch, position).
+        seed: of all randomness, which is a function of (seed, epoch, shard, place within it).
         drop_last: drop the last micro-batch that could still have taken a sample, in each part.
         batches_per_epoch: batches on each rank; where the source ends before, it begins again.
         uneven: ranks may have unequal numbers of batches.

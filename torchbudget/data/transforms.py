@@ -6,9 +6,9 @@
 {'ids': [7, 8], 'label': 1}
 
 What is random draws from `transforms.rng()`, the generator of the one sample: a function of
-(seed, epoch, position), and so the same for any number of threads, and for any number of workers
-where all of them read the whole source; where each reads a part of its own, it counts the positions
-there.
+(seed, epoch, shard, place within it), and so the same for any number of threads and of workers.
+Only a source that splits itself, as a function `(shard, num_shards)` does, has other shards for
+another number of workers.
 """
 
 from __future__ import annotations
