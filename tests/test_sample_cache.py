@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import signal
@@ -230,6 +231,27 @@ def test_threads_share_it() -> None:
         thread.join()
     assert cache.kept == 200
     read(0)
+    assert cache.hits + cache.misses == 5 * 200
+
+
+def ask_for_all(cache: SampleCache) -> None:
+    for index in range(len(cache)):
+        cache[index]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_every_process_counts(context: str) -> None:
+    """Those of a pool too, which no `DataLoader` has numbered."""
+    cache = SampleCache(Reads([50] * 300), "2MiB")
+    ask_for_all(cache)
+    processes = multiprocessing.get_context(context)
+    others = [processes.Process(target=ask_for_all, args=(cache,)) for _ in range(3)]
+    for process in others:
+        process.start()
+    ask_for_all(cache)
+    for process in others:
+        process.join()
+    assert (cache.hits, cache.misses) == (4 * 300, 300)
 
 
 def test_copies_are_caches_of_their_own() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from torchbudget.data.frozen import freeze, thaw
 from torchbudget.data.shared_file import SharedFile
@@ -14,8 +16,25 @@ from torchbudget.data.sizes import MapStyle
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import format_bytes, parse_bytes
 
-_ROWS: Final = 512  # workers that count for themselves
+_ROWS: Final = 512  # processes that count for themselves
 _HITS, _MISSES = 0, 1
+
+
+class _Row:
+    """Where a process counts: a fork goes on to another one.
+
+    Args:
+        process: its number.
+        number: of the row.
+    """
+
+    def __init__(self, process: int = -1, number: int = 0) -> None:
+        self.process = process
+        self.number = number
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_Row], tuple[()]]:
+        return _Row, ()
 
 
 class SampleCache(Dataset[Any]):
@@ -49,13 +68,14 @@ class SampleCache(Dataset[Any]):
         self.dataset = dataset
         self.budget = parse_bytes(budget)
         self._samples = len(dataset)
-        self._table = 8 * (1 + 2 * _ROWS + self._samples)
+        self._table = 8 * (2 + 2 * _ROWS + self._samples)
         if self.budget <= self._table:
             raise BudgetError(
                 f"{format_bytes(self.budget)} hold no samples: the table of contents of "
                 f"{self._samples:,} takes {format_bytes(self._table)}"
             )
         self._file = SharedFile(self.budget)  # all zeros: an empty cache
+        self._row = _Row()
 
     # ------------------------------------------------------------------ the table of contents
 
@@ -70,14 +90,19 @@ class SampleCache(Dataset[Any]):
         return self._words(0, (1,))
 
     @property
+    def _processes(self) -> npt.NDArray[np.int64]:
+        """How many processes have counted, shape `(1,)`."""
+        return self._words(1, (1,))
+
+    @property
     def _counts(self) -> npt.NDArray[np.int64]:
-        """Hits and misses, shape `(rows, 2)`, a row for each worker."""
-        return self._words(1, (_ROWS, 2))
+        """Hits and misses, shape `(rows, 2)`, a row for each process."""
+        return self._words(2, (_ROWS, 2))
 
     @property
     def _places(self) -> npt.NDArray[np.int64]:
         """Where each sample begins, shape `(N,)`; 0 where it is not kept."""
-        return self._words(1 + 2 * _ROWS, (self._samples,))
+        return self._words(2 + 2 * _ROWS, (self._samples,))
 
     # ------------------------------------------------------------------ reading
 
@@ -120,9 +145,13 @@ class SampleCache(Dataset[Any]):
             self._places[number] = start
 
     def _count(self, kind: int) -> None:
-        worker = get_worker_info()
-        row = 0 if worker is None else 1 + worker.id % (_ROWS - 1)
-        self._counts[row, kind] += 1
+        row = self._row
+        if row.process != os.getpid():
+            with self._file.locked():
+                row = self._row = _Row(os.getpid(), int(self._processes[0]) % _ROWS)
+                self._processes[0] += 1
+        with row.lock:  # a thread's addition is read, and then written
+            self._counts[row.number, kind] += 1
 
     # ------------------------------------------------------------------ figures
 
