@@ -155,9 +155,12 @@ class Streamed(Training):
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_stopped_and_goes_on(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
+def test_a_stream_is_stopped_and_goes_on(kind: str, workers: int, tmp_path: Path) -> None:
     """Each epoch another order, within epochs and between them."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    stateful: Any = DataLoader
+    if kind != "DataLoader":
+        stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     torch.manual_seed(11)
     whole = Streamed(workers, stateful)
     expected = whole.fit(epochs=3)

@@ -17,12 +17,13 @@ from torchbudget.cost.protocol import CostModel
 from torchbudget.data.arguments import at_least_one, natural, optional, ranks_of
 from torchbudget.data.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.data.pad_collate import PadCollate
+from torchbudget.data.positions import Positions
 from torchbudget.data.size_key import SizeKey, check_key
 from torchbudget.data.source import Slot, Source, Split, is_indexed
 from torchbudget.data.transforms import Transform
 from torchbudget.data.walk import Walk
 from torchbudget.data.windows import Settings
-from torchbudget.errors import BudgetError, OptionError, StateError
+from torchbudget.errors import BudgetError, OptionError, StateError, StateMismatchError
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import parse_bytes
@@ -224,6 +225,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._left_out = torch.zeros((_WORKERS, len(_KINDS)), dtype=torch.int64).share_memory_()
         self._state: dict[str, Any] | None = None
+        self._positions = Positions()
         self._walk: Walk | None = None  # the last one
         self._walks: weakref.WeakSet[Walk] = weakref.WeakSet()
 
@@ -258,21 +260,44 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         if natural("epoch", epoch) != self.epoch:
             self._epoch.fill_(epoch)
             self._state = None
+            self._positions.clear()
         self._left_out.zero_()
         self._walk = None
 
     def __iter__(self) -> Walk:
         """Read the epoch from its beginning, or from the position that was loaded."""
-        worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        slot = Slot(worker=number, workers=workers, rank=self.rank, ranks=self.num_replicas)
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._walk is not None and self._walk.finished:
             self._state = None
-        self._walk = self._walk_of(slot)
-        self._walks.add(self._walk)
-        if self._state is not None and self._state["epoch"] == self.epoch:
-            self._walk.load_state_dict(self._state)
-        return self._walk
+        state, shift = self._loaded, 0
+        if state is not None and "workers" in state:
+            if len(state["workers"]) != workers:
+                raise StateMismatchError(
+                    f"the state is that of {len(state['workers'])} workers, here are {workers}"
+                )
+            # A loader begins with its first worker, which is to be the one whose turn it was.
+            shift = int(state["turn"])
+        worker = (number + shift) % workers
+        self._walk = walk = self._begun(worker, workers)
+        self._walks.add(walk)
+        walk.watch = self._positions.watch(worker, workers, epoch=self.epoch, shift=shift)
+        return walk
+
+    @property
+    def _loaded(self) -> dict[str, Any] | None:
+        """The state that `iter()` begins with, if it is of the present epoch."""
+        return (
+            self._state if self._state is not None and self._state["epoch"] == self.epoch else None
+        )
+
+    def _begun(self, worker: int, workers: int) -> Walk:
+        """A worker's walk, where it begins."""
+        slot = Slot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
+        walk, state = self._walk_of(slot), self._loaded
+        if state is not None:
+            walk.load_state_dict(state["workers"][worker] if "workers" in state else state)
+        return walk
 
     def _walk_of(self, slot: Slot) -> Walk:
         """The present epoch, from its beginning, as one process sees it."""
@@ -299,25 +324,62 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         counts = self._left_out.sum(dim=0).tolist()
         return LeftOut(**dict(zip(_KINDS, counts, strict=True)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the last iteration stands, in the process that iterates.
+    def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
+        """Where an iteration stands, in plain JSON types, but for what the source itself says.
 
-        Torchdata's `StatefulDataLoader` saves it in every worker. Plain JSON types, but for what
-        the source itself says (`"goes_on_by": "seeking"`); a source without `state_dict` is
-        skipped through (`"skipping"`).
+        In the process that iterates, and so in each worker of torchdata's `StatefulDataLoader`,
+        that is where the last one stands; a source that has a state itself goes on by that
+        (`"goes_on_by": "seeking"`), others are skipped through (`"skipping"`). Workers of a plain
+        `DataLoader` run ahead: its process says how many batches it has taken.
+
+        Args:
+            batches_done: in the present loop over the `DataLoader`; it goes on with as many
+                workers, and the source is skipped through.
+
+        Raises:
+            StateError: other processes iterate, and `batches_done` is not given; or so many were
+                not made.
         """
+        if batches_done is not None:
+            return self._state_behind(natural("batches_done", batches_done))
         walk = self._walk
         if walk is None:
-            return dict(self._state) if self._state is not None else iter(self).state_dict()
+            if get_worker_info() is None and self._positions.elsewhere(self.epoch):
+                raise StateError(
+                    "workers read this epoch, ahead of what the loop has taken: give "
+                    "state_dict(batches_done=…), use a StatefulDataLoader, or set_epoch first"
+                )
+            return dict(self._state) if self._state is not None else self._beginning(self.epoch)
         if walk.finished and get_worker_info() is None:
-            return {**walk.beginning(), "epoch": walk.epoch + 1}
+            return self._beginning(walk.epoch + 1)
         return walk.state_dict()
+
+    def _state_behind(self, batches_done: int) -> dict[str, Any]:
+        """The state of all workers, once the loop has taken so many micro-batches."""
+        if not batches_done:
+            return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
+        turn, positions = self._positions.behind(batches_done, self.epoch)
+        if positions == [None] * len(positions):
+            return self._beginning(self.epoch + 1)
+        states = []
+        for worker, position in enumerate(positions):
+            walk = self._begun(worker, len(positions))
+            states.append(walk.state_dict() if position == () else walk.state_at(position))
+        if len(states) == 1:
+            return states[0]
+        shared = {"epoch": self.epoch, "identity": self._settings.identity}
+        return {**shared, "turn": turn, "workers": states}
+
+    def _beginning(self, epoch: int) -> dict[str, Any]:
+        slot = Slot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
+        return {**self._walk_of(slot).beginning(), "epoch": epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin where a state stands, until `set_epoch` chooses another epoch.
 
         At a window's boundary a state of a process without workers can go on with any number of
-        them, on any number of ranks, and under another budget, cost or look-ahead.
+        them, on any number of ranks, and under another budget, cost or look-ahead; at an epoch's
+        beginning any can. A loader whose workers are alive already goes on with what it reads.
 
         Raises:
             StateError: the state is malformed; at the next `iter()`.
@@ -331,6 +393,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self._epoch.fill_(epoch)
         self._state = dict(state_dict)
         self._walk = None
+        if get_worker_info() is None:  # in a worker it is that one's own position
+            self._positions.clear()
 
     def close(self) -> None:
         """End all iterations of this process, and their threads."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchbudget.data.held_bytes import held_bytes
+from torchbudget.data.positions import Position
 from torchbudget.data.size_key import sizes_of_all
 from torchbudget.data.source import Slot, is_indexed
 from torchbudget.data.windows import Held, Settings, Start, Windows
@@ -47,6 +48,7 @@ class Walk(Iterator[Any]):
         epoch: that is read.
         finished: whether the last micro-batch was given.
         slot: which process this is.
+        watch: called with the position behind each micro-batch, and with `None` at the end.
         windows: that it reads.
     """
 
@@ -62,6 +64,7 @@ class Walk(Iterator[Any]):
         self.epoch = epoch
         self.finished = False
         self.slot = slot
+        self.watch: Callable[[Position | None], None] | None = None
         self._settings = settings
         self._most_bytes = most_bytes
         self._start = Start(left=settings.window)
@@ -90,10 +93,14 @@ class Walk(Iterator[Any]):
         self._start, self._done, samples = made
         self.windows.made += 1
         self._given += 1
+        if self.watch is not None:
+            self.watch(self.position)
         return self._settings.collate_fn(samples)
 
     def finish(self) -> None:
         """Nothing more comes."""
+        if self.watch is not None:
+            self.watch(None)
         self.finished = True
         self.close()
 
@@ -107,25 +114,43 @@ class Walk(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, in plain types (and what the source itself says, if it can)."""
-        seeks = self._start.source is not None or is_indexed(self._settings.source.given)
+        left = None if self._limit is None else self._limit - self._given
+        return self._state(self._start, self._done, left, finished=self.finished)
+
+    def beginning(self) -> dict[str, Any]:
+        """The state of before the first micro-batch."""
+        return self._state(Start(left=self._settings.window), 0, self._all)
+
+    def state_at(self, position: Position | None) -> dict[str, Any]:
+        """The state of a position; `None`: at the end."""
+        if position is None:
+            return {**self.beginning(), "finished": True}
+        number, window, place, left, done, to_come = position
+        start = Start(number=number, window=window, position=place, left=left)
+        return self._state(start, done, None if to_come < 0 else to_come)
+
+    @property
+    def position(self) -> Position:
+        """Where it stands, in numbers alone: a source is skipped through to there."""
+        at, to_come = self._start, -1 if self._limit is None else self._limit - self._given
+        return at.number, at.window, at.position, at.left, self._done, to_come
+
+    def _state(
+        self, start: Start, done: int, left: int | None, *, finished: bool = False
+    ) -> dict[str, Any]:
+        seeks = start.source is not None or is_indexed(self._settings.source.given)
         return {
             "version": _VERSION,
             "epoch": self.epoch,
-            "start": asdict(self._start),
-            "done": self._done,
-            "left": None if self._limit is None else self._limit - self._given,
+            "start": asdict(start),
+            "done": done,
+            "left": left,
             "look_ahead": self._most_bytes,
-            "finished": self.finished,
+            "finished": finished,
             "slot": asdict(self.slot),
             "goes_on_by": "seeking" if seeks else "skipping",
             "identity": self._settings.identity,
         }
-
-    def beginning(self) -> dict[str, Any]:
-        """The state of before the first micro-batch."""
-        start = Start(left=self._settings.window)
-        fresh = {"start": asdict(start), "done": 0, "left": self._all, "finished": False}
-        return {**self.state_dict(), **fresh}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state stands; before the first micro-batch.
@@ -175,7 +200,9 @@ class Walk(Iterator[Any]):
                 f"workers, budget or cost needs a window's boundary: saved {slot}, {saved}; now "
                 f"{self.slot}, {mine}"
             )
-        shared = self._settings.source.split == "none" and slot.workers == 1
+        start = Start(**state["start"])
+        shared = self._settings.source.split == "none" or not (start.number or start.position)
+        shared = shared and slot.workers == 1
         if slot.workers != self.slot.workers and not shared:
             raise StateMismatchError(
                 f"the state is that of worker {slot.worker} of {slot.workers}, here are "

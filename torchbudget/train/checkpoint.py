@@ -79,11 +79,14 @@ def load_run_state(
         _stateful(loader.batch_sampler).load_state_dict(data["sampler"])
     elif "loader" in data:
         _stateful(loader).load_state_dict(data["loader"])
+    elif "dataset" in data:
+        _stateful(loader.dataset).load_state_dict(data["dataset"])
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
     """Whether the loader's position can be saved."""
-    return hasattr(loader, "load_state_dict") or _tells_positions(loader.batch_sampler)
+    tells = _tells_positions(loader.batch_sampler) or _tells_positions(loader.dataset)
+    return tells or hasattr(loader, "load_state_dict")
 
 
 def load_generators(whole: dict[str, Any], accumulator: GradAccumulator) -> None:
@@ -117,12 +120,16 @@ def _data_state(loader: Any, batches_done: int | None, epoch: int) -> dict[str, 
             return {"sampler": state}
     if batches_done is None and hasattr(loader.dataset, "set_epoch"):
         return {}  # which begins the next one
-    return {"loader": loader.state_dict()} if own else {}
+    if own:
+        return {"loader": loader.state_dict()}
+    if _tells_positions(loader.dataset):
+        return {"dataset": loader.dataset.state_dict(batches_done=batches_done)}
+    return {}
 
 
-def _tells_positions(sampler: Any) -> bool:
-    """Whether it is a sampler that knows where it stood behind any batch."""
-    state_dict = getattr(sampler, "state_dict", None)
+def _tells_positions(source: Any) -> bool:
+    """Whether it is a sampler or a stream that knows where it stood behind any batch."""
+    state_dict = getattr(source, "state_dict", None)
     return state_dict is not None and "batches_done" in signature(state_dict).parameters
 
 

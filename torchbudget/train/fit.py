@@ -95,8 +95,8 @@ def fit(
 
     Args:
         model: as it is called; put into training mode.
-        loader: whose batch sampler has a state, as `MemoryBudgetBatchSampler` has, or a
-            `StatefulDataLoader`.
+        loader: whose batch sampler or data set has a state, as `MemoryBudgetBatchSampler` and
+            `BudgetedIterableDataset` have, or a `StatefulDataLoader`.
         criterion: `criterion(model, batch)` calls the model and gives the loss; a mean where the
             accumulator says so.
         accumulator: that steps; its optimizers, schedulers and scaler are saved.
@@ -123,7 +123,7 @@ def fit(
     if folder is not None and checkpoint_steps is not None and not has_state(loader):
         raise OptionError(
             "checkpoint_steps needs a loader whose position can be saved: one with a "
-            "MemoryBudgetBatchSampler, or a StatefulDataLoader"
+            "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
         )
     if folder is not None and accumulator.sharded:
         raise OptionError(

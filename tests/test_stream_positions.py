@@ -1,0 +1,179 @@
+"""Streams in a plain `DataLoader`: its process says what it has taken, and goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.test_stream import TOKENS, size_of
+from tests.test_stream_workers import source_of
+from torchbudget import (
+    BudgetedIterableDataset,
+    StateError,
+    StateMismatchError,
+)
+from torchbudget.data.positions import _in_turn
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+SIZES = np.random.default_rng(2).integers(1, 60, 400)
+KINDS = ("iterable", "map", "shards", "function")
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
+    options = {"size": size_of, "window": 64, "collate_fn": as_it_is} | options
+    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, 300, **options)
+
+
+def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> Any:
+    return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=as_it_is, **options)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.data())
+def test_a_loader_takes_one_of_each_worker_in_turn(lengths: list[int], data: Any) -> None:
+    """How many of each, and whose turn it is: as a loader does it, that knows no end beforehand."""
+    batches = data.draw(st.integers(0, sum(lengths)))
+    left = list(lengths)
+    turns = cycle(range(len(lengths)))
+    for _ in range(batches):
+        left[next(turn for turn in turns if left[turn])] -= 1
+    taken = [n - m for n, m in zip(lengths, left, strict=True)]
+    following = next((turn for turn in islice(turns, len(lengths)) if left[turn]), None)
+    # Workers that have not reached their end may not have told it.
+    known = [
+        n if not m or data.draw(st.booleans()) else None for n, m in zip(lengths, left, strict=True)
+    ]
+    found, turn = _in_turn(batches, known)
+    assert found == taken
+    if following is not None:
+        assert turn == following
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
+    """The rest equals the rest, in its order, and again from a state within the rest."""
+    whole = list(loader_of(make(kind), workers))
+    running = make(kind)
+    states = [
+        json.loads(json.dumps(running.state_dict(batches_done=done)))
+        for done, _ in enumerate(loader_of(running, workers), 1)
+    ]
+    end = running.state_dict(batches_done=len(whole))
+    assert end["epoch"] == 1
+    for done in range(1, len(whole), 4):
+        second = make(kind)
+        second.load_state_dict(states[done - 1])
+        batches = iter(loader_of(second, workers))
+        more = min(3, len(whole) - done - 1)
+        assert list(islice(batches, more)) == whole[done : done + more]
+        state = second.state_dict(batches_done=more)
+        assert list(batches) == whole[done + more :]
+        third = make(kind)
+        third.load_state_dict(state)
+        assert list(loader_of(third, workers)) == whole[done + more :]
+    following = make(kind)
+    following.load_state_dict(end)
+    expected = make(kind)
+    expected.set_epoch(1)
+    assert list(loader_of(following, 2)) == list(loader_of(expected, 2))
+
+
+def test_workers_that_begin_where_one_process_stood() -> None:
+    """At a window's boundary; those that have made nothing yet begin there, too."""
+    walk = iter(make())
+    begun = []
+    for batch in walk:
+        begun.append(batch)
+        state = walk.state_dict()
+        if len(begun) > 5 and not state["done"]:
+            break
+    running = make()
+    running.load_state_dict(state)
+    batches = iter(loader_of(running, 3))
+    taken = [next(batches)]
+    second = make()
+    second.load_state_dict(running.state_dict(batches_done=1))
+    rest = list(loader_of(second, 3))
+    assert rest == list(batches)
+    assert sorted(n for batch in begun + taken + rest for n, _ in batch) == list(range(len(SIZES)))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_epochs_of_a_number_of_batches(workers: int) -> None:
+    options: dict[str, Any] = {"batches_per_epoch": 90}
+    whole = list(loader_of(make(**options), workers))
+    assert len(whole) == 90
+    for done in (1, 40, 89):
+        running = make(**options)
+        batches = iter(loader_of(running, workers))
+        assert list(islice(batches, done)) == whole[:done]
+        state = running.state_dict(batches_done=done)
+        second = make(**options)
+        second.load_state_dict(state)
+        assert list(loader_of(second, workers)) == whole[done:]
+
+
+def test_workers_that_persist() -> None:
+    """Each epoch counts from its own beginning."""
+    running = make()
+    loader = loader_of(running, 2, persistent_workers=True)
+    for epoch in range(3):
+        running.set_epoch(epoch)
+        for done, _ in enumerate(loader, 1):
+            if done == 7:
+                state = running.state_dict(batches_done=7)
+        fresh = make()
+        fresh.set_epoch(epoch)
+        whole = list(loader_of(fresh, 2))
+        second = make()
+        second.load_state_dict(state)
+        assert list(loader_of(second, 2)) == whole[7:]
+
+
+def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
+    """A state without the number of batches would begin the epoch again."""
+    stream = make()
+    batches = iter(loader_of(stream, 2))
+    next(batches)
+    with pytest.raises(StateError, match="batches_done"):
+        stream.state_dict()
+    with pytest.raises(StateError, match="more than"):
+        stream.state_dict(batches_done=10_000)
+    state = stream.state_dict(batches_done=1)
+    other = make()
+    other.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="2 workers, here are 3"):
+        list(loader_of(other, 3))
+    deque(batches, maxlen=0)
+    stream.set_epoch(1)
+    assert stream.state_dict()["epoch"] == 1
+    with pytest.raises(StateError, match="nobody has read 1"):
+        make().state_dict(batches_done=1)
+    assert make().state_dict(batches_done=0) == make().state_dict()
+
+
+def test_workers_that_are_too_far_ahead() -> None:
+    """More positions than are kept: an error, and not another position."""
+    stream = make(max_batch_size=1)
+    batches = iter(loader_of(stream, 1, prefetch_factor=300))
+    next(batches)
+    list(islice(batches, 60))
+    deadline = 100
+    while stream._positions._row(0)[5] < 330 and deadline:
+        deadline -= 1
+        next(batches)
+    with pytest.raises(StateError, match="prefetch_factor"):
+        stream.state_dict(batches_done=1)
