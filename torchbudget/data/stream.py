@@ -125,7 +125,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
     >>> stream = BudgetedIterableDataset(
     ...     texts, PaddedCost(unit_bytes=1), 6, size=len, collate_fn=list, shuffle=False)
     >>> list(stream)
-    [['ghijk'], ['bcd'], ['ef', 'a']]
+    [['ghijk'], ['bcd', 'ef'], ['a']]
     """
 
     def __init__(
