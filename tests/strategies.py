@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from torchbudget import PackedCost, PaddedCost
+from torchbudget import MeasuredCost, PackedCost, PaddedCost, TableCost
 
 SHAPES = ("uniform", "constant", "ones", "heavy", "bimodal", "giant")
 
@@ -79,6 +79,29 @@ class StairCost:
 
 @st.composite
 def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
+    """A cost of that many axes, by formula or as it is measured; every sample costs something."""
+    kind = draw(st.sampled_from(["formula", "formula", "measured", "table"]))
+    if kind == "formula" or packed:
+        return draw(formulas(axes, packed=packed))
+    margin = draw(st.sampled_from([0.0, 0.01, 0.3]))
+    if kind == "table":
+        return MeasuredCost(forms=(draw(tables(axes)),), margin=margin)
+    forms = draw(st.lists(formulas(axes, packed=False), min_size=1, max_size=3))
+    return MeasuredCost(forms=tuple(forms), margin=margin)
+
+
+@st.composite
+def tables(draw: st.DrawFn, axes: int = 1) -> TableCost:
+    """A few measured batches, one of them of larger samples than any that are drawn."""
+    sizes = st.tuples(*[st.integers(0, 400)] * axes)
+    batch = st.tuples(st.integers(1, 64), sizes, st.integers(1, 10_000))
+    most = (draw(st.integers(1, 8)), (20_000,) * axes, draw(st.integers(10_000, 10**6)))
+    numbers, shapes, peaks = zip(*[*draw(st.lists(batch, max_size=5)), most], strict=True)
+    return TableCost(numbers=numbers, sizes=shapes, peak_bytes=peaks)
+
+
+@st.composite
+def formulas(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
     """A `PaddedCost` or `PackedCost` of that many axes; every sample costs something."""
     options: dict[str, Any] = {
         "fixed_bytes": draw(st.integers(0, 1000)),

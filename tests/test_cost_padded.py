@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracles
-from tests.strategies import costs
+from tests.strategies import formulas
 from torchbudget import (
     AdditiveCost,
     CostError,
@@ -60,7 +60,7 @@ def size_of(draw: Any, axes: int, most: int) -> Any:
 
 
 @st.composite
-def cost_and_size(draw: st.DrawFn, *, most: int = 60, strategy: Any = costs) -> Any:
+def cost_and_size(draw: st.DrawFn, *, most: int = 60, strategy: Any = formulas) -> Any:
     axes = draw(st.integers(1, 3))
     return draw(strategy(axes)), size_of(draw, axes, most)
 

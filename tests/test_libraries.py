@@ -16,7 +16,7 @@ from torchbudget import BudgetedIterableDataset, OptionError
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
     "ignore:'set_vital' is deprecated:UserWarning",
-    "ignore::DeprecationWarning",
+    "ignore::DeprecationWarning",  # of those libraries, in what they import
     "ignore::pytest.PytestUnraisableExceptionWarning",  # webdataset leaves its files open
 )
 
@@ -147,6 +147,27 @@ def test_a_datasets_stream_that_is_split_by_node() -> None:
     assert sorted(found) == list(range(N))
 
 
+class Mine:
+    """A data set of one's own, in a module that has a library's name."""
+
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+def test_a_module_of_that_name_is_not_the_library() -> None:
+    mine = type("Mine", (Mine,), {"__module__": "datasets.local"})()
+    loader = DataLoader(stream_of(mine), batch_size=None, num_workers=2)
+    assert sorted(numbers(loader)) == list(range(N))
+
+
+def test_what_derives_from_a_librarys_class_is_known() -> None:
+    datasets = pytest.importorskip("datasets")
+    derived = type("Mine", (datasets.IterableDataset,), {"__module__": "mine"})
+    data = hugging_face("plain")
+    stream = stream_of(derived(data._ex_iterable))
+    assert sorted(numbers(DataLoader(stream, batch_size=None, num_workers=2))) == list(range(N))
+
+
 # ---------------------------------------------------------------------- webdataset
 
 
@@ -177,15 +198,46 @@ def test_each_sample_of_a_webdataset_pipeline_once(tars: list[str], workers: int
     assert sorted(numbers(loader)) == list(range(N))
 
 
-def test_webdataset_pipelines_of_two_ranks(tars: list[str]) -> None:
+def test_webdataset_pipelines_of_two_ranks(
+    tars: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They split by node themselves: numbers of batches are unknown, and asked for."""
     import webdataset
 
     with pytest.raises(OptionError, match="batches_per_epoch"):
         stream_of(pipeline(tars), num_replicas=2, rank=0)
-    mine = pipeline(tars, nodesplitter=webdataset.split_by_node)
-    stream = stream_of(mine, num_replicas=2, rank=1, batches_per_epoch=7)
-    assert len(list(stream)) == len(stream) == 7
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        mine = pipeline(tars, nodesplitter=webdataset.split_by_node)
+        found.append(numbers(stream_of(mine, num_replicas=2, rank=rank, uneven=True)))
+        repeated = stream_of(mine, num_replicas=2, rank=rank, batches_per_epoch=90)
+        assert len(list(repeated)) == len(repeated) == 90
+    assert sorted(found[0] + found[1]) == list(range(N))
+    assert all(found)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("kind", ["datasets", "webdataset"])
+def test_what_splits_itself_goes_on_in_a_plain_loader(
+    kind: str, workers: int, tars: list[str]
+) -> None:
+    """Each worker goes on with its part, whichever's turn it was."""
+
+    def make() -> BudgetedIterableDataset:
+        return stream_of(pipeline(tars) if kind == "webdataset" else hugging_face("mapped"))
+
+    def loader(stream: BudgetedIterableDataset) -> Any:
+        return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=as_it_is)
+
+    whole = list(loader(make()))
+    running = make()
+    states = [running.state_dict(batches_done=n) for n, _ in enumerate(loader(running), 1)]
+    for done in (1, 2, 3, len(whole) // 2, len(whole) - 1):
+        again = make()
+        again.load_state_dict(states[done - 1])
+        assert list(loader(again)) == whole[done:]
 
 
 def test_a_webdataset_pipeline_goes_on(tars: list[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import time
 from collections import deque
 from itertools import cycle, islice
 from typing import Any
@@ -13,19 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.test_stream import TOKENS, size_of
+from tests.test_stream import TOKENS, Numbered, size_of
 from tests.test_stream_workers import source_of
 from torchbudget import (
     BudgetedIterableDataset,
     StateError,
     StateMismatchError,
+    transforms,
 )
 from torchbudget.data.positions import _in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 SIZES = np.random.default_rng(2).integers(1, 60, 400)
-KINDS = ("iterable", "map", "shards", "function")
+KINDS = ("iterable", "map", "shards", "function", "splits itself")
 
 
 def as_it_is(batch: Any) -> Any:
@@ -34,6 +38,8 @@ def as_it_is(batch: Any) -> Any:
 
 def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
     options = {"size": size_of, "window": 64, "collate_fn": as_it_is} | options
+    if kind == "splits itself":
+        options["split"] = "workers"
     return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, 300, **options)
 
 
@@ -150,19 +156,32 @@ def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
     next(batches)
     with pytest.raises(StateError, match="batches_done"):
         stream.state_dict()
-    with pytest.raises(StateError, match="more than"):
-        stream.state_dict(batches_done=10_000)
-    state = stream.state_dict(batches_done=1)
-    other = make()
-    other.load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="2 workers, here are 3"):
-        list(loader_of(other, 3))
     deque(batches, maxlen=0)
+    with pytest.raises(StateError, match="batches_done"):
+        stream.state_dict()
     stream.set_epoch(1)
     assert stream.state_dict()["epoch"] == 1
+
+
+def test_numbers_of_batches_that_cannot_be() -> None:
+    stream = make()
     with pytest.raises(StateError, match="nobody has read 1"):
-        make().state_dict(batches_done=1)
-    assert make().state_dict(batches_done=0) == make().state_dict()
+        stream.state_dict(batches_done=1)
+    assert stream.state_dict(batches_done=0) == stream.state_dict()
+    batches = iter(loader_of(stream, 2))
+    next(batches)
+    with pytest.raises(StateError, match="more than"):
+        stream.state_dict(batches_done=10_000)
+
+
+def test_another_number_of_workers() -> None:
+    stream = make()
+    batches = iter(loader_of(stream, 2))
+    next(batches)
+    other = make()
+    other.load_state_dict(stream.state_dict(batches_done=1))
+    with pytest.raises(StateMismatchError, match="num_workers=2"):
+        list(loader_of(other, 3))
 
 
 def test_workers_that_are_too_far_ahead() -> None:
@@ -170,10 +189,146 @@ def test_workers_that_are_too_far_ahead() -> None:
     stream = make(max_batch_size=1)
     batches = iter(loader_of(stream, 1, prefetch_factor=300))
     next(batches)
-    list(islice(batches, 60))
-    deadline = 100
-    while stream._positions._row(0)[5] < 330 and deadline:
-        deadline -= 1
-        next(batches)
+    for _ in range(600):  # a minute at the most
+        with contextlib.suppress(StateError):
+            stream.state_dict(batches_done=256)
+            break
+        time.sleep(0.1)
     with pytest.raises(StateError, match="prefetch_factor"):
         stream.state_dict(batches_done=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_loops_behind_the_one_that_went_on(workers: int) -> None:
+    """A state is used up where its epoch has ended: then it comes as a whole again."""
+    whole = list(loader_of(make(), workers))
+    running = make()
+    batches = iter(loader_of(running, workers))
+    list(islice(batches, 5))
+    second = make()
+    second.load_state_dict(running.state_dict(batches_done=5))
+    loader = loader_of(second, workers)
+    assert list(loader) == whole[5:]
+    assert list(loader) == whole
+    third = iter(loader)
+    assert list(islice(third, 5)) == whole[:5]
+    fourth = make()
+    fourth.load_state_dict(second.state_dict(batches_done=5))
+    assert list(loader_of(fourth, workers)) == whole[5:]
+
+
+def begun_at(done: int, **options: Any) -> tuple[list[Any], BudgetedIterableDataset]:
+    """A whole epoch's batches, and a stream that begins behind so many of them."""
+    whole = list(loader_of(make(**options), 2))
+    running = make(**options)
+    batches = iter(loader_of(running, 2))
+    list(islice(batches, done))
+    stream = make(**options)
+    stream.load_state_dict(running.state_dict(batches_done=done))
+    return whole, stream
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_that_is_broken_off_is_begun_again(persistent: bool) -> None:
+    """Where one worker was at its end already, both go on from the state again."""
+    whole, stream = begun_at(-3 % len(list(loader_of(make(), 2))))
+    loader = loader_of(stream, 2, persistent_workers=persistent, prefetch_factor=2)
+    for _ in range(3):
+        batches = iter(loader)
+        assert next(batches) == whole[-3]
+        time.sleep(0.2)  # for the workers to run ahead
+    assert [whole[-3], *batches] == whole[-3:]
+    assert list(loader) == whole
+    batches = iter(loader)
+    assert list(islice(batches, 4)) == whole[:4]
+    following = make()
+    following.load_state_dict(stream.state_dict(batches_done=4))
+    assert list(loader_of(following, 2)) == whole[4:]
+
+
+def test_another_epoch_puts_a_state_aside() -> None:
+    """In workers that persist, too, and for good."""
+    whole, stream = begun_at(7)
+    loader = loader_of(stream, 2, persistent_workers=True)
+    assert next(iter(loader)) == whole[7]
+    stream.set_epoch(1)
+    next(iter(loader))
+    stream.set_epoch(0)
+    assert list(loader) == whole
+
+
+def test_a_state_that_comes_too_late_for_workers() -> None:
+    """They live already, and would go on without it."""
+    _, stream = begun_at(7)
+    loader = loader_of(stream, 2, persistent_workers=True)
+    next(iter(loader))
+    stream.load_state_dict(make().state_dict())
+    with pytest.raises(StateError, match="before the first loop"):
+        list(loader)
+
+
+def test_a_loop_that_is_kept_alive_does_not_count() -> None:
+    """The last loop over the loader is the one whose batches are counted."""
+    whole, stream = begun_at(7)
+    loader = loader_of(stream, 2)
+    old, new = iter(loader), iter(loader)
+    for place in range(7, 12):
+        assert next(new) == whole[place]
+        next(old)
+    following = make()
+    following.load_state_dict(stream.state_dict(batches_done=5))
+    assert list(loader_of(following, 2)) == whole[12:]
+
+
+def test_a_copy_goes_on_too() -> None:
+    whole, stream = begun_at(7)
+    assert list(loader_of(copy.deepcopy(stream), 2)) == whole[7:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_left_out_does_not_move_windows(seed: int) -> None:
+    """Samples over the budget, and a look-ahead in bytes: resumed at every batch."""
+    options: dict[str, Any] = {"oversize": "skip", "look_ahead": 6000, "seed": seed}
+    sizes = np.random.default_rng(seed).integers(1, 60, 400)
+    sizes[:: 7 + seed] = 5000
+
+    def stream() -> BudgetedIterableDataset:
+        return BudgetedIterableDataset(
+            Numbered(sizes), TOKENS, 300, size=size_of, window=64, collate_fn=as_it_is, **options
+        )
+
+    walk, whole, states = iter(stream()), [], []
+    for batch in walk:
+        whole.append(batch)
+        states.append(walk.state_dict())
+    for done, state in enumerate(states[:-1], 1):
+        again = stream()
+        again.load_state_dict(state)
+        assert list(again) == whole[done:]
+
+
+def test_a_part_that_ends_in_a_windows_tail() -> None:
+    """With transforms that make many of one, and a look-ahead that cuts within the tail."""
+    for rank in range(4):
+        whole: list[Any] | None = None
+        states: list[Any] = []
+        for resumed in range(40):
+            stream = BudgetedIterableDataset(
+                Numbered([7] * 19), TOKENS, 60, size=size_of, window=16, look_ahead=5000,
+                transforms=[transforms.expand(twice)], num_replicas=4, rank=rank,
+                collate_fn=as_it_is,
+            )  # fmt: skip
+            if whole is None:
+                walk, whole = iter(stream), []
+                for batch in walk:
+                    whole.append(batch)
+                    states.append(walk.state_dict())
+                continue
+            if resumed == len(whole):
+                break
+            stream.load_state_dict(states[resumed - 1])
+            assert list(stream) == whole[resumed:]
+
+
+def twice(sample: Any) -> list[Any]:
+    return [sample, sample, sample]

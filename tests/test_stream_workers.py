@@ -162,7 +162,7 @@ def jitter(sample: Any) -> Any:
     return (*sample, float(transforms.rng().random()))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, 3])
 def test_augmentations_of_shards_do_not_depend_on_workers(workers: int) -> None:
     """What a sample draws is a function of its shard and its place there."""
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import costs, one_axis_sizes
+from torchbudget import PaddedCost
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.tight import filled, reserve, tight_cut
 
@@ -68,3 +69,19 @@ def test_what_is_left_saves_a_micro_batch(made: tuple[Any, BatchRules]) -> None:
     assert len(sizes) - reserve(len(sizes)) <= keep <= len(sizes)
     if keep < len(sizes):
         assert len(tight_cut(sizes[:keep], rules)[1]) < len(tight_cut(sizes, rules)[1])
+
+
+def test_a_micro_batch_that_is_hardly_begun_is_left() -> None:
+    """Ten fit: of 101 samples one and a little more is left, of 109 nothing, of 8 nothing."""
+    rules = BatchRules(cost=PaddedCost(unit_bytes=1), budget_bytes=100)
+    alike = np.full(109, 10)
+    assert 95 <= filled(alike[:101], rules) <= 100
+    assert filled(alike, rules) == 100  # a twelfth of the window
+    assert filled(alike[:8], rules) == 8
+
+
+def test_no_more_than_a_part_is_left() -> None:
+    """Where it would take half of the samples to save a micro-batch, all stay."""
+    rules = BatchRules(cost=PaddedCost(unit_bytes=1), budget_bytes=100)
+    sizes = np.array([10] * 10 + [1] * 50)
+    assert filled(sizes, rules) == len(sizes)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from torchbudget.errors import OptionError
 
+_MODULES: Final = {
+    "datasets": ("datasets.iterable_dataset",),
+    "webdataset": ("webdataset.",),
+    "ray": ("ray.data.",),
+}
 
-def library(given: Any) -> str:
-    """The package that its class is from."""
-    return type(given).__module__.partition(".")[0]
+
+def library(given: Any) -> str | None:
+    """Which of the libraries that are known here its class, or one that it derives from, is of."""
+    for kind in type(given).__mro__:
+        for name, modules in _MODULES.items():
+            if f"{kind.__module__}.".startswith(modules):
+                return name
+    return None
 
 
 def split_by(given: Any) -> Literal["workers", "ranks"] | None:
@@ -50,10 +60,10 @@ def seeks(given: Any) -> bool:
 def beginning(given: Any) -> Any:
     """A state that makes it begin at its beginning, whatever was loaded since.
 
-    What was loaded into it before stays its beginning.
+    What was loaded into it before stays its beginning, but in `datasets`, which says where it
+    stands only once it is read; a state of an epoch that never is has it begin at its beginning.
     """
     state = given.state_dict()
-    # It has none yet of the worker's own shards; one of another epoch is passed over.
     return {**state, "epoch": -1} if library(given) == "datasets" else state
 
 

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchbudget.data.transforms import Expanded, SampleRandom, Transform, sample_random
 from torchbudget.errors import SampleError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Item(NamedTuple):
+    """What was read.
+
+    Attributes:
+        position: in what this process reads.
+        name: its shard and its place there, the same whoever reads it.
+        value: itself.
+    """
+
+    position: int
+    name: tuple[int, int]
+    value: Any
 
 
 class Failed:
@@ -33,28 +47,34 @@ class Pipeline:
     Args:
         transforms: applied in order.
         threads: that apply them, each to another item; 0: the calling one.
+        called: what an item is called in an error's text, by its name and value.
     """
 
-    def __init__(self, transforms: Sequence[Transform], threads: int) -> None:
+    def __init__(
+        self,
+        transforms: Sequence[Transform],
+        threads: int,
+        called: Callable[[tuple[int, int], Any], str],
+    ) -> None:
         self.transforms = tuple(transforms)
+        self._called = called
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(
-        self, items: Iterable[tuple[int, tuple[int, ...], Any]], *key: int
+        self, items: Iterable[Item], *key: int
     ) -> Iterator[tuple[int, list[Any] | Failed]]:
-        """The samples of each item, in order.
+        """The position and the samples of each item, in order.
 
         At most `2 · threads` items are under way at a time.
 
         Args:
-            items: positions, what the items are called wherever they are read, and the items.
-            key: of all randomness, with what the item is called.
+            items: that were read.
+            key: of all randomness, with the item's name.
         """
 
-        def made(item: tuple[int, tuple[int, ...], Any]) -> tuple[int, list[Any] | Failed]:
-            position, name, value = item
-            return position, self._made(position, value, (*key, *name))
+        def made(item: Item) -> tuple[int, list[Any] | Failed]:
+            return item.position, self._made(item, key)
 
         if not self._threads:
             yield from map(made, items)
@@ -63,17 +83,18 @@ class Pipeline:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
         yield from _in_order(self._pool, made, items, 2 * self._threads)
 
-    def _made(self, position: int, item: Any, key: tuple[int, ...]) -> list[Any] | Failed:
-        token = sample_random.set(SampleRandom(*key))
+    def _made(self, item: Item, key: tuple[int, ...]) -> list[Any] | Failed:
+        token = sample_random.set(SampleRandom(*key, *item.name))
         try:
-            samples = [item]
+            samples = [item.value]
             for transform in self.transforms:
                 if isinstance(transform, Expanded):
                     samples = [made for sample in samples for made in transform(sample)]
                 else:
                     samples = [transform(sample) for sample in samples]
         except Exception as error:  # noqa: BLE001  (whatever a user's transform raises, is told)
-            told = SampleError(f"sample {position} cannot be made: {type(error).__name__}: {error}")
+            name = self._called(item.name, item.value)
+            told = SampleError(f"{name} cannot be made: {type(error).__name__}: {error}")
             told.__cause__ = error
             return Failed(told)
         finally:

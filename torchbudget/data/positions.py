@@ -6,7 +6,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +14,40 @@ import numpy.typing as npt
 from torchbudget.data.shared_file import SharedFile
 from torchbudget.errors import StateError
 
-_WORKERS: Final = 128
-_KEPT: Final = 256  # positions of each worker: loaders run that many micro-batches ahead at most
-_FIELDS: Final = 6  # number, window, position, left, micro-batches done there, those still to come
+_WORKERS: Final = 128  # whose positions are kept
+_KEPT: Final = 256  # of each: loaders run that many micro-batches ahead at most
+_FIELDS: Final = 6
 _HEADER: Final = 7
-_EPOCH, _PROCESS, _ALL, _SHIFT, _BEGAN, _MADE, _ENDED = range(_HEADER)
+_EPOCH, _PROCESS, _ALL, _SHIFT, _LOOP, _MADE, _ENDED = range(_HEADER)
 _ROW: Final = _HEADER + _KEPT * _FIELDS
+_FIRST: Final = 3  # words before the first row: numbers of states, and whether any was written
+_CURRENT, _USED_UP, _WRITTEN = range(_FIRST)
 # Packed in half the time that an array's slice is written in.
 _POSITION: Final = struct.Struct(f"{_FIELDS}q")
 _COUNT: Final = struct.Struct("q")
 
-Position: TypeAlias = tuple[int, ...]
+
+class Position(NamedTuple):
+    """Where a worker stands, in numbers alone.
+
+    Attributes:
+        number: of the pass over the source.
+        window: number of the window.
+        position: of its first item that is not in a micro-batch yet, or of the window's.
+        left: items from there to the end of the window.
+        done: micro-batches from there that were given.
+        to_come: those that are still to be given in the epoch; -1 where nobody says how many.
+    """
+
+    number: int
+    window: int
+    position: int
+    left: int
+    done: int
+    to_come: int
+
+
+END: Final = Position(-1, -1, -1, -1, -1, -1)
 
 
 class Positions:
@@ -32,25 +55,80 @@ class Positions:
 
     A `DataLoader` takes one micro-batch of each worker in turn, and no more of one that is at its
     end: how many were taken of all says how many of each.
+
+    Workers, those that persist too, agree on whether a loop goes on from the state that was loaded:
+    it does until one has gone on to its end.
     """
 
     def __init__(self) -> None:
-        self._file = SharedFile(8 * _WORKERS * _ROW)
+        self._file = SharedFile(8 * (_FIRST + _WORKERS * _ROW))
+        self._loaded: int | None = None  # number of this process's state; `None`: it is its own
+        self._states[_WRITTEN] = 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._states[_WRITTEN]:  # a copy, whose file is another one
+            self._states[:] = self._loaded or 0, 0, 1
 
     def _row(self, worker: int) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._file.memory, np.int64, _ROW, offset=8 * worker * _ROW)
+        first = _FIRST + worker * _ROW
+        return np.frombuffer(self._file.memory, np.int64, _ROW, offset=8 * first)
 
-    def clear(self) -> None:
-        """Forget all: what follows begins elsewhere."""
+    @property
+    def _states(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._file.memory, np.int64, _FIRST)
+
+    # ------------------------------------------------------------------ states
+
+    def clear(self, *, loaded: bool) -> None:
+        """Forget all: loops begin elsewhere.
+
+        Args:
+            loaded: at a state.
+        """
+        number = time.monotonic_ns() if loaded else 0
+        self._loaded = self._states[_CURRENT] = number
         for worker in range(_WORKERS):
             row = self._row(worker)
             if row[_ALL]:
                 row[:_HEADER] = 0
 
+    def leave_alone(self) -> None:
+        """This worker begins at a state of its own, whatever the others do."""
+        self._loaded = None
+
+    @property
+    def too_late(self) -> bool:
+        """Whether a state was loaded since this worker was started."""
+        return self._loaded is not None and self._states.item(_CURRENT) not in (0, self._loaded)
+
+    def use_up(self, epoch: int) -> None:
+        """Before a loop: note whether the one before has gone on to its end."""
+        if self._loaded is None:
+            return
+        rows = self._rows(epoch)
+        if rows and all(row[_ALL] and row[_ENDED] >= 0 for row in rows):
+            self._states[_USED_UP] = self._states[_CURRENT]  # before any row is the new loop's
+
+    @property
+    def own(self) -> bool:
+        """Whether this process begins at a state of its own, or none was loaded."""
+        return self._loaded is None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether loops begin at the state that was loaded."""
+        if self._loaded is None:
+            return True
+        current, used_up, _ = self._states.tolist()
+        return bool(current == self._loaded != used_up)
+
+    # ------------------------------------------------------------------ positions
+
     def watch(
         self, worker: int, workers: int, *, epoch: int, shift: int
-    ) -> Callable[[Position | None], None] | None:
-        """What a worker is to call with where it stands behind each micro-batch, `None` at its end.
+    ) -> Callable[[Position], None] | None:
+        """What a worker is to call with where it stands behind each micro-batch, and `END`.
 
         Args:
             worker: whose part of the source it reads.
@@ -60,44 +138,59 @@ class Positions:
         """
         if worker >= _WORKERS:
             return None
-        row, made = self._row(worker), 0
-        row[:_HEADER] = epoch, os.getpid(), workers, shift, time.monotonic_ns(), 0, -1
-        memory, words = self._file.memory, worker * _ROW
+        made = 0
+        with self._file.locked():
+            loop = self._next_loop(worker, workers)
+            header = epoch, os.getpid(), workers, shift, loop, 0, -1
+            self._row(worker)[:_HEADER] = header
+        memory, first = self._file.memory, _FIRST + worker * _ROW
 
-        def note(at: Position | None) -> None:
+        def note(at: Position) -> None:
             nonlocal made
-            if at is None:
-                _COUNT.pack_into(memory, 8 * (words + _ENDED), made)
+            if _COUNT.unpack_from(memory, 8 * (first + _LOOP)) != (loop,):
+                return  # another loop has begun
+            if at == END:
+                _COUNT.pack_into(memory, 8 * (first + _ENDED), made)
                 return
             made += 1
-            _POSITION.pack_into(memory, 8 * (words + _HEADER + made % _KEPT * _FIELDS), *at)
-            _COUNT.pack_into(memory, 8 * (words + _MADE), made)  # last: the position is there
+            _POSITION.pack_into(memory, 8 * (first + _HEADER + made % _KEPT * _FIELDS), *at)
+            _COUNT.pack_into(memory, 8 * (first + _MADE), made)  # last: the position is there
 
         return note
 
+    def _next_loop(self, worker: int, workers: int) -> int:
+        """The number of the loop that a worker begins: the others', if they are ahead by one."""
+        rows = [self._row(one)[:_HEADER] for one in range(_WORKERS)]
+        same = [row.item(_LOOP) for row in rows if row[_ALL] == workers]
+        mine = rows[worker].item(_LOOP) if rows[worker][_ALL] == workers else -1
+        if same and mine < max(same):
+            return max(same)
+        return 1 + max(row.item(_LOOP) for row in rows)
+
     def _rows(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         """Those of the last loop over this epoch; of a worker that has not begun, all zeros."""
-        rows = [self._row(worker) for worker in range(_WORKERS)]
-        begun = [row for row in rows if row[_ALL] and row[_EPOCH] == epoch]
+        with self._file.locked():
+            rows = [self._row(worker) for worker in range(_WORKERS)]
+            begun = [row for row in rows if row[_ALL] and row[_EPOCH] == epoch]
         if not begun:
             return []
-        workers = max(begun, key=lambda row: row.item(_BEGAN)).item(_ALL)
+        last = max(begun, key=lambda row: row.item(_LOOP))
+        workers = last.item(_ALL)
         if workers > _WORKERS:
             raise StateError(f"positions are kept of {_WORKERS} workers, this loader has {workers}")
-        nothing = np.zeros_like(rows[0])
-        same = (row[_ALL] == workers and row[_EPOCH] == epoch for row in rows[:workers])
-        return [row if is_so else nothing for row, is_so in zip(rows, same, strict=False)]
+        nothing = np.zeros_like(last)
+        return [row if row[_LOOP] == last[_LOOP] else nothing for row in rows[:workers]]
 
     def elsewhere(self, epoch: int) -> bool:
         """Whether other processes have begun to read this epoch."""
         return any(row[_ALL] and row[_PROCESS] != os.getpid() for row in self._rows(epoch))
 
-    def behind(self, batches_done: int, epoch: int) -> tuple[int, list[Position | None]]:
+    def after(self, batches_done: int, epoch: int) -> tuple[int, list[Position | None]]:
         """Where each worker stood when so many micro-batches had been taken in this epoch.
 
         Returns:
-            Which worker's micro-batch follows, and the position of each: `()` where it began,
-            `None` at its end.
+            Which worker's micro-batch follows, and the position of each; `None` where it has not
+            given one.
 
         Raises:
             StateError: so many were not made, or too many since.
@@ -110,25 +203,25 @@ class Positions:
         ended = [rows[worker].item(_ENDED) if rows[worker][_ALL] else -1 for worker in turns]
         taken, following = _in_turn(batches_done, [n if n >= 0 else None for n in ended])
         if -1 not in ended and sum(ended) == batches_done:
-            return 0, [None] * len(rows)
-        found: list[Position | None] = [()] * len(rows)
+            return 0, [END] * len(rows)
+        found: list[Position | None] = [None] * len(rows)
         for worker, count, length in zip(turns, taken, ended, strict=True):
             row = rows[worker]
-            ahead = row.item(_MADE) - count
+            first = _HEADER + count % _KEPT * _FIELDS
+            at = Position(*row[first : first + _FIELDS].tolist())
+            ahead = row.item(_MADE) - count  # read behind the position, which may be written over
             if ahead < 0:
                 raise StateError(
                     f"{batches_done} micro-batches are more than the workers have made: count "
                     "them from the beginning of this loop over the loader"
                 )
-            if ahead >= _KEPT:
+            if ahead >= _KEPT - 1:
                 raise StateError(
-                    f"worker {worker} is {ahead} micro-batches ahead, and {_KEPT - 1} positions "
+                    f"worker {worker} is {ahead} micro-batches ahead, and {_KEPT - 2} positions "
                     "are kept; lower prefetch_factor"
                 )
             if count:
-                first = _HEADER + count % _KEPT * _FIELDS
-                at = tuple(row[first : first + _FIELDS].tolist())
-                found[worker] = None if count == length else at
+                found[worker] = END if count == length else at
         return turns[following], found
 
 

@@ -41,14 +41,12 @@ class SharedFile:
         self.nbytes = nbytes
         self._descriptor = descriptor
         self.memory = mmap.mmap(descriptor, nbytes)
-        self._own, self._process = threading.Lock(), os.getpid()
+        self._own: dict[int, threading.Lock] = {}  # of each process: a fork may copy a held one
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """No other process or thread is inside; one that is killed inside lets the others in."""
-        if self._process != os.getpid():  # forked, perhaps while a thread was inside
-            self._own, self._process = threading.Lock(), os.getpid()
-        with self._own:
+        with self._own.setdefault(os.getpid(), threading.Lock()):  # one for all its threads
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
             try:
                 yield

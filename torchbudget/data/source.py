@@ -61,14 +61,27 @@ class Source:
             rank (`"workers"`), or none (`"ranks"`).
         shuffle: shards in another order for each pass.
         seed: of that order.
-        beginning: the state of a source that has one, before it was read.
+        first_state: that of a source that has states, before it was read; empty until it is.
     """
 
     given: Any
     split: Split
     shuffle: bool
     seed: int
-    beginning: list[Any] = field(default_factory=list, repr=False, compare=False)
+    first_state: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    def called(self, name: tuple[int, int], item: Any) -> str:
+        """An item in an error's text.
+
+        Args:
+            name: its shard, and its place there.
+            item: itself.
+        """
+        if is_indexed(self.given):
+            return f"sample {item}"
+        shard, place = name
+        several = isinstance(self.given, (list, tuple)) or self.split != "none"
+        return f"item {place} of shard {shard}" if several else f"item {place}"
 
     @classmethod
     def of(cls, given: Any, split: Split | None, *, shuffle: bool, seed: int) -> Source:
@@ -123,19 +136,19 @@ class Source:
                     )
                 ]
             order = order[part::parts]
-            return Reader([given[i] for i in order], order.tolist(), alone=True)
+            return Reader([given[i] for i in order], order.tolist())
         if callable(given) and not is_iterable(given):
-            return Reader([_Called(given, part, parts)], [part], alone=True)
+            return Reader([_Called(given, part, parts)], [part])
         if seeks(given):
-            if not self.beginning:
-                self.beginning.append(copy.deepcopy(beginning(given)))
-            given.load_state_dict(copy.deepcopy(self.beginning[0]))
+            if not self.first_state:
+                self.first_state.append(copy.deepcopy(beginning(given)))
+            given.load_state_dict(copy.deepcopy(self.first_state[0]))
         if hasattr(given, "set_epoch"):
-            given.set_epoch(epoch + number)
+            given.set_epoch(epoch + number)  # it has no passes within an epoch
         if library(given) == "ray":
             info = get_worker_info()
             given = RayRows(given, slot.ranks, 0 if info is None else info.num_workers)
-        return Reader([given], [part], alone=self.split == "none")
+        return Reader([given], [part], worker=None if self.split == "none" else slot.worker)
 
 
 def _split_of(given: Any) -> Split:
@@ -171,17 +184,19 @@ class Reader:
     Args:
         shards: iterables, or functions that give one.
         names: numbers of them, or of the part of a source that splits itself.
-        alone: hide from the source that it is read in a worker: one that splits itself by worker
-            would be split twice.
+        worker: which one's part a source is to give that splits itself by worker. `None`: all of
+            it; it does not see that it is in a worker.
 
     Attributes:
         position: of the next item.
     """
 
-    def __init__(self, shards: Sequence[Any], names: Sequence[int], *, alone: bool = False) -> None:
+    def __init__(
+        self, shards: Sequence[Any], names: Sequence[int], *, worker: int | None = None
+    ) -> None:
         self._shards = shards
         self._names = names
-        self._alone = alone
+        self._worker = worker
         self._number = 0
         self._begins = [(0, 0)]  # where each shard begins that was reached, and its number
         self._read = 0  # items, and those of shards that were passed over
@@ -257,7 +272,7 @@ class Reader:
     def _some(self, n: int) -> list[Any]:
         """The next items of this shard; where there are none, the next one begins."""
         try:
-            with _not_in_a_worker() if self._alone else _as_it_is():
+            with _as_worker(self._worker):
                 if self._items is None:
                     shard = self._shards[self._number]
                     made = shard() if callable(shard) and not isinstance(shard, Iterable) else shard
@@ -336,16 +351,20 @@ class IndexReader(Reader):
 
 
 @contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _not_in_a_worker() -> Iterator[None]:
-    """`torch.utils.data.get_worker_info()` is `None` inside."""
+def _as_worker(worker: int | None) -> Iterator[None]:
+    """`torch.utils.data.get_worker_info()` is that worker's inside, or `None`."""
     before = torch_worker._worker_info
-    torch_worker._worker_info = None
+    if before is not None:
+        torch_worker._worker_info = None if worker is None else _numbered(before, worker)
     try:
         yield
     finally:
         torch_worker._worker_info = before
+
+
+def _numbered(info: Any, worker: int) -> Any:
+    if worker == info.id:
+        return info
+    other = copy.copy(info)
+    object.__setattr__(other, "id", worker)  # torch's own refuses
+    return other

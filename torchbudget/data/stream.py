@@ -17,7 +17,7 @@ from torchbudget.cost.protocol import CostModel
 from torchbudget.data.arguments import at_least_one, natural, optional, ranks_of
 from torchbudget.data.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.data.pad_collate import PadCollate
-from torchbudget.data.positions import Positions
+from torchbudget.data.positions import END, Positions
 from torchbudget.data.size_key import SizeKey, check_key
 from torchbudget.data.source import Slot, Source, Split, is_indexed
 from torchbudget.data.transforms import Transform
@@ -189,7 +189,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         if is_indexed(source):
             transforms = (source.__getitem__, *transforms)  # reading, in threads too
         if collate_fn is None:
-            collate_fn = PadCollate(size_multiple=rules["size_multiple"] or 1)
+            collate_fn = PadCollate(size_multiple=size_multiple)
         self._settings = Settings(
             source=made_of,
             transforms=tuple(transforms),
@@ -203,9 +203,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             drop_last=drop_last,
             skip_failed=on_error == "skip",
             batches_per_epoch=batches_per_epoch,
-            collate_fn=PadCollate(size_multiple=size_multiple)
-            if collate_fn is None
-            else collate_fn,
+            collate_fn=collate_fn,
             identity={
                 "window": wide,
                 "seed": seed,
@@ -260,7 +258,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         if natural("epoch", epoch) != self.epoch:
             self._epoch.fill_(epoch)
             self._state = None
-            self._positions.clear()
+            self._positions.clear(loaded=False)
         self._left_out.zero_()
         self._walk = None
 
@@ -268,28 +266,36 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         """Read the epoch from its beginning, or from the position that was loaded."""
         info = get_worker_info()
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._walk is not None and self._walk.finished:
+        if self._positions.own and self._walk is not None and self._walk.finished:
             self._state = None
+        self._positions.use_up(self.epoch)
         state, shift = self._loaded, 0
         if state is not None and "workers" in state:
             if len(state["workers"]) != workers:
                 raise StateMismatchError(
-                    f"the state is that of {len(state['workers'])} workers, here are {workers}"
+                    f"the state is that of {len(state['workers'])} workers, here are {workers}; "
+                    f"it goes on with num_workers={len(state['workers'])}"
                 )
             # A loader begins with its first worker, which is to be the one whose turn it was.
             shift = int(state["turn"])
         worker = (number + shift) % workers
         self._walk = walk = self._begun(worker, workers)
         self._walks.add(walk)
+        if self._positions.too_late:  # torch hands on what the first batch raises
+            walk.refused = StateError(
+                "these workers persist, and a state was loaded since they began: load it before "
+                "the first loop over the DataLoader"
+            )
         walk.watch = self._positions.watch(worker, workers, epoch=self.epoch, shift=shift)
         return walk
 
     @property
     def _loaded(self) -> dict[str, Any] | None:
-        """The state that `iter()` begins with, if it is of the present epoch."""
-        return (
-            self._state if self._state is not None and self._state["epoch"] == self.epoch else None
-        )
+        """The state that `iter()` begins with, if it is of the present epoch, and not used up."""
+        state = self._state
+        if state is None or state["epoch"] != self.epoch or not self._positions.goes_on:
+            return None
+        return state
 
     def _begun(self, worker: int, workers: int) -> Walk:
         """A worker's walk, where it begins."""
@@ -349,7 +355,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                     "workers read this epoch, ahead of what the loop has taken: give "
                     "state_dict(batches_done=…), use a StatefulDataLoader, or set_epoch first"
                 )
-            return dict(self._state) if self._state is not None else self._beginning(self.epoch)
+            return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
         if walk.finished and get_worker_info() is None:
             return self._beginning(walk.epoch + 1)
         return walk.state_dict()
@@ -358,13 +364,13 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         """The state of all workers, once the loop has taken so many micro-batches."""
         if not batches_done:
             return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
-        turn, positions = self._positions.behind(batches_done, self.epoch)
-        if positions == [None] * len(positions):
+        turn, positions = self._positions.after(batches_done, self.epoch)
+        if positions == [END] * len(positions):
             return self._beginning(self.epoch + 1)
         states = []
         for worker, position in enumerate(positions):
             walk = self._begun(worker, len(positions))
-            states.append(walk.state_dict() if position == () else walk.state_at(position))
+            states.append(walk.state_dict() if position is None else walk.state_at(position))
         if len(states) == 1:
             return states[0]
         shared = {"epoch": self.epoch, "identity": self._settings.identity}
@@ -375,7 +381,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         return {**self._walk_of(slot).beginning(), "epoch": epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make every `iter()` begin where a state stands, until `set_epoch` chooses another epoch.
+        """Make `iter()` begin where a state stands, until its epoch has ended.
 
         At a window's boundary a state of a process without workers can go on with any number of
         them, on any number of ranks, and under another budget, cost or look-ahead; at an epoch's
@@ -393,8 +399,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self._epoch.fill_(epoch)
         self._state = dict(state_dict)
         self._walk = None
-        if get_worker_info() is None:  # in a worker it is that one's own position
-            self._positions.clear()
+        if get_worker_info() is None:
+            self._positions.clear(loaded=True)
+        else:
+            self._positions.leave_alone()
 
     def close(self) -> None:
         """End all iterations of this process, and their threads."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchbudget.data.held_bytes import held_bytes
-from torchbudget.data.positions import Position
+from torchbudget.data.positions import END, Position
 from torchbudget.data.size_key import sizes_of_all
 from torchbudget.data.source import Slot, is_indexed
 from torchbudget.data.windows import Held, Settings, Start, Windows
@@ -48,7 +48,8 @@ class Walk(Iterator[Any]):
         epoch: that is read.
         finished: whether the last micro-batch was given.
         slot: which process this is.
-        watch: called with the position behind each micro-batch, and with `None` at the end.
+        refused: raised instead of the first micro-batch.
+        watch: called with the position behind each micro-batch, and with `END`.
         windows: that it reads.
     """
 
@@ -64,7 +65,8 @@ class Walk(Iterator[Any]):
         self.epoch = epoch
         self.finished = False
         self.slot = slot
-        self.watch: Callable[[Position | None], None] | None = None
+        self.refused: Exception | None = None
+        self.watch: Callable[[Position], None] | None = None
         self._settings = settings
         self._most_bytes = most_bytes
         self._start = Start(left=settings.window)
@@ -81,6 +83,8 @@ class Walk(Iterator[Any]):
         )
 
     def __next__(self) -> Any:
+        if self.refused is not None:
+            raise self.refused
         if self.finished or (self._limit is not None and self._given >= self._limit):
             self.finish()
             raise StopIteration
@@ -100,7 +104,7 @@ class Walk(Iterator[Any]):
     def finish(self) -> None:
         """Nothing more comes."""
         if self.watch is not None:
-            self.watch(None)
+            self.watch(END)
         self.finished = True
         self.close()
 
@@ -121,19 +125,18 @@ class Walk(Iterator[Any]):
         """The state of before the first micro-batch."""
         return self._state(Start(left=self._settings.window), 0, self._all)
 
-    def state_at(self, position: Position | None) -> dict[str, Any]:
-        """The state of a position; `None`: at the end."""
-        if position is None:
+    def state_at(self, at: Position) -> dict[str, Any]:
+        """The state of a position."""
+        if at == END:
             return {**self.beginning(), "finished": True}
-        number, window, place, left, done, to_come = position
-        start = Start(number=number, window=window, position=place, left=left)
-        return self._state(start, done, None if to_come < 0 else to_come)
+        start = Start(number=at.number, window=at.window, position=at.position, left=at.left)
+        return self._state(start, at.done, None if at.to_come < 0 else at.to_come)
 
     @property
     def position(self) -> Position:
         """Where it stands, in numbers alone: a source is skipped through to there."""
         at, to_come = self._start, -1 if self._limit is None else self._limit - self._given
-        return at.number, at.window, at.position, at.left, self._done, to_come
+        return Position(at.number, at.window, at.position, at.left, self._done, to_come)
 
     def _state(
         self, start: Start, done: int, left: int | None, *, finished: bool = False
@@ -201,9 +204,8 @@ class Walk(Iterator[Any]):
                 f"{self.slot}, {mine}"
             )
         start = Start(**state["start"])
-        shared = self._settings.source.split == "none" or not (start.number or start.position)
-        shared = shared and slot.workers == 1
-        if slot.workers != self.slot.workers and not shared:
+        anybodys = self._settings.source.split == "none" or not (start.number or start.position)
+        if slot.workers != self.slot.workers and not (anybodys and slot.workers == 1):
             raise StateMismatchError(
                 f"the state is that of worker {slot.worker} of {slot.workers}, here are "
                 f"{self.slot.workers}"

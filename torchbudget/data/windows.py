@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torchbudget.cost.protocol import IntArray
 from torchbudget.data.grouping import Grouping
 from torchbudget.data.held_bytes import held_bytes
-from torchbudget.data.pipeline import Failed, Pipeline
+from torchbudget.data.pipeline import Failed, Item, Pipeline
 from torchbudget.data.size_key import SizeKey, size_of, sizes_of_all
 from torchbudget.data.source import Reader, Slot, Source
 from torchbudget.data.transforms import Transform
@@ -115,7 +115,7 @@ class Windows:
         self._most_bytes = most_bytes
         self._count = count
         self._endless = endless
-        self._pipeline = Pipeline(settings.transforms, settings.threads)
+        self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.called)
         self._told = False
         self._ahead: tuple[IntArray, list[Any]] = _NONE, []  # read, and left for the next window
         self.next = Start(left=settings.window)
@@ -269,8 +269,8 @@ class Windows:
             needed = 0 if self._most_bytes is None else sum(map(held_bytes, made))
             full = self._most_bytes is not None and self.buffered_bytes + needed > self._most_bytes
             if full and held.samples:
-                left = at.left - (position - at.position)
-                self.next = replace(at, position=position, left=left)
+                left = at.left - (position - at.position)  # below 0 in a window's tail
+                self.next = replace(at, position=position, left=max(left, 0))
                 self.measure(held)
                 if held.samples:
                     yield held
@@ -287,10 +287,13 @@ class Windows:
     def _ended(self, reader: Reader, held: Held, mark: dict[str, Any] | None) -> Iterator[Held]:
         """A window's last samples, less those that are left for the next one."""
         held.last = reader.ended
+        read = len(held.samples)
         self.measure(held)
         self.next = self._behind(reader, held.start)
         alone = self._settings.source.split != "none" or self._slot.workers == 1
-        if alone and not reader.ended and held.sizes is not None:
+        # Who goes on from there reads again what was left out, and counts its bytes.
+        whole = len(held.samples) == read
+        if alone and whole and not reader.ended and held.sizes is not None:
             keep = self._settings.grouping.filled(held.sizes)
             while 0 < keep < len(held.samples) and held.positions[keep] == held.positions[keep - 1]:
                 keep -= 1
@@ -306,18 +309,17 @@ class Windows:
         if held.samples:
             yield held
 
-    def _items(self, reader: Reader, left: int) -> Iterator[tuple[int, tuple[int, ...], Any]]:
-        """The items of a window: position, which item of which shard, and itself."""
+    def _items(self, reader: Reader, left: int) -> Iterator[Item]:
         for _ in range(left):
             yield from self._item(reader)
         for _ in range(self._tail(reader)):
             yield from self._item(reader)
 
     @staticmethod
-    def _item(reader: Reader) -> Iterator[tuple[int, tuple[int, ...], Any]]:
+    def _item(reader: Reader) -> Iterator[Item]:
         position = reader.position
-        for item in reader.take(1):
-            yield position, reader.place(position), item
+        for value in reader.take(1):
+            yield Item(position, reader.place(position), value)
 
 
 def _remove(held: Held, places: list[int]) -> None:
