@@ -280,6 +280,24 @@ def test_a_loop_that_is_kept_alive_does_not_count() -> None:
     assert list(loader_of(following, 2)) == whole[12:]
 
 
+def test_a_loop_from_before_the_state_does_not_count() -> None:
+    """One that is alive while a state is loaded, and another loop begins."""
+    whole, other = begun_at(7)
+    state = other.state_dict()
+    stream = make()
+    loader = loader_of(stream, 2, prefetch_factor=8)
+    old = iter(loader)
+    next(old)
+    stream.load_state_dict(state)
+    new = iter(loader)
+    for place in range(7, 12):
+        assert next(new) == whole[place]
+        next(old)
+    following = make()
+    following.load_state_dict(stream.state_dict(batches_done=5))
+    assert list(loader_of(following, 2)) == whole[12:]
+
+
 def test_a_copy_goes_on_too() -> None:
     whole, stream = begun_at(7)
     assert list(loader_of(copy.deepcopy(stream), 2)) == whole[7:]

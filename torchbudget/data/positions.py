@@ -89,9 +89,7 @@ class Positions:
         number = time.monotonic_ns() if loaded else 0
         self._loaded = self._states[_CURRENT] = number
         for worker in range(_WORKERS):
-            row = self._row(worker)
-            if row[_ALL]:
-                row[:_HEADER] = 0
+            self._row(worker)[_ALL] = 0  # numbers of loops go on: who is still in one is not heard
 
     def leave_alone(self) -> None:
         """This worker begins at a state of its own, whatever the others do."""
@@ -136,8 +134,8 @@ class Positions:
             epoch: that is read.
             shift: which worker's micro-batch comes first.
         """
-        if worker >= _WORKERS:
-            return None
+        if worker >= _WORKERS or self._states.item(_CURRENT) not in (0, self._loaded):
+            return None  # and not in the way of those that begin at the state that was loaded
         made = 0
         with self._file.locked():
             loop = self._next_loop(worker, workers)
@@ -179,7 +177,9 @@ class Positions:
         if workers > _WORKERS:
             raise StateError(f"positions are kept of {_WORKERS} workers, this loader has {workers}")
         nothing = np.zeros_like(last)
-        return [row if row[_LOOP] == last[_LOOP] else nothing for row in rows[:workers]]
+        return [
+            row if row[_ALL] and row[_LOOP] == last[_LOOP] else nothing for row in rows[:workers]
+        ]
 
     def elsewhere(self, epoch: int) -> bool:
         """Whether other processes have begun to read this epoch."""
