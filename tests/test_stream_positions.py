@@ -163,7 +163,22 @@ def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
     assert stream.state_dict()["epoch"] == 1
 
 
+def test_a_look_at_the_first_batch_does_not_count() -> None:
+    whole = list(loader_of(make(), 2))
+    stream = make()
+    next(iter(stream))
+    batches = iter(loader_of(stream, 2))
+    list(islice(batches, 6))
+    following = make()
+    following.load_state_dict(stream.state_dict(batches_done=6))
+    assert list(loader_of(following, 2)) == whole[6:]
+
+
 def test_numbers_of_batches_that_cannot_be() -> None:
+    stream = make()
+    next(iter(stream))
+    with pytest.raises(StateError, match="1 were"):
+        stream.state_dict(batches_done=2)
     stream = make()
     with pytest.raises(StateError, match="nobody has read 1"):
         stream.state_dict(batches_done=1)

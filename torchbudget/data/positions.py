@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from torchbudget.errors import StateError
 _WORKERS: Final = 128  # whose positions are kept
 _KEPT: Final = 256  # of each: loaders run that many micro-batches ahead at most
 _FIELDS: Final = 6
-_HEADER: Final = 7
-_EPOCH, _PROCESS, _ALL, _SHIFT, _LOOP, _MADE, _ENDED = range(_HEADER)
+_HEADER: Final = 6
+_EPOCH, _ALL, _SHIFT, _LOOP, _MADE, _ENDED = range(_HEADER)
 _ROW: Final = _HEADER + _KEPT * _FIELDS
 _FIRST: Final = 3  # words before the first row: numbers of states, and whether any was written
 _CURRENT, _USED_UP, _WRITTEN = range(_FIRST)
@@ -81,13 +80,17 @@ class Positions:
     # ------------------------------------------------------------------ states
 
     def clear(self, *, loaded: bool) -> None:
-        """Forget all: loops begin elsewhere.
+        """Loops begin elsewhere.
 
         Args:
             loaded: at a state.
         """
         number = time.monotonic_ns() if loaded else 0
         self._loaded = self._states[_CURRENT] = number
+        self.forget()
+
+    def forget(self) -> None:
+        """No worker has begun."""
         for worker in range(_WORKERS):
             self._row(worker)[_ALL] = 0  # numbers of loops go on: who is still in one is not heard
 
@@ -139,7 +142,7 @@ class Positions:
         made = 0
         with self._file.locked():
             loop = self._next_loop(worker, workers)
-            header = epoch, os.getpid(), workers, shift, loop, 0, -1
+            header = epoch, workers, shift, loop, 0, -1
             self._row(worker)[:_HEADER] = header
         memory, first = self._file.memory, _FIRST + worker * _ROW
 
@@ -181,9 +184,9 @@ class Positions:
             row if row[_ALL] and row[_LOOP] == last[_LOOP] else nothing for row in rows[:workers]
         ]
 
-    def elsewhere(self, epoch: int) -> bool:
-        """Whether other processes have begun to read this epoch."""
-        return any(row[_ALL] and row[_PROCESS] != os.getpid() for row in self._rows(epoch))
+    def has_begun(self, epoch: int) -> bool:
+        """Whether workers have begun to read this epoch."""
+        return bool(self._rows(epoch))
 
     def after(self, batches_done: int, epoch: int) -> tuple[int, list[Position | None]]:
         """Where each worker stood when so many micro-batches had been taken in this epoch.

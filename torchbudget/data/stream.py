@@ -266,7 +266,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         """Read the epoch from its beginning, or from the position that was loaded."""
         info = get_worker_info()
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._positions.own and self._walk is not None and self._walk.finished:
+        if self._walk is not None and self._walk.finished and (info is None or self._positions.own):
             self._state = None
         self._positions.use_up(self.epoch)
         state, shift = self._loaded, 0
@@ -286,7 +286,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                 "these workers persist, and a state was loaded since they began: load it before "
                 "the first loop over the DataLoader"
             )
-        walk.watch = self._positions.watch(worker, workers, epoch=self.epoch, shift=shift)
+        if info is None:
+            self._positions.forget()
+        else:
+            walk.watch = self._positions.watch(worker, workers, epoch=self.epoch, shift=shift)
         return walk
 
     @property
@@ -346,24 +349,26 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             StateError: other processes iterate, and `batches_done` is not given; or so many were
                 not made.
         """
-        if batches_done is not None:
-            return self._state_behind(natural("batches_done", batches_done))
-        walk = self._walk
-        if walk is None:
-            if get_worker_info() is None and self._positions.elsewhere(self.epoch):
+        here = get_worker_info() is None
+        if batches_done is not None and not natural("batches_done", batches_done):
+            return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
+        if here and self._positions.has_begun(self.epoch):
+            if batches_done is None:
                 raise StateError(
                     "workers read this epoch, ahead of what the loop has taken: give "
                     "state_dict(batches_done=…), use a StatefulDataLoader, or set_epoch first"
                 )
+            return self._state_of_workers(batches_done)
+        walk = self._walk
+        if walk is None:
+            if batches_done is not None:
+                raise StateError(f"nobody has read {batches_done} micro-batches of this epoch")
             return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
-        if walk.finished and get_worker_info() is None:
-            return self._beginning(walk.epoch + 1)
-        return walk.state_dict()
+        state = walk.state_dict() if batches_done is None else walk.state_after(batches_done)
+        return self._beginning(walk.epoch + 1) if here and state["finished"] else state
 
-    def _state_behind(self, batches_done: int) -> dict[str, Any]:
+    def _state_of_workers(self, batches_done: int) -> dict[str, Any]:
         """The state of all workers, once the loop has taken so many micro-batches."""
-        if not batches_done:
-            return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
         turn, positions = self._positions.after(batches_done, self.epoch)
         if positions == [END] * len(positions):
             return self._beginning(self.epoch + 1)

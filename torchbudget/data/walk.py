@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -17,6 +18,7 @@ from torchbudget.errors import StateError, StateMismatchError, UnevenRanksError
 from torchbudget.units import format_bytes
 
 _VERSION: Final = 1
+_RECENT: Final = 256  # positions that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class Walk(Iterator[Any]):
         self._most_bytes = most_bytes
         self._start = Start(left=settings.window)
         self._done = 0  # micro-batches from there on
-        self._given = 0  # in the epoch
+        self._given = 0  # since it began
+        self._recent: deque[tuple[Start, int]] = deque(maxlen=_RECENT)  # where it stood behind each
         self._limit: int | None = None
         if settings.batches_per_epoch is not None:
             each, more = divmod(settings.batches_per_epoch, slot.workers)
@@ -94,9 +97,11 @@ class Walk(Iterator[Any]):
         if made is None:
             self.finish()
             raise StopIteration
-        self._start, self._done, samples = made
+        start, done, samples = made
+        self._start, self._done = start, done
         self.windows.made += 1
         self._given += 1
+        self._recent.append((start, done))
         if self.watch is not None:
             self.watch(self.position)
         return self._settings.collate_fn(samples)
@@ -120,6 +125,22 @@ class Walk(Iterator[Any]):
         """Where it stands, in plain types (and what the source itself says, if it can)."""
         left = None if self._limit is None else self._limit - self._given
         return self._state(self._start, self._done, left, finished=self.finished)
+
+    def state_after(self, batches_done: int) -> dict[str, Any]:
+        """Where it stood behind so many micro-batches.
+
+        Raises:
+            StateError: more than were given, or long ago.
+        """
+        back = self._given - batches_done
+        if not 0 <= back < len(self._recent):
+            raise StateError(
+                f"where {batches_done} micro-batches were given is not known: {self._given} were, "
+                f"and the last {len(self._recent)} positions are kept"
+            )
+        start, done = self._recent[-1 - back]
+        left = None if self._limit is None else self._limit - batches_done
+        return self._state(start, done, left, finished=self.finished and not back)
 
     def beginning(self) -> dict[str, Any]:
         """The state of before the first micro-batch."""
