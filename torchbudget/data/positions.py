@@ -16,8 +16,8 @@ from torchbudget.errors import StateError
 _WORKERS: Final = 128  # whose positions are kept
 _KEPT: Final = 256  # of each: loaders run that many micro-batches ahead at most
 _FIELDS: Final = 6
-_HEADER: Final = 6
-_EPOCH, _ALL, _SHIFT, _LOOP, _MADE, _ENDED = range(_HEADER)
+_HEADER: Final = 7
+_EPOCH, _ALL, _SHIFT, _SEED, _LOOP, _MADE, _ENDED = range(_HEADER)
 _ROW: Final = _HEADER + _KEPT * _FIELDS
 _FIRST: Final = 3  # words before the first row: numbers of states, and whether any was written
 _CURRENT, _USED_UP, _WRITTEN = range(_FIRST)
@@ -127,7 +127,7 @@ class Positions:
     # ------------------------------------------------------------------ positions
 
     def watch(
-        self, worker: int, workers: int, *, epoch: int, shift: int
+        self, worker: int, workers: int, *, epoch: int, shift: int, seed: int
     ) -> Callable[[Position], None] | None:
         """What a worker is to call with where it stands behind each micro-batch, and `END`.
 
@@ -136,13 +136,14 @@ class Positions:
             workers: of the loader.
             epoch: that is read.
             shift: which worker's micro-batch comes first.
+            seed: of the workers that were started together.
         """
         if worker >= _WORKERS or self._states.item(_CURRENT) not in (0, self._loaded):
             return None  # and not in the way of those that begin at the state that was loaded
         made = 0
         with self._file.locked():
-            loop = self._next_loop(worker, workers)
-            header = epoch, workers, shift, loop, 0, -1
+            loop = self._next_loop(worker, (workers, seed))
+            header = epoch, workers, shift, seed, loop, 0, -1
             self._row(worker)[:_HEADER] = header
         memory, first = self._file.memory, _FIRST + worker * _ROW
 
@@ -159,14 +160,13 @@ class Positions:
 
         return note
 
-    def _next_loop(self, worker: int, workers: int) -> int:
-        """The number of the loop that a worker begins: the others', if they are ahead by one."""
-        rows = [self._row(one)[:_HEADER] for one in range(_WORKERS)]
-        same = [row.item(_LOOP) for row in rows if row[_ALL] == workers]
-        mine = rows[worker].item(_LOOP) if rows[worker][_ALL] == workers else -1
-        if same and mine < max(same):
-            return max(same)
-        return 1 + max(row.item(_LOOP) for row in rows)
+    def _next_loop(self, worker: int, team: tuple[int, int]) -> int:
+        """The number of the loop that a worker begins: its team's, if that is ahead by one."""
+        headers = [tuple(self._row(one)[:_HEADER].tolist()) for one in range(_WORKERS)]
+        loops = [one[_LOOP] if (one[_ALL], one[_SEED]) == team else -1 for one in headers]
+        if loops[worker] < max(loops):
+            return int(max(loops))
+        return 1 + int(max(one[_LOOP] for one in headers))
 
     def _rows(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         """Those of the last loop over this epoch; of a worker that has not begun, all zeros."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -73,7 +74,7 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has none, or another number of axes than the first one.
     """
     try:
-        found = np.asarray(_quick(samples, key))
+        found = _as_array(_quick(samples, key))
     except Exception:  # noqa: BLE001  (which sample it was: found one by one, below)
         found = np.empty(0)
     if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
@@ -83,6 +84,15 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
             raise SizesError(f"samples from {first} on have sizes of {sorted(axes)} axes")
         found = np.array(sizes)
     return found.astype(np.int64, copy=False)
+
+
+def _as_array(sizes: list[Any]) -> npt.NDArray[Any]:
+    if isinstance(sizes[0], int) and not isinstance(sizes[0], bool):
+        try:  # in two thirds of NumPy's time
+            return np.frombuffer(array("q", sizes), np.int64)
+        except (TypeError, OverflowError):
+            pass
+    return np.asarray(sizes)
 
 
 def _quick(samples: Sequence[Any], key: SizeKey) -> list[Any]:

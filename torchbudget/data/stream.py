@@ -289,7 +289,9 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         if info is None:
             self._positions.forget()
         else:
-            walk.watch = self._positions.watch(worker, workers, epoch=self.epoch, shift=shift)
+            walk.watch = self._positions.watch(
+                worker, workers, epoch=self.epoch, shift=shift, seed=info.seed - info.id
+            )
         return walk
 
     @property
