@@ -43,7 +43,7 @@ infinibatch 0.1.1, lhotse 1.33.0.
 standard library, eight times in random order, in bytes, cut at 2,048. `by hand` is the
 `IterableDataset` that people write: a buffer that is sorted and cut. Infinibatch's is
 BucketedReadaheadBatchIterator. Lhotse's has 30 buckets and a buffer of 20,000, and runs on fewer
-samples. The time is that of all batches, the median of fifteen in turn; `reading` is the generator's
+samples. The time is that of all batches, the median of fifteen turns; `reading` is the generator's
 own. The ratio of speeds is the median of those within each turn.
 """
 
