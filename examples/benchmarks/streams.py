@@ -10,33 +10,33 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Nu
 infinibatch 0.1.1, lhotse 1.33.0.
 
     stream                            samples  batches  padding    fill  over  µs a sample
-    lengths, reading                1,000,000        –        –       –     –        0.050
-    lengths, torchbudget            1,000,000    4,218   2.603%  0.9901     0        0.437
-    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.544
-    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.378
-    lengths, torchbudget, fewer       100,000      423   2.740%  0.9870     0        0.567
-    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4       11.912
-    docstrings, reading                66,040        –        –       –     –        0.049
-    docstrings, torchbudget            66,040    1,720   0.541%  0.9701     0        0.691
-    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.500
-    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.436
-    docstrings, torchbudget, fewer     66,040    1,720   0.541%  0.9701     0        0.688
-    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       23.373
-    lengths: padding / that of by hand ≤ 1: 0.97345, holds
-    lengths: fill / that of by hand ≥ 1: 1.0026, holds
-    lengths: padding / that of infinibatch ≤ 1: 0.91069, holds
-    lengths: fill / that of infinibatch ≥ 1: 1.0007, holds
-    lengths: padding / that of lhotse, fewer ≤ 1: 0.35561, holds
-    lengths: fill / that of lhotse, fewer ≥ 1: 1.0163, holds
-    lengths: speed / the fastest one's ≥ 1.5: 0.86412, DOES NOT HOLD
+    lengths, reading                1,000,000        –        –       –     –        0.060
+    lengths, torchbudget            1,000,000    4,219   2.600%  0.9899     0        0.299
+    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.379
+    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.480
+    lengths, torchbudget, fewer       100,000      423   2.795%  0.9876     0        0.305
+    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4       14.847
+    docstrings, reading                66,040        –        –       –     –        0.052
+    docstrings, torchbudget            66,040    1,720   0.544%  0.9702     0        0.372
+    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.372
+    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.397
+    docstrings, torchbudget, fewer     66,040    1,720   0.544%  0.9702     0        0.392
+    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       19.341
+    lengths: padding / that of by hand ≤ 1: 0.9723, holds
+    lengths: fill / that of by hand ≥ 1: 1.0023, holds
+    lengths: padding / that of infinibatch ≤ 1: 0.90961, holds
+    lengths: fill / that of infinibatch ≥ 1: 1.0004, holds
+    lengths: padding / that of lhotse, fewer ≤ 1: 0.36274, holds
+    lengths: fill / that of lhotse, fewer ≥ 1: 1.0168, holds
+    lengths: speed / the fastest one's ≥ 1.5: 1.3963, DOES NOT HOLD
     lengths: batches over the budget ≤ 0: 0, holds
-    docstrings: padding / that of by hand ≤ 1: 0.95485, holds
+    docstrings: padding / that of by hand ≤ 1: 0.95952, holds
     docstrings: fill / that of by hand ≥ 1: 1.0009, holds
-    docstrings: padding / that of infinibatch ≤ 1: 0.97201, holds
+    docstrings: padding / that of infinibatch ≤ 1: 0.97677, holds
     docstrings: fill / that of infinibatch ≥ 1: 1.001, holds
-    docstrings: padding / that of lhotse, fewer ≤ 1: 0.081523, holds
+    docstrings: padding / that of lhotse, fewer ≤ 1: 0.081922, holds
     docstrings: fill / that of lhotse, fewer ≥ 1: 1.0069, holds
-    docstrings: speed / the fastest one's ≥ 1.5: 0.63044, DOES NOT HOLD
+    docstrings: speed / the fastest one's ≥ 1.5: 1.0327, DOES NOT HOLD
     docstrings: batches over the budget ≤ 0: 0, holds
 
 `lengths` are log-normal(3.2, 0.8), clipped to 1 to 1,024; `docstrings` are those of Python's
