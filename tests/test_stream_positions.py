@@ -7,6 +7,7 @@ import copy
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
 
@@ -282,28 +283,19 @@ def test_a_state_that_comes_too_late_for_workers() -> None:
         list(loader)
 
 
-def test_a_loop_that_is_kept_alive_does_not_count() -> None:
+@pytest.mark.parametrize("loaded_between", [False, True])
+def test_a_loop_that_is_kept_alive_does_not_count(loaded_between: bool) -> None:
     """The last loop over the loader is the one whose batches are counted."""
-    whole, stream = begun_at(7)
-    loader = loader_of(stream, 2)
-    old, new = iter(loader), iter(loader)
-    for place in range(7, 12):
-        assert next(new) == whole[place]
-        next(old)
-    following = make()
-    following.load_state_dict(stream.state_dict(batches_done=5))
-    assert list(loader_of(following, 2)) == whole[12:]
-
-
-def test_a_loop_from_before_the_state_does_not_count() -> None:
-    """One that is alive while a state is loaded, and another loop begins."""
     whole, other = begun_at(7)
     state = other.state_dict()
     stream = make()
+    if not loaded_between:
+        stream.load_state_dict(state)
     loader = loader_of(stream, 2, prefetch_factor=8)
     old = iter(loader)
-    next(old)
-    stream.load_state_dict(state)
+    list(islice(old, 2))  # one of each worker: both have begun
+    if loaded_between:
+        stream.load_state_dict(state)
     new = iter(loader)
     for place in range(7, 12):
         assert next(new) == whole[place]
@@ -330,38 +322,42 @@ def test_what_is_left_out_does_not_move_windows(seed: int) -> None:
             Numbered(sizes), TOKENS, 300, size=size_of, window=64, collate_fn=as_it_is, **options
         )
 
-    walk, whole, states = iter(stream()), [], []
+    goes_on_everywhere(stream)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_part_that_ends_in_a_windows_tail(rank: int) -> None:
+    """With transforms that make many of one, and a look-ahead that cuts within the tail."""
+
+    def stream() -> BudgetedIterableDataset:
+        return BudgetedIterableDataset(
+            Numbered([7] * 19),
+            TOKENS,
+            60,
+            size=size_of,
+            window=16,
+            look_ahead=5000,
+            transforms=[transforms.expand(thrice)],
+            num_replicas=4,
+            rank=rank,
+            collate_fn=as_it_is,
+        )
+
+    goes_on_everywhere(stream)
+
+
+def thrice(sample: Any) -> list[Any]:
+    return [sample, sample, sample]
+
+
+def goes_on_everywhere(make_stream: Callable[[], BudgetedIterableDataset]) -> None:
+    """In one process: the rest equals the rest behind every batch."""
+    walk, whole, states = iter(make_stream()), [], []
     for batch in walk:
         whole.append(batch)
         states.append(walk.state_dict())
+    assert len(whole) > 2
     for done, state in enumerate(states[:-1], 1):
-        again = stream()
+        again = make_stream()
         again.load_state_dict(state)
         assert list(again) == whole[done:]
-
-
-def test_a_part_that_ends_in_a_windows_tail() -> None:
-    """With transforms that make many of one, and a look-ahead that cuts within the tail."""
-    for rank in range(4):
-        whole: list[Any] | None = None
-        states: list[Any] = []
-        for resumed in range(40):
-            stream = BudgetedIterableDataset(
-                Numbered([7] * 19), TOKENS, 60, size=size_of, window=16, look_ahead=5000,
-                transforms=[transforms.expand(twice)], num_replicas=4, rank=rank,
-                collate_fn=as_it_is,
-            )  # fmt: skip
-            if whole is None:
-                walk, whole = iter(stream), []
-                for batch in walk:
-                    whole.append(batch)
-                    states.append(walk.state_dict())
-                continue
-            if resumed == len(whole):
-                break
-            stream.load_state_dict(states[resumed - 1])
-            assert list(stream) == whole[resumed:]
-
-
-def twice(sample: Any) -> list[Any]:
-    return [sample, sample, sample]

@@ -47,6 +47,11 @@ class Slot:
     rank: int
     ranks: int
 
+    def share(self, batches: int) -> int:
+        """This worker's part of its rank's batches, which a loader takes from all in turn."""
+        each, more = divmod(batches, self.workers)
+        return each + (self.worker < more)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:

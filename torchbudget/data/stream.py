@@ -168,8 +168,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
         seed = natural("seed", seed)
-        made_of = Source.of(source, split, shuffle=shuffle, seed=seed)
-        shared = 1 if made_of.split == "ranks" else self.num_replicas
+        reads = Source.of(source, split, shuffle=shuffle, seed=seed)
+        shared = 1 if reads.split == "ranks" else self.num_replicas
         batches_per_epoch = optional("batches_per_epoch", batches_per_epoch)
         if shared < self.num_replicas and batches_per_epoch is None and not uneven:
             raise OptionError(
@@ -177,9 +177,9 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                 "batches differ, and ranks would wait for each other for ever: say "
                 "batches_per_epoch=…; or uneven=True, and end the loop with agreed_end(loader)"
             )
-        wide = optional("window", window) or _WINDOW * shared
-        if wide < shared:
-            raise OptionError(f"window={wide} is below the number of ranks, {shared}")
+        window = optional("window", window) or _WINDOW * shared
+        if window < shared:
+            raise OptionError(f"window={window} is below the number of ranks, {shared}")
         self.look_ahead = None if look_ahead is None else parse_bytes(look_ahead)
         rules = {
             "size_multiple": at_least_one("size_multiple", size_multiple),
@@ -190,14 +190,15 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             transforms = (source.__getitem__, *transforms)  # reading, in threads too
         if collate_fn is None:
             collate_fn = PadCollate(size_multiple=size_multiple)
+        sized = isinstance(cost, CostModel) or size is not None
         self._settings = Settings(
-            source=made_of,
+            source=reads,
             transforms=tuple(transforms),
             threads=natural("threads", threads),
             grouping=self._grouping(cost, rules, oversize, shared),
             size=size,
-            sized=isinstance(cost, CostModel) or size is not None,
-            window=wide,
+            sized=sized,
+            window=window,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -205,11 +206,11 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             batches_per_epoch=batches_per_epoch,
             collate_fn=collate_fn,
             identity={
-                "window": wide,
+                "window": window,
                 "seed": seed,
                 "shuffle": shuffle,
-                "split": made_of.split,
-                "sized": isinstance(cost, CostModel) or size is not None,
+                "split": reads.split,
+                "sized": sized,
                 "cost": repr(cost) if isinstance(cost, CostModel) else "a predicate",
                 "budget": None if self.budget is None else self.budget.device,
                 "drop_last": drop_last,
@@ -392,11 +393,13 @@ class BudgetedIterableDataset(IterableDataset[Any]):
 
         At a window's boundary a state of a process without workers can go on with any number of
         them, on any number of ranks, and under another budget, cost or look-ahead; at an epoch's
-        beginning any can. A loader whose workers are alive already goes on with what it reads.
+        beginning any can.
 
         Raises:
-            StateError: the state is malformed; at the next `iter()`.
-            StateMismatchError: it is of another stream; likewise.
+            StateError: the state is malformed; or, at the next loop, it is loaded too late for
+                workers that persist and have begun.
+            StateMismatchError: it is of another stream, or another number of workers; at the next
+                loop.
         """
         if not isinstance(state_dict, Mapping) or "identity" not in state_dict:
             raise StateError("expected what BudgetedIterableDataset.state_dict() gave")

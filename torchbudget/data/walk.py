@@ -77,9 +77,8 @@ class Walk(Iterator[Any]):
         self._recent: deque[tuple[Start, int]] = deque(maxlen=_RECENT)  # where it stood behind each
         self._limit: int | None = None
         if settings.batches_per_epoch is not None:
-            each, more = divmod(settings.batches_per_epoch, slot.workers)
-            self._limit = each + (slot.worker < more)
-        self._all = self._limit
+            self._limit = slot.share(settings.batches_per_epoch)
+        self._limit_at_first = self._limit
         self._batches: Generator[tuple[Start, int, list[Any]]] | None = None
         self.windows = Windows(
             settings, slot, most_bytes=most_bytes, count=count, endless=self._limit is not None
@@ -144,7 +143,7 @@ class Walk(Iterator[Any]):
 
     def beginning(self) -> dict[str, Any]:
         """The state of before the first micro-batch."""
-        return self._state(Start(left=self._settings.window), 0, self._all)
+        return self._state(Start(left=self._settings.window), 0, self._limit_at_first)
 
     def state_at(self, at: Position) -> dict[str, Any]:
         """The state of a position."""
@@ -204,8 +203,7 @@ class Walk(Iterator[Any]):
         self.finished = bool(state["finished"])
         self._start, self._done, self._given, self._batches = start, done, 0, None
         if left is not None and slot.workers != self.slot.workers:
-            each, more = divmod(left, self.slot.workers)
-            left = each + (self.slot.worker < more)
+            left = self.slot.share(left)
         self._limit = left
 
     def _check(self, state: Mapping[str, Any]) -> None:

@@ -66,7 +66,22 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all processes that read a stream agree on."""
+    """What all processes that read a stream agree on.
+
+    Attributes:
+        source: with its transforms, and the threads that apply them in each process.
+        grouping: how a window is cut and dealt.
+        size: where a sample's stands.
+        sized: whether samples are asked for it.
+        window: items that are read, sorted and cut together.
+        shuffle: shards, and the micro-batches of a window.
+        seed: of all randomness.
+        drop_last: the last micro-batch of a pass, where it is incomplete.
+        skip_failed: leave out samples that cannot be made.
+        batches_per_epoch: on each rank; `None`: as many as one pass gives.
+        collate_fn: makes a batch.
+        identity: what a state must agree with.
+    """
 
     source: Source
     transforms: tuple[Transform, ...]

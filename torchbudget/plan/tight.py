@@ -18,7 +18,8 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.rules import BatchRules
 
-# At most an eighth of a window is left for the next one: padding falls with the window's length.
+# At most an eighth of a window, and the room, is left for the next one: padding falls with the
+# window's length.
 _MOST: Final = 8
 # Windows end that part of a micro-batch before the last one is full: without room no cut moves.
 _ROOM: Final = 16
@@ -120,8 +121,6 @@ def _least_padding(sizes: list[int], starts: list[int], most: list[int], length:
         length: S.
     """
     starts = [*starts, length]
-    # How far a micro-batch reaches that begins with the last sample of a size.
-    reach = [stop - 1 + n for stop, n in zip(starts[1:], most, strict=True)]
     # Places of cuts, from the last cut to the first one; the fewest padded elements from there on,
     # and which place is the next cut's. Those of the cut that was dealt with begin at `first`.
     place, elements, follows = [length], [0], [0]
@@ -130,7 +129,7 @@ def _least_padding(sizes: list[int], starts: list[int], most: list[int], length:
     hull: list[int] = []
     for furthest in reversed(_latest(starts, most)):
         end = len(place)
-        while run and reach[run - 1] >= place[first]:
+        while run and starts[run] - 1 + most[run - 1] >= place[first]:  # the size before reaches it
             run -= 1
         here = place[first] - most[run]
         if here < starts[run]:
@@ -141,21 +140,7 @@ def _least_padding(sizes: list[int], starts: list[int], most: list[int], length:
             follows.append(first)
             first = end
             continue
-        tried, runs = [here], [run]
-        at = run
-        for stop in place[first + 1 :]:
-            while reach[at] < stop:
-                at += 1
-                tried.append(starts[at])
-                runs.append(at)
-            here = stop - most[at]
-            if here > tried[-1]:
-                tried.append(here)
-                runs.append(at)
-        while starts[at + 1] <= furthest:
-            at += 1
-            tried.append(starts[at])
-            runs.append(at)
+        tried, runs = _places(here, run, place[first + 1 :], furthest, starts, most)
         hull.clear()
         best = floor = bound = 0
         met = first
@@ -188,6 +173,39 @@ def _least_padding(sizes: list[int], starts: list[int], most: list[int], length:
         cuts.append(place[first])
         first = follows[first]
     return [*cuts, length]
+
+
+def _places(
+    first: int, run: int, stops: list[int], furthest: int, starts: list[int], most: list[int]
+) -> tuple[list[int], list[int]]:
+    """Where a cut may stand: where the size changes, or as early as one of the stops is reached.
+
+    Args:
+        first: the earliest place.
+        run: which size stands there.
+        stops: where the next cut may stand, but for the earliest one, ascending.
+        furthest: the last place.
+        starts: where each size begins, and S.
+        most: samples of a micro-batch of each size.
+
+    Returns:
+        The places, ascending, and which size stands at each.
+    """
+    places, runs = [first], [run]
+    for stop in stops:
+        while starts[run + 1] - 1 + most[run] < stop:
+            run += 1
+            places.append(starts[run])
+            runs.append(run)
+        place = stop - most[run]
+        if place > places[-1]:
+            places.append(place)
+            runs.append(run)
+    while starts[run + 1] <= furthest:
+        run += 1
+        places.append(starts[run])
+        runs.append(run)
+    return places, runs
 
 
 def _is_over(left: int, middle: int, right: int, slope: list[int], base: list[int]) -> bool:

@@ -33,7 +33,7 @@ def run_state(
     Args:
         model: as it is trained.
         accumulator: with its optimizers.
-        loader: a `StatefulDataLoader`, or one whose batch sampler has a state.
+        loader: a `StatefulDataLoader`, or one whose batch sampler or stream has a state.
         batches_done: in the current loop over the loader; `None`: it is over.
         epoch: that this loop draws, or the coming one.
     """
