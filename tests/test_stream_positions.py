@@ -305,6 +305,13 @@ def test_a_loop_that_is_kept_alive_does_not_count(loaded_between: bool) -> None:
     assert list(loader_of(following, 2)) == whole[12:]
 
 
+@pytest.mark.parametrize("broken", [{"turn": 2}, {"turn": None}, {"workers": 3}, {"workers": []}])
+def test_a_malformed_state_of_workers(broken: dict[str, Any]) -> None:
+    _, stream = begun_at(7)
+    with pytest.raises(StateError, match="malformed"):
+        make().load_state_dict({**stream.state_dict(), **broken})
+
+
 def test_a_copy_goes_on_too() -> None:
     whole, stream = begun_at(7)
     assert list(loader_of(copy.deepcopy(stream), 2)) == whole[7:]

@@ -278,7 +278,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                     f"it goes on with num_workers={len(state['workers'])}"
                 )
             # A loader begins with its first worker, which is to be the one whose turn it was.
-            shift = int(state["turn"])
+            shift = state["turn"]
         worker = (number + shift) % workers
         self._walk = walk = self._begun(worker, workers)
         self._walks.add(walk)
@@ -403,6 +403,9 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         """
         if not isinstance(state_dict, Mapping) or "identity" not in state_dict:
             raise StateError("expected what BudgetedIterableDataset.state_dict() gave")
+        workers, turn = state_dict.get("workers", [None]), state_dict.get("turn", 0)
+        if not isinstance(workers, list) or turn not in range(len(workers)):
+            raise StateError(f"the state is malformed: of {workers!r} it is the turn of {turn!r}")
         epoch = natural("epoch", state_dict.get("epoch", -1))
         if state_dict.get("finished"):  # of a worker: the next epoch may have been chosen already
             epoch = max(epoch, self.epoch)
