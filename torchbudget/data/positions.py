@@ -23,7 +23,6 @@ _FIRST: Final = 3  # words before the first row: numbers of states, and whether 
 _CURRENT, _USED_UP, _WRITTEN = range(_FIRST)
 # Packed in half the time that an array's slice is written in.
 _POSITION: Final = struct.Struct(f"{_FIELDS}q")
-_COUNT: Final = struct.Struct("q")
 
 
 class Position(NamedTuple):
@@ -143,20 +142,22 @@ class Positions:
         made = 0
         with self._file.locked():
             loop = self._next_loop(worker, (workers, seed))
-            header = epoch, workers, shift, seed, loop, 0, -1
-            self._row(worker)[:_HEADER] = header
+            row = self._row(worker)
+            row[:_HEADER] = epoch, workers, shift, seed, loop, 0, -1
         memory, first = self._file.memory, _FIRST + worker * _ROW
 
         def note(at: Position) -> None:
             nonlocal made
-            if _COUNT.unpack_from(memory, 8 * (first + _LOOP)) != (loop,):
+            if row.item(_LOOP) != loop:
                 return  # another loop has begun
+            # A number is read while it is written: by NumPy in one go, where `struct` would put
+            # zeros first.
             if at == END:
-                _COUNT.pack_into(memory, 8 * (first + _ENDED), made)
+                row[_ENDED] = made
                 return
             made += 1
             _POSITION.pack_into(memory, 8 * (first + _HEADER + made % _KEPT * _FIELDS), *at)
-            _COUNT.pack_into(memory, 8 * (first + _MADE), made)  # last: the position is there
+            row[_MADE] = made  # last: the position is there
 
         return note
 
