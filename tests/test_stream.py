@@ -21,6 +21,7 @@ from torchbudget import (
     OptionError,
     OversizeError,
     PaddedCost,
+    SampleError,
     StateError,
     StateMismatchError,
     UnevenRanksError,
@@ -136,7 +137,10 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.data())
 def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> None:
-    """In every process alone: what was given, and the rest, are the uninterrupted epoch."""
+    """In every process alone: what was given, and the rest, are the uninterrupted epoch.
+
+    The state is plain, and no larger than at the beginning but for a few digits.
+    """
     _, options, source = made
     stream = BudgetedIterableDataset(source, **options)
     for rank in walks(stream, workers):
@@ -146,10 +150,13 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
             except UnevenRanksError:
                 return
             again = stream._walk_of(walk.slot)
+            at_first = json.dumps(again.state_dict())
             stop = data.draw(st.integers(0, len(whole)))
             begun = [next(again) for _ in range(stop)]
             assert begun == whole[:stop]
-            state = json.loads(json.dumps(again.state_dict()))
+            saved = json.dumps(again.state_dict())
+            assert len(saved) < len(at_first) + 20
+            state = json.loads(saved)
             resumed = stream._walk_of(walk.slot)
             resumed.load_state_dict(state)
             assert list(resumed) == whole[stop:]
@@ -223,6 +230,19 @@ def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
     found = list(other)
     stream.set_epoch(1)
     assert found == list(stream)
+
+
+@given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
+def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
+    """On every rank, over its workers; unless one has no samples, or they cannot be dealt."""
+    _, options, source = made
+    stream = BudgetedIterableDataset(source, **options, batches_per_epoch=batches)
+    assert len(stream) == batches
+    for rank in walks(stream, workers):
+        try:
+            assert sum(len(list(walk)) for walk in rank) == batches
+        except (SampleError, UnevenRanksError):
+            return
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

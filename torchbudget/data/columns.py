@@ -68,6 +68,7 @@ class Column(NamedTuple):
             return torch.split(self.flat, self.shapes[:, 0].tolist())
         assert self.values is not None  # noqa: S101  (a column has one of the two)
         if isinstance(self.values[0], Tensor):
+            # The first one was looked at, the type checker wants all.
             _check_dense(self.path, self.values)  # type: ignore[arg-type]
         return self.values
 

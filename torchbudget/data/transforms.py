@@ -180,8 +180,8 @@ def apply_at(
     >>> apply_at(0, len)(("abc", "d"))
     (3, 'd')
     """
-    several = isinstance(places, Sequence) and not isinstance(places, str)
-    return _At(tuple(places) if several else (places,), _Call(function, args, kwargs))  # type: ignore[arg-type]
+    several = (places,) if isinstance(places, (int, str)) else tuple(places)
+    return _At(several, _Call(function, args, kwargs))
 
 
 def zip_apply(*functions: Transform | None) -> Transform:
