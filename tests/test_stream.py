@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any
 
@@ -238,11 +239,9 @@ def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
     _, options, source = made
     stream = BudgetedIterableDataset(source, **options, batches_per_epoch=batches)
     assert len(stream) == batches
-    for rank in walks(stream, workers):
-        try:
+    with suppress(SampleError, UnevenRanksError):
+        for rank in walks(stream, workers):
             assert sum(len(list(walk)) for walk in rank) == batches
-        except (SampleError, UnevenRanksError):
-            return
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
