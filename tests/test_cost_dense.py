@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.cost.dense import DenseCost
-from torchbudget.cost.protocol import CostModel
+from torchbudget.cost.models.dense import DenseCost
+from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import (
     BudgetError,

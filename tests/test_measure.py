@@ -33,9 +33,9 @@ from torchbudget import (
     measured_on,
     trace_peak_bytes,
 )
-from torchbudget.cost.fit import features, fit_peaks, non_negative, num_coefficients
-from torchbudget.cost.trace import StepTracer
-from torchbudget.cost.training_state import TrainingState
+from torchbudget.cost.measuring.fitting import features, fit_peaks, non_negative, num_coefficients
+from torchbudget.cost.measuring.tracing import StepTracer
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.machine import process_memory
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests import oracles
 from tests.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, OptionError, PaddedCost, UnevenRanksError
-from torchbudget.plan.block import solve
+from torchbudget.plan.solver import solve
 from torchbudget.plan.cut import cut
-from torchbudget.plan.ranks import deal, lowest_budget, split_to
+from torchbudget.plan.dealing import deal, lowest_budget, split_to
 from torchbudget.plan.rules import BatchRules
 
 TOKENS = PaddedCost(unit_bytes=1)

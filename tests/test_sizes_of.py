@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-import torchbudget.data.sizes as module
-from torchbudget.data.sizes import sizes_of
+import torchbudget.data.sizes.sizes_of as module
+from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.errors import OptionError, SizesError
 
 WHY = "a quick way for this library; it is in the test dependency group"

@@ -27,8 +27,8 @@ from torchbudget import (
     StateMismatchError,
     UnevenRanksError,
 )
-from torchbudget.data.source import Slot
-from torchbudget.data.walk import Walk
+from torchbudget.data.stream.source import Slot
+from torchbudget.data.stream.epoch_reader import Walk
 
 TOKENS = PaddedCost(unit_bytes=1)
 

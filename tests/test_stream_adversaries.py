@@ -22,7 +22,7 @@ from torchbudget import (
     StateMismatchError,
     transforms,
 )
-from torchbudget.data.held_bytes import held_bytes
+from torchbudget.data.stream.sample_bytes import held_bytes
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
 

@@ -25,7 +25,7 @@ from torchbudget import (
     StateMismatchError,
     transforms,
 )
-from torchbudget.data.positions import _in_turn
+from torchbudget.data.stream.positions import _in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -1,25 +1,25 @@
 """State bytes; DataLoaders then yield ragged batches that fit those bytes and fill them."""
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.cost.dense import DenseCost
-from torchbudget.cost.measure import measure_cost, measured_on
-from torchbudget.cost.measured import MeasuredCost, Probe, load_cost
-from torchbudget.cost.padded import PackedCost, PaddedCost
-from torchbudget.cost.protocol import AdditiveCost, CostModel
-from torchbudget.cost.table import TableCost
-from torchbudget.cost.trace import trace_peak_bytes
-from torchbudget.data import transforms
-from torchbudget.data.collate import JaggedCollate, PackCollate
-from torchbudget.data.forever import sample_forever
-from torchbudget.data.jagged import JaggedBatch
-from torchbudget.data.packed import PackedBatch
-from torchbudget.data.pad_collate import PadCollate
-from torchbudget.data.padded import PaddedBatch
-from torchbudget.data.reader import HookedCollate, ReaderDataset
-from torchbudget.data.sample_cache import SampleCache
+from torchbudget.cost.models.dense import DenseCost
+from torchbudget.cost.measuring.measure import measure_cost, measured_on
+from torchbudget.cost.models.measured import MeasuredCost, Probe, load_cost
+from torchbudget.cost.models.padded import PackedCost, PaddedCost
+from torchbudget.cost.models.protocol import AdditiveCost, CostModel
+from torchbudget.cost.models.table import TableCost
+from torchbudget.cost.measuring.tracing import trace_peak_bytes
+from torchbudget.data.stream import transforms
+from torchbudget.data.collate.pack import JaggedCollate, PackCollate
+from torchbudget.data.stream.forever import sample_forever
+from torchbudget.data.collate.jagged import JaggedBatch
+from torchbudget.data.collate.packed_batch import PackedBatch
+from torchbudget.data.collate.pad import PadCollate
+from torchbudget.data.collate.padded_batch import PaddedBatch
+from torchbudget.data.cache.reader import HookedCollate, ReaderDataset
+from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
-from torchbudget.data.sizes import sizes_of
-from torchbudget.data.stream import BudgetedIterableDataset, LeftOut, agreed_end
+from torchbudget.data.sizes.sizes_of import sizes_of
+from torchbudget.data.stream.dataset import BudgetedIterableDataset, LeftOut, agreed_end
 from torchbudget.errors import (
     BatchNormWarning,
     BudgetError,

@@ -48,8 +48,8 @@ from _common import Results, options, timed
 
 from tests.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost
-from torchbudget.cost.trace import StepTracer
-from torchbudget.cost.training_state import TrainingState
+from torchbudget.cost.measuring.tracing import StepTracer
+from torchbudget.cost.measuring.training_state import TrainingState
 
 
 def other_shapes(largest: tuple[int, ...], count: int) -> tuple[list[int], list[tuple[int, ...]]]:

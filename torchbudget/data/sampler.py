@@ -13,20 +13,20 @@ import torch
 from torch.utils.data import Sampler
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.cost.measured import MeasuredCost
-from torchbudget.cost.protocol import CostModel
-from torchbudget.data.arguments import at_least_one, natural, optional, ranks_of
-from torchbudget.data.drawing import Drawing
-from torchbudget.data.state import decode, encode
+from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.protocol import CostModel
+from torchbudget.checks import at_least_one, natural, optional, ranks_of
+from torchbudget.plan.iterator import Drawing
+from torchbudget.plan.state import decode, encode
 from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
-from torchbudget.plan.identity import order_identity
+from torchbudget.plan.fingerprint import order_identity
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
-from torchbudget.plan.position import Position
+from torchbudget.plan.cursor import Position
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.sizes import SizeTable
+from torchbudget.plan.size_table import SizeTable
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]]):

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.rules import BatchRules
 
 Longest: TypeAlias = Callable[[IntArray, IntArray], IntArray]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.plan.block import Block, solve
-from torchbudget.plan.position import BoolArray
+from torchbudget.plan.solver import Block, solve
+from torchbudget.plan.cursor import BoolArray
 from torchbudget.plan.rules import BatchRules
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Permutation, WordArray, random_words, scale
 

@@ -7,10 +7,10 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.sizes import SizeTable
+from torchbudget.plan.size_table import SizeTable
 from torchbudget.units import format_bytes
 
 Oversize: TypeAlias = Literal["raise", "skip", "alone"]

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.arrange import ascending
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
-from torchbudget.plan.block import Block
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.plan.solver import Block
 from torchbudget.plan.order import EpochOrder
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.sizes import SizeTable
+from torchbudget.plan.size_table import SizeTable
 
 _CHUNK = 2**17
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
+from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import OptionError
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.

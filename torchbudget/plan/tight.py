@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.rules import BatchRules
 

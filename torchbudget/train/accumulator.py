@@ -15,13 +15,13 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import OptionError, StateError, StepError, TooLargeError
-from torchbudget.train.arguments import is_number, several, weight_of
-from torchbudget.train.ending import Every, Reaching, ending_of
+from torchbudget.train.inputs import is_number, several, weight_of
+from torchbudget.train.step_boundary import Every, Reaching, ending_of
 from torchbudget.train.joining import Joined, notify_joined
 from torchbudget.train.misuse import Watch
-from torchbudget.train.ranks import Ranks
+from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Attempt, Undo, halves, num_samples, ran_out
 from torchbudget.train.stepping import Step, Stepping
 from torchbudget.train.totals import Pending, summed

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from torchbudget.errors import OptionError
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.ranks import Ranks
+from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Buffers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.ranks import Ranks
+from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import num_samples
 from torchbudget.train.stepping import Step
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchbudget.cost.run import is_out_of_memory
+from torchbudget.cost.measuring.running import is_out_of_memory
 from torchbudget.errors import OptionError, TorchBudgetError
 from torchbudget.train.totals import Pending
 

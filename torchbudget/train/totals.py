@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchbudget.errors import OptionError
-from torchbudget.train.ranks import Ranks
+from torchbudget.train.process_group import Ranks
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from torchbudget.cost.training_state import TrainingState
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.machine import peak_memory
 from torchbudget.plan.plan import Plan

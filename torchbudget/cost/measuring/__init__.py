@@ -1,0 +1,1 @@
+"""Measuring what a training step costs."""

@@ -1,0 +1,44 @@
+"""Whether a fit is good enough, and what is added to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from torchbudget.cost.models.measured import Form, MeasuredCost, Probe, columns
+from torchbudget.cost.models.padded import PaddedCost
+from torchbudget.cost.models.table import TableCost
+from torchbudget.errors import MeasureWarning
+from torchbudget.units import format_bytes
+
+# A form that is off by more on what was held out is not the step's.
+_FITS: Final = 0.1
+
+
+def table_unless_it_fits(
+    forms: tuple[PaddedCost, ...], probes: Sequence[Probe], notes: list[str]
+) -> tuple[Form, ...]:
+    """The forms, or, where one probe is far off, a table of the probes, a warning and a note."""
+    errors = MeasuredCost(forms=forms, margin=0, probes=tuple(probes)).errors()
+    worst = max(errors, key=abs)
+    if abs(worst) <= _FITS:
+        return forms
+    probe = probes[errors.index(worst)]
+    text = (
+        f"no formula fits: {probe.n} samples of size {probe.size} took "
+        f"{format_bytes(probe.peak_bytes)}, the fitted form says {worst:+.1%}; a table of what was "
+        "measured is used instead, which is safe but coarse"
+    )
+    warnings.warn(text, MeasureWarning, stacklevel=4)
+    notes.append(text)
+    n, sizes, peaks = columns(probes)
+    return (TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=tuple(peaks)),)
+
+
+def with_margin(cost: MeasuredCost, least: float) -> MeasuredCost:
+    """Twice the largest underestimate of what was held out, at least that of anything measured."""
+    under = [max(1 / (1 + error) - 1, 0) for error in cost.errors()]
+    held_out = [u for u, probe in zip(under, cost.probes, strict=True) if probe.held_out]
+    return replace(cost, margin=max([least, *under, *(2 * one for one in held_out)]))

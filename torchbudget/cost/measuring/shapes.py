@@ -1,0 +1,183 @@
+"""Which shapes are probed, and whether `make_batch` makes them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchbudget.cost.measuring.fitting import num_coefficients
+from torchbudget.errors import CostError
+
+Size: TypeAlias = tuple[int, ...]
+
+# Short sizes of probes are one more than a multiple of this, where strides by powers of two round
+# up most: what that comes to in each sample is seen where it counts.
+_STRIDE: Final = 32
+# Where a shape lies in the range of sizes, on every axis, and how many samples it has.
+# No two have one n·L, so that packed batches of n samples differ in shape.
+_TRACED_1: Final = ((2, 1 / 16), (3, 1.0), (8, 1 / 4), (16, 1 / 2), (5, 0.7), (25, 1 / 8))
+_TRACED_2: Final = (
+    (2, (1 / 8, 1 / 8)),
+    (3, (1.0, 1.0)),
+    (4, (1.0, 1 / 4)),
+    (5, (1 / 4, 1.0)),
+    (16, (1 / 2, 1 / 2)),
+    (8, (1 / 3, 1 / 6)),
+    (8, (1 / 8, 1 / 2)),
+    (24, (1.0, 1 / 2)),
+)
+# As many as there are primes to spread by.
+_MOST_AXES: Final = 8
+_HELD_OUT: Final = ((12, 1 / 3), (4, 0.85))
+# Which share of the budget a run aims at, where in the range of sizes, and whether it is held out.
+# The first one finds out how the trace and the machine go together, at a safe distance.
+_RUN_1: Final = (
+    (0.4, 1 / 2, False),
+    (0.9, 1.0, False),
+    (0.9, 1 / 8, False),
+    (0.65, 1 / 3, False),
+    (0.9, 1 / 2, True),
+    (0.95, 1 / 5, True),
+)
+# For several axes: of every second one, and of the others.
+_RUN_2: Final = (
+    (0.4, (1 / 2, 1 / 2), False),
+    (0.9, (1.0, 1.0), False),
+    (0.9, (1.0, 1 / 8), False),
+    (0.9, (1 / 8, 1.0), False),
+    (0.9, (1 / 3, 1 / 4), True),
+    (0.95, (1 / 3, 1.0), True),
+)
+
+
+# For several axes of which nothing is known. Whatever one sample of the largest size needs, none
+# needs more: so the first run bounds the number of samples in the next, and each of those the
+# number in a larger one of its own size.
+_CLIMB_2: Final = (
+    (0.05, (1.0, 1.0), False),
+    (0.6, (1.0, 1.0), False),
+    (0.6, (1.0, 1 / 8), False),
+    (0.6, (1 / 8, 1.0), False),
+    (0.6, (1 / 3, 1 / 4), False),
+    (0.9, (1.0, 1 / 8), False),
+    (0.9, (1 / 8, 1.0), True),
+)
+
+
+class BatchError(CostError):
+    """`make_batch` does not do what it is asked for, however the step is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """The sizes that probes may have.
+
+    Attributes:
+        largest: on every axis.
+        multiple: which sizes are multiples of.
+    """
+
+    largest: Size
+    multiple: int
+
+    @classmethod
+    def of(cls, max_size: int | Sequence[int], multiple: int) -> Domain:
+        """Check what the user says.
+
+        Raises:
+            CostError: no sizes, or none of at least 1.
+        """
+        several = max_size if isinstance(max_size, Sequence) else (max_size,)
+        largest = tuple(map(_at_least_one, several))
+        if not 1 <= len(largest) <= _MOST_AXES or None in largest:
+            raise CostError(
+                f"max_size must be an int of at least 1, or one for each of at most {_MOST_AXES} "
+                f"axes, got {max_size!r}"
+            )
+        step = _at_least_one(multiple)
+        if step is None:
+            raise CostError(f"size_multiple must be an int of at least 1, got {multiple!r}")
+        return cls(tuple(-(-one // step) * step for one in largest if one), step)
+
+    def at(self, fractions: float | Sequence[float]) -> Size:
+        """The size at a fraction of the largest one, on every axis."""
+        each = [fractions] * len(self.largest) if isinstance(fractions, float) else fractions
+        return tuple(self._snap(*one) for one in zip(each, self.largest, strict=True))
+
+    def _snap(self, fraction: float, largest: int) -> int:
+        size = max(round(fraction * largest), 1)
+        if self.multiple > 1:
+            return min(-(-size // self.multiple) * self.multiple, largest)
+        if 2 * _STRIDE < size <= largest / 4:
+            size -= (size - 1) % _STRIDE
+        return size
+
+
+def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
+    """Samples, size, and whether it is held out, of each traced shape."""
+    axes = len(domain.largest)
+    wanted: list[tuple[int, Any, bool]]
+    if axes <= 2:
+        wanted = [(n, where, False) for n, where in (_TRACED_1 if axes == 1 else _TRACED_2)]
+    else:
+        # Spread evenly by the fractional parts of multiples of roots of primes.
+        steps = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19][:axes])
+        spread = np.outer(np.arange(1, num_coefficients(axes) + 3), steps) % 1
+        wanted = [(2 + i % 7, 2.0 ** (3 * where - 3), False) for i, where in enumerate(spread)]
+    wanted += [(n, where, True) for n, where in _HELD_OUT]
+    found: dict[tuple[int, Size], tuple[int, Size, bool]] = {}
+    for n, where, held_out in wanted:
+        size = domain.at(where)
+        found.setdefault((n, size), (n, size, held_out))
+    return list(found.values())
+
+
+def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]]:
+    """Share of the budget, size, and whether it is held out, of each shape to run.
+
+    Args:
+        domain: of the sizes.
+        traced: a trace has told how bytes grow; otherwise the runs feel their way upwards.
+    """
+    axes = len(domain.largest)
+    if axes == 1:
+        runs = [(share, domain.at(where), held_out) for share, where, held_out in _RUN_1]
+        if not traced:  # a second small step gives a first idea
+            runs = sorted([(0.4, domain.at(1 / 8), False), *runs], key=lambda one: one[1])
+        return runs
+    return [
+        (share, domain.at([where[axis % 2] for axis in range(axes)]), held_out)
+        for share, where, held_out in (_RUN_2 if traced else _CLIMB_2)
+    ]
+
+
+def one_size(size: Size) -> int | Size:
+    """A size as it is asked for: an int where there is one axis."""
+    return size if len(size) > 1 else size[0]
+
+
+def _at_least_one(value: Any) -> int | None:
+    """An int of any kind that is at least 1, or else `None`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        return None
+    return operator.index(value)
+
+
+def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:
+    """Two shapes that were asked for must not come as one."""
+    held = dict(batch) if isinstance(batch, Mapping) else batch
+    shapes = tuple(tuple(t.shape) for t in tree_leaves(held) if isinstance(t, torch.Tensor))
+    if not shapes:
+        return  # some type of the user's own
+    before = seen.setdefault(shapes, (n, size))
+    if before != (n, size):
+        raise BatchError(
+            f"make_batch ignores what it is asked for: n={before[0]}, size={before[1]} and n={n}, "
+            f"size={size} both gave tensors of the shapes {list(shapes)}"
+        )

@@ -1,0 +1,283 @@
+"""What a training step changes: found in what the step refers to, saved, and put back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from torchbudget.cost.measuring.copies import copied
+from torchbudget.errors import CostError, MeasureWarning
+
+# Deep enough for a trainer that holds a context that holds a model; a data set is not searched.
+_DEPTH: Final = 8
+_MOST_ITEMS: Final = 1000
+# Functions of these packages refer to nobody's model.
+_FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
+
+_HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
+_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
+# Containers inside containers of an object's own that are put back, such as an optimizer's state.
+_NESTED: Final = 3
+
+
+class TrainingState:
+    """The modules, optimizers, schedulers, scalers and generators that a step refers to.
+
+    They are looked for in the step's closure, in the globals that it names, in its arguments if it
+    is a `functools.partial`, in its object if it is a method, and in what those hold in turn.
+
+    Attributes:
+        modules: the outermost ones.
+        optimizers: all of them.
+        helpers: learning rate schedulers and gradient scalers.
+        generators: of random numbers, beside the global ones.
+        accumulators: what has a context `kept` that lets nothing inside count.
+    """
+
+    def __init__(self, step: Callable[..., object]) -> None:
+        found = list(_stateful(step))
+        modules = [one for one in found if isinstance(one, nn.Module)]
+        inner = {id(part) for one in modules for part in one.modules() if part is not one}
+        self.modules = [one for one in modules if id(one) not in inner]
+        self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
+        self.helpers = [one for one in found if isinstance(one, _HELPERS)]
+        self.accumulators = [one for one in found if _accumulates(one)]
+        self.generators = [one for one in found if isinstance(one, _GENERATORS)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Parameters of the modules and of the optimizers, each once."""
+        held = [p for module in self.modules for p in module.parameters()]
+        held += [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        return list({id(tensor): tensor for tensor in held}.values())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers, gradients, the optimizers' states and attributes, each once."""
+        held = self.parameters()
+        held += [p.grad for p in held if p.grad is not None]
+        parts = [part for module in self.modules for part in module.modules()]
+        held += [b for module in self.modules for b in module.buffers()]
+        held += [t for one in [*parts, *self.helpers] for t in vars(one).values() if _is_tensor(t)]
+        for optimizer in self.optimizers:
+            held += [
+                t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if _is_tensor(t)
+            ]
+            held += [t for g in optimizer.param_groups for t in g.values() if _is_tensor(t)]
+        return list({id(tensor): tensor for tensor in held}.values())
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the parameters are on, the first one's.
+
+        Raises:
+            CostError: there are none.
+        """
+        for parameter in self.parameters():
+            return parameter.device
+        raise CostError(
+            "the step refers to no module and no optimizer: they are looked for in its closure, "
+            "its globals and its object, and in what those hold; let it refer to them, as in "
+            "def step(batch): loss_of(model, batch).backward(); optimizer.step(); …"
+        )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Check that what runs inside is a full training step.
+
+        Raises:
+            CostError: no backward came.
+
+        Warns:
+            MeasureWarning: no optimizer stepped.
+        """
+        before = [parameter.grad is not None for parameter in self.parameters()]
+        stepped: list[bool] = []
+
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not any(optimizer is one for one in self.optimizers):
+                raise CostError(
+                    f"the step steps an optimizer that it does not refer to, {type(optimizer)}, so "
+                    "that it could not be put back; let the step's function name it"
+                )
+            gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+            stepped.append(any(gradient is not None for gradient in gradients))
+
+        handle = register_optimizer_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if any(stepped):
+            return
+        if not stepped and not any(p.grad is not None for p in self.parameters()) | any(before):
+            raise CostError(
+                "no parameter got a gradient and no optimizer stepped: the step must be a full "
+                "one, with backward(), optimizer.step() and optimizer.zero_grad()"
+            )
+        warnings.warn(
+            "no optimizer stepped: what its step needs is not in the cost; let the step call "
+            "optimizer.step() and optimizer.zero_grad(), as in training",
+            MeasureWarning,
+            stacklevel=4,
+        )
+
+    @contextmanager
+    def kept(self, *, contents: bool) -> Iterator[None]:
+        """Put everything back at the end, the random generators too.
+
+        Args:
+            contents: copy what the tensors hold, for a step that really runs. Without it only
+                which tensors there are is kept, for one that computes nothing.
+        """
+        written = [tensor for tensor in self.tensors() if contents and _own(tensor)]
+        gradients = [(p, p.grad) for p in self.parameters()]
+        parts = [part for one in self.modules for part in one.modules()]
+        containers = [
+            kept
+            for one in [*parts, *self.optimizers, *self.helpers]
+            for kept in _containers(vars(one))
+        ]
+        generators = _generator_states(self.generators)
+        with copied(written) as put_back, ExitStack() as stack:
+            for accumulator in self.accumulators:
+                stack.enter_context(accumulator.kept())
+            try:
+                yield
+            finally:
+                for container, held in containers:
+                    _refill(container, held)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+                put_back()
+                _set_generator_states(generators)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _accumulates(one: Any) -> bool:
+    """Whether it is a `GradAccumulator`, which stands in a room above this one."""
+    return getattr(type(one), "accumulates_gradients", False) is True
+
+
+def _own(tensor: torch.Tensor) -> bool:
+    """Whether each element lies somewhere of its own, so that it can be written to."""
+    return all(step or n <= 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _containers(held: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
+    """A container, and the containers in it, each with a copy of what it holds."""
+    yield held, copy.copy(held)
+    if nested == _NESTED or len(held) > _MOST_ITEMS:
+        return
+    for value in held.values() if isinstance(held, dict) else held:
+        if isinstance(value, (dict, list, set)):
+            yield from _containers(value, nested + 1)
+
+
+def _refill(container: Any, held: Any) -> None:
+    """Let a container hold what it held; whoever refers to it finds that there."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(held)
+    else:
+        container.update(held)
+
+
+def _stateful(step: Callable[..., object]) -> Iterator[Any]:
+    """Everything stateful that is reached from `step`, each once, in the order it is met."""
+    seen: set[int] = set()
+    level: list[Any] = [step]
+    for _ in range(_DEPTH):
+        below: list[Any] = []
+        for one in level:
+            if id(one) not in seen:
+                seen.add(id(one))
+                if isinstance(one, _STATEFUL) or _accumulates(one):
+                    yield one
+                below += _references(one)
+        level = below
+
+
+def _references(one: Any) -> list[Any]:
+    """What an object holds that may be, or lead to, something stateful."""
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, types.MethodType):
+        return [one.__self__, one.__func__]
+    if isinstance(one, types.FunctionType):
+        return _of_function(one)
+    if isinstance(one, (list, tuple, set, frozenset)):
+        return list(one) if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, dict):
+        return list(one.values()) if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
+        return []
+    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = [getattr(one, name, None) for name in slots if not name.startswith("__")]
+    attributes = getattr(one, "__dict__", {})
+    if not isinstance(one, nn.Module):
+        return [*held, *attributes.values()]
+    held += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
+    return [*held, *one._modules.values()]
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    if (function.__module__ or "").partition(".")[0] in _FOREIGN:
+        return []
+    held: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a name that is not bound yet
+            held.append(cell.cell_contents)
+    codes = [function.__code__]
+    for code in codes:
+        held += [
+            function.__globals__[name] for name in code.co_names if name in function.__globals__
+        ]
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*held, *vars(function).values()]
+
+
+def _generator_states(own: Sequence[Any]) -> tuple[Any, ...]:
+    devices = None
+    if torch.cuda.is_initialized():
+        devices = torch.cuda.get_rng_state_all()
+    numpy = np.random.get_state()  # noqa: NPY002 (the user's step may draw from it)
+    states = [(one, _state_of(one)) for one in own]
+    return random.getstate(), numpy, torch.get_rng_state(), devices, states
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_generator_states(states: tuple[Any, ...]) -> None:
+    python, numpy, cpu, devices, own = states
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002 (as above)
+    torch.set_rng_state(cpu)
+    if devices is not None:
+        torch.cuda.set_rng_state_all(devices)
+    for generator, state in own:
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)

@@ -1,0 +1,269 @@
+"""The cost of samples of one fixed shape: the classical "how many fit"."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchbudget.budget import MemoryBudget
+from torchbudget.cost.measuring.optimizer_state import OptimizerFactory, states_per_parameter
+from torchbudget.cost.models.protocol import ArrayLike, IntArray
+from torchbudget.cost.measuring.replay import replay
+from torchbudget.errors import BudgetError, CostError, CostOverflowError, OptionError, OversizeError
+from torchbudget.units import MAX_BYTES, Amount, format_bytes
+
+Shape: TypeAlias = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseCost:
+    """`max(floor, fixed + n·sample)` bytes for n samples of one fixed shape.
+
+    A `CostModel` that ignores the padded size (of one ragged axis). It also tells how many samples
+    fit the host, how many fit the device, and which batch to take.
+
+    Attributes:
+        sample_bytes: what each sample adds to the peak of a training step on the device.
+        fixed_bytes: what is there without any sample: parameters, gradients, optimizer state.
+        floor_bytes: the least that a step costs, however small its batch: the optimizer's step.
+        host_sample_bytes: input and target of a sample as the host holds them; 0 is not known.
+        variants_per_read: how many samples one read yields (an image and its crops, say); batches
+            are multiples of it.
+
+    Raises:
+        CostError: a number is no int, negative or past 2⁶³ − 1, or a sample or a read is empty.
+
+    >>> cost = DenseCost(fixed_bytes=1000, sample_bytes=30, variants_per_read=4)
+    >>> int(cost.batch_bytes(8, 0)), int(cost.capacity(0, 1240))
+    (1240, 8)
+    >>> cost.largest_batch(1359), cost.batch_for(6, "1 MiB")
+    (8, 8)
+    """
+
+    sample_bytes: int
+    fixed_bytes: int = 0
+    floor_bytes: int = 0
+    host_sample_bytes: int = 0
+    variants_per_read: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            least = 1 if name in ("sample_bytes", "variants_per_read") else 0
+            is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+            if not is_int or not least <= value <= MAX_BYTES:
+                raise CostError(f"{name} must be an int from {least} to 2**63 - 1, got {value!r}")
+            object.__setattr__(self, name, operator.index(value))
+
+    @classmethod
+    def of(
+        cls,
+        input_shape: Shape | Sequence[Shape],
+        output_shape: Shape | Sequence[Shape],
+        dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+        *,
+        output_dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+        module: nn.Module | Callable[[], nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerFactory | int | None = None,
+        variants_per_read: int = 1,
+    ) -> DenseCost:
+        """The cost of training `module` on samples of these shapes, told without memory or device.
+
+        A copy of the module runs forward and backward on PyTorch's *meta* device, and the bytes
+        that live are counted after every operation. The prediction is the true peak at n = 1 and
+        no less than it from there. The module itself stays as it is.
+
+        It counts tensors: the kernels' own workspaces, the allocator's rounding, autocast and the
+        loss are not in it. Leave room, put the loss into the module, or measure the real step.
+
+        Args:
+            input_shape: the shape of one sample's input without the batch axis, or one shape for
+                each positional argument of `module`.
+            output_shape: likewise of the target, with which the module's output is compared.
+            dtype: of the input, or one for each input.
+            output_dtype: of the target, or one for each; left out, that of the first input.
+            module: what is trained; or its class, or another callable without arguments that
+                makes it (then without memory). Without it, a sample costs its input and target.
+            optimizer: the optimizer that trains the module; its class, or another callable that
+                makes one of a list of parameters; or its number of states per parameter (Adam 2).
+            variants_per_read: see the class.
+
+        Raises:
+            CostError: a shape or dtype is none; the module does not run on the meta device (its
+                code depends on data, or it holds tensors that are no buffers), is recurrent, or
+                needs what is not in proportion to the batch; or the optimizer cannot be told.
+
+        >>> cost = DenseCost.of((784,), (), module=lambda: nn.Linear(784, 10),
+        ...                     output_dtype=torch.int64, optimizer=torch.optim.Adam)
+        >>> cost.sample_bytes == 784 * 4 + 8 + 10 * 4 + 10 * 4  # input, target, output, gradient
+        True
+        >>> cost.largest_batch("1 MiB")
+        276
+        """
+        inputs = _sample("input", input_shape, dtype)
+        targets = _sample(
+            "output", output_shape, inputs[0].dtype if output_dtype is None else output_dtype
+        )
+        host_sample_bytes = _nbytes([*inputs, *targets])
+        if module is None:
+            if optimizer is not None:
+                raise CostError("an optimizer needs the module that it trains; give module")
+            return cls(
+                sample_bytes=host_sample_bytes,
+                host_sample_bytes=host_sample_bytes,
+                variants_per_read=variants_per_read,
+            )
+        replica, sample_bytes, scratch_bytes = replay(module, inputs, targets)
+        trained = [p for p in replica.parameters() if p.requires_grad]
+        trained_bytes = _nbytes(trained)
+        states = states_per_parameter(optimizer)
+        # Parameters, buffers, and a gradient and states for each that is trained.
+        held_bytes = _nbytes(itertools.chain(replica.parameters(), replica.buffers()))
+        held_bytes += (1 + states) * trained_bytes
+        # A step over all parameters at once (foreach) holds about one more copy of them; one after
+        # the other, two of each, and so of the largest.
+        largest_bytes = max((_nbytes([parameter]) for parameter in trained), default=0)
+        step_bytes = max(trained_bytes, 2 * largest_bytes) if states else 0
+        return cls(
+            sample_bytes=sample_bytes,
+            fixed_bytes=held_bytes + scratch_bytes,
+            floor_bytes=held_bytes + step_bytes,
+            host_sample_bytes=host_sample_bytes,
+            variants_per_read=variants_per_read,
+        )
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """Peak bytes of a batch of n samples; the padded size tells only the result's shape.
+
+        Raises:
+            CostError: a number of samples is no int, negative or past 2⁶³ − 1.
+            CostOverflowError: a batch is past 2⁶³ − 1 bytes.
+        """
+        number = _integers("n", n)
+        if number.size and number.min() < 0:
+            raise CostError(f"a batch has at least 0 samples, got {number.min()}")
+        if number.size and number.max() > (MAX_BYTES - self.fixed_bytes) // self.sample_bytes:
+            raise CostOverflowError(f"a batch of {number.max()} samples costs 2**63 bytes or more")
+        total = number * self.sample_bytes + self.fixed_bytes
+        return _spread(np.maximum(total, self.floor_bytes), padded_size)
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """The largest n that fits; the padded size tells only the result's shape.
+
+        Raises:
+            CostError: a budget is no int, or past 2⁶³ − 1 bytes.
+        """
+        budget = _integers("budget_bytes", budget_bytes)
+        room = np.maximum(budget, self.fixed_bytes) - self.fixed_bytes  # cannot wrap
+        n = np.where(budget < self.floor_bytes, 0, room // self.sample_bytes)
+        return _spread(n, padded_size)
+
+    def samples_in_host(self, budget: MemoryBudget | Amount) -> int:
+        """How many samples fit main memory; a budget in bytes is the host's.
+
+        Raises:
+            BudgetError: the budget does not limit the host.
+            CostError: `host_sample_bytes` is not known.
+
+        >>> DenseCost.of((3, 32, 32), (10,)).samples_in_host("1 GiB")
+        87097
+        """
+        if not isinstance(budget, MemoryBudget):
+            budget = MemoryBudget(host=budget)
+        if budget.host is None:
+            raise BudgetError("this budget does not limit the host; give MemoryBudget(host=…)")
+        if not self.host_sample_bytes:
+            raise CostError("host_sample_bytes is not known; give it to say how many samples fit")
+        return budget.host // self.host_sample_bytes
+
+    def largest_batch(self, budget: MemoryBudget | Amount) -> int:
+        """The largest batch that fits the device: a positive multiple of `variants_per_read`.
+
+        Raises:
+            BudgetError: the budget does not limit the device.
+            OversizeError: not even one read fits; the text tells what the model alone needs.
+        """
+        device_bytes = MemoryBudget.of(budget).device
+        if device_bytes is None:
+            raise BudgetError("this budget does not limit the device; give MemoryBudget(device=…)")
+        reads = int(self.capacity(0, device_bytes)) // self.variants_per_read
+        if not reads:
+            alone = max(self.fixed_bytes, self.floor_bytes)
+            raise OversizeError(
+                f"a budget of {format_bytes(device_bytes)} ({device_bytes} bytes) holds no batch: "
+                f"the model alone needs {format_bytes(alone)} ({alone} bytes), and a read of "
+                f"{self.variants_per_read} adds {self.variants_per_read * self.sample_bytes} bytes"
+            )
+        return reads * self.variants_per_read
+
+    def batch_for(self, preferred: int, budget: MemoryBudget | Amount) -> int:
+        """The batch to take where `preferred` samples are wished for.
+
+        The nearest positive multiple of `variants_per_read`, of two equally near the larger, cut
+        to `largest_batch` if the budget limits the device.
+
+        Raises:
+            OptionError: `preferred` is no int or below 1.
+            OversizeError: not even one read fits.
+
+        >>> cost = DenseCost(sample_bytes=100, variants_per_read=4)
+        >>> [cost.batch_for(preferred, 1700) for preferred in (1, 5, 6, 1000)]
+        [4, 4, 8, 16]
+        """
+        if isinstance(preferred, bool) or not hasattr(preferred, "__index__") or preferred < 1:
+            raise OptionError(f"expected a preferred batch of at least 1 sample, got {preferred!r}")
+        variants = self.variants_per_read
+        reads = (2 * operator.index(preferred) + variants) // (2 * variants)
+        batch = max(1, reads) * variants
+        budget = MemoryBudget.of(budget)
+        return batch if budget.device is None else min(batch, self.largest_batch(budget))
+
+
+def _integers(name: str, values: ArrayLike) -> IntArray:
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.max() > MAX_BYTES):
+        raise CostError(f"{name} must be ints of at most 2**63 - 1, got {values!r}")
+    return array.astype(np.int64)
+
+
+def _spread(values: IntArray, padded_size: ArrayLike) -> IntArray:
+    shape = np.broadcast_shapes(np.shape(values), np.shape(padded_size))
+    return np.broadcast_to(values, shape).copy()
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _sample(
+    name: str, shape: Shape | Sequence[Shape], dtype: torch.dtype | Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """A meta tensor per shape; a sequence of ints is one shape, and so is the empty one."""
+    try:
+        one_shape = all(hasattr(axis, "__index__") for axis in shape)
+        several: list[Any] = [shape] if one_shape else list(shape)
+        shapes = [tuple(operator.index(axis) for axis in one) for one in several]
+    except TypeError:
+        shapes = []
+    dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)
+    if not shapes or any(axis < 1 for one in shapes for axis in one):
+        raise CostError(
+            f"{name}_shape must be a shape without the batch axis, such as (3, 32, 32), "
+            f"or a sequence of shapes, got {shape!r}"
+        )
+    if len(dtypes) != len(shapes) or not all(isinstance(one, torch.dtype) for one in dtypes):
+        raise CostError(
+            f"the dtype of the {name} must be one dtype or one for each of its {len(shapes)} "
+            f"shapes, got {dtype!r}"
+        )
+    return [
+        torch.empty(one, dtype=kind, device="meta")
+        for one, kind in zip(shapes, dtypes, strict=True)
+    ]

@@ -1,0 +1,235 @@
+"""The cost of padded and of padding-free batches, as closed formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.models.protocol import ArrayLike, IntArray
+from torchbudget.errors import CostError, CostOverflowError
+from torchbudget.units import MAX_BYTES
+
+UNLIMITED: Final = MAX_BYTES
+# Below 2**53 every whole number of bytes is a float64, so a sample's bytes are exact as computed.
+_EXACT: Final = float(2**53)
+
+
+def _coefficient(name: str, value: object) -> float:
+    """`value` as a finite, non-negative float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise CostError(f"{name} must be a number of bytes, got {value!r}")
+    # Compared before it is converted, since an int may be past every float; NaN is no less.
+    if not 0 <= value < _EXACT:
+        raise CostError(f"{name} must be at least 0 and below 2**53, got {value!r}")
+    return float(value)
+
+
+def _whole(name: str, value: object) -> int:
+    """`value` rounded up to whole bytes."""
+    return math.ceil(_coefficient(name, value))
+
+
+def _entries(value: Any) -> Sequence[Any] | None:
+    """What a list, a tuple or an array holds, each as it is; `None` of anything else."""
+    held = value.tolist() if hasattr(value, "tolist") else value
+    return held if isinstance(held, Sequence) and not isinstance(held, str) else None
+
+
+def _vector(name: str, value: Any) -> float | tuple[float, ...]:
+    """A coefficient per axis: a number for one axis, else a tuple of d ≥ 2."""
+    held = _entries(value)
+    if held is None:
+        return _coefficient(name, value)
+    entries = tuple(_coefficient(name, entry) for entry in held)
+    if len(entries) < 2:
+        raise CostError(f"{name} must be a number for one axis or d ≥ 2 of them, got {value!r}")
+    return entries
+
+
+def _matrix(name: str, value: Any, axes: int) -> float | tuple[tuple[float, ...], ...]:
+    """A coefficient per pair of axes: a number for one axis, else d rows of d."""
+    held = _entries(value)
+    if held is None:
+        number = _coefficient(name, value)
+        if axes == 1:
+            return number
+        if number == 0:
+            return ((0.0,) * axes,) * axes
+    elif axes > 1:
+        rows = [_entries(row) or () for row in held]
+        if [len(row) for row in rows] == [axes] * axes:
+            return tuple(tuple(_coefficient(name, entry) for entry in row) for row in rows)
+    raise CostError(f"{name} must have the shape ({axes}, {axes}) of the axes, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quadratic:
+    """Coefficients of a sample's bytes, `sample + Σᵢ unitᵢ·Lᵢ + Σᵢⱼ pairᵢⱼ·Lᵢ·Lⱼ`, rounded up.
+
+    Every step is monotone, in floating point too (correctly rounded sums and products of
+    non-negative numbers are), so a longer sample never costs less.
+    """
+
+    fixed_bytes: float = 0
+    sample_bytes: float = 0
+    unit_bytes: float | Sequence[float] | npt.NDArray[Any] = 0
+    pair_bytes: float | Sequence[Sequence[float]] | npt.NDArray[Any] = 0
+
+    def __post_init__(self) -> None:
+        unit = _vector("unit_bytes", self.unit_bytes)
+        rows = _entries(self.pair_bytes)
+        if unit == 0 and rows is not None and len(rows) > 1:
+            unit = (0.0,) * len(rows)
+        axes = len(unit) if isinstance(unit, tuple) else 1
+        object.__setattr__(self, "fixed_bytes", _whole("fixed_bytes", self.fixed_bytes))
+        object.__setattr__(self, "sample_bytes", _coefficient("sample_bytes", self.sample_bytes))
+        object.__setattr__(self, "unit_bytes", unit)
+        object.__setattr__(self, "pair_bytes", _matrix("pair_bytes", self.pair_bytes, axes))
+        if not (self.sample_bytes or np.any(self.unit_bytes) or np.any(self.pair_bytes)):
+            raise CostError(
+                "a sample must cost something; give sample_bytes, unit_bytes or pair_bytes"
+            )
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.unit_bytes) if isinstance(self.unit_bytes, tuple) else 1
+
+    def item_bytes(self, sizes: ArrayLike) -> IntArray:
+        """The bytes of one sample of each size, without the fixed part.
+
+        Args:
+            sizes: shape `(…)`, or `(…, d)` for d axes, non-negative.
+
+        Returns:
+            Shape `(…)`.
+
+        Raises:
+            CostError: the last axis is not d long.
+            CostOverflowError: a sample costs 2⁵³ bytes or more.
+        """
+        lengths = np.asarray(sizes)
+        if isinstance(self.unit_bytes, tuple):
+            total = self._form(lengths, self.unit_bytes)
+        else:
+            length = lengths.astype(np.float64)
+            # Horner's scheme: two multiplications, and monotone like the sum it stands for.
+            total = (self.pair_bytes * length + self.unit_bytes) * length + self.sample_bytes
+        if total.size and not total.max() < _EXACT:
+            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
+        return np.ceil(total).astype(np.int64)
+
+    def _form(self, lengths: npt.NDArray[Any], unit: tuple[float, ...]) -> npt.NDArray[np.float64]:
+        if lengths.ndim == 0 or lengths.shape[-1] != len(unit):
+            raise CostError(
+                f"this cost has {len(unit)} axes: expected sizes of shape (…, {len(unit)}), "
+                f"got {lengths.shape}"
+            )
+        length = [lengths[..., axis].astype(np.float64) for axis in range(len(unit))]
+        total: npt.NDArray[np.float64] = np.full(lengths.shape[:-1], self.sample_bytes)
+        # The field's type is what users give; __post_init__ made it a tuple of rows.
+        for axis, (linear, row) in enumerate(zip(unit, self.pair_bytes, strict=True)):  # type: ignore[arg-type]
+            slope: Any = linear
+            for other, pair in enumerate(row):
+                if pair:
+                    slope = slope + pair * length[other]
+            total = total + slope * length[axis]
+        return total
+
+    def _padded_bytes(self, n: ArrayLike, padded_size: ArrayLike, floor_bytes: int) -> IntArray:
+        number = np.asarray(n, dtype=np.int64)
+        item = self.item_bytes(padded_size)
+        if number.size and number.min() < 0:
+            raise CostError(f"a batch has at least 0 samples, got {number.min()}")
+        # In floating point the product cannot wrap, so it is what the range is checked on; the
+        # slack is what rounding can hide there.
+        largest = np.asarray(number.astype(np.float64) * item)
+        if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES - 4096):
+            raise CostOverflowError("this batch costs 2**63 bytes or more")
+        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), floor_bytes)
+        return total
+
+    def _capacity(
+        self, padded_size: ArrayLike, budget_bytes: ArrayLike, floor_bytes: int
+    ) -> IntArray:
+        item = self.item_bytes(padded_size)
+        budget = np.asarray(budget_bytes, dtype=np.int64)
+        room = np.where(budget < floor_bytes, -1, budget) - self.fixed_bytes
+        n: IntArray = np.maximum(room, 0) // np.maximum(item, 1)
+        if item.size and not item.min():  # samples that cost nothing
+            n = np.where((item == 0) & (room >= 0), UNLIMITED, n)
+        return n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedCost(_Quadratic):
+    """`max(floor, fixed + n·(sample + unit·L + pair·L²))` bytes for n samples padded to L.
+
+    For d ragged axes, L is a vector, `unit_bytes` has shape `(d,)`, `pair_bytes` has shape
+    `(d, d)`, and L² stands for all products of two axes: an image's H·W, a cross-attention's S·T.
+
+    Attributes:
+        fixed_bytes: what is there without any sample: parameters, gradients, optimizer state.
+        sample_bytes: per sample, whatever its length.
+        unit_bytes: per sample and unit of padded length.
+        pair_bytes: per sample and pair of units: attention that materialises its scores, H·W.
+        floor_bytes: the least that a step costs, however small its batch (an optimizer step that
+            hides the activations of small batches).
+
+    Raises:
+        CostError: a coefficient is negative, not finite or past 2⁵³; all of them are 0; or the
+            shapes of `unit_bytes` and `pair_bytes` differ.
+
+    Who thinks in tokens starts with `PaddedCost(unit_bytes=1)` and a budget in tokens:
+
+    >>> tokens = PaddedCost(unit_bytes=1)
+    >>> int(tokens.capacity(100, 4096)), int(tokens.batch_bytes(40, 100))
+    (40, 4000)
+    >>> image = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 12), (0, 0)))  # 12 bytes a pixel
+    >>> image.capacity([[640, 480], [64, 64]], 12 * 640 * 480).tolist()
+    [1, 75]
+    """
+
+    floor_bytes: float = 0
+
+    def __post_init__(self) -> None:
+        super(PaddedCost, self).__post_init__()
+        object.__setattr__(self, "floor_bytes", _whole("floor_bytes", self.floor_bytes))
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; refuses what reaches 2⁶³ bytes with `CostOverflowError`."""
+        return self._padded_bytes(n, padded_size, int(self.floor_bytes))
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
+        return self._capacity(padded_size, budget_bytes, int(self.floor_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCost(_Quadratic):
+    """`fixed + Σᵢ (sample + unit·Lᵢ + pair·Lᵢ²)` bytes: batches without padding.
+
+    The attributes are those of `PaddedCost`, less the floor. `item_bytes` is what one sample adds;
+    `batch_bytes` and `capacity` speak of n samples of one size each.
+
+    >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
+    [6, 10]
+    """
+
+    @property
+    def base_bytes(self) -> int:
+        """What a batch costs beside its samples."""
+        return int(self.fixed_bytes)
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; refuses what reaches 2⁶³ bytes with `CostOverflowError`."""
+        return self._padded_bytes(n, padded_size, 0)
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
+        return self._capacity(padded_size, budget_bytes, 0)

@@ -1,0 +1,84 @@
+"""A cost that no formula describes: what was measured, and nothing in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.models.protocol import ArrayLike, IntArray
+from torchbudget.errors import CostError, CostOverflowError
+from torchbudget.units import MAX_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableCost:
+    """Bytes of the cheapest measured batch that is at least as large.
+
+    A batch of n samples of size L costs at most what a measured one of n' ≥ n samples of L' ≥ L (on
+    every axis) cost. More samples than in any such batch cost in proportion. Monotone, and above
+    the truth wherever the truth is monotone; coarse between few measurements.
+
+    Attributes:
+        numbers: samples of each measured batch.
+        sizes: its padded size, a tuple of d ints.
+        peak_bytes: its bytes.
+
+    Raises:
+        CostError: the three are not of one length, or empty.
+
+    >>> table = TableCost(numbers=(8, 2), sizes=((100,), (500,)), peak_bytes=(1000, 1200))
+    >>> table.batch_bytes([1, 8, 2, 4], [50, 100, 500, 500]).tolist()
+    [1000, 1000, 1200, 2400]
+    >>> table.capacity([100, 500], 1400).tolist()
+    [11, 2]
+    """
+
+    numbers: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    peak_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.numbers) == len(self.sizes) == len(self.peak_bytes) > 0:
+            raise CostError(
+                "a table needs as many numbers and sizes as peaks, at least one of each"
+            )
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.sizes[0])
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; a size beyond every measured one raises `CostError`."""
+        covers = self._covers(padded_size)
+        if not covers.any(axis=-1).all():
+            raise CostError(
+                f"a padded size is larger than all that were measured, {self.sizes}; measure with "
+                "a larger max_size"
+            )
+        held, peaks = np.array(self.numbers), np.array(self.peak_bytes)
+        number = np.maximum(np.asarray(n, np.int64)[..., None], held)
+        if number.size and float(number.max()) * float(peaks.max()) >= MAX_BYTES:
+            raise CostOverflowError("this batch costs too much for 64 bits to count")
+        each = -(-number * peaks // held)  # rounded up, which capacity inverts
+        total: IntArray = np.where(covers, each, MAX_BYTES).min(axis=-1)
+        return total
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; 0 for a size beyond every measured one."""
+        held, peaks = np.array(self.numbers), np.array(self.peak_bytes)
+        budget = np.asarray(budget_bytes, np.int64)[..., None]
+        # In two parts, so that no product wraps.
+        n = budget // peaks * held + budget % peaks * held // peaks
+        n = np.where(budget >= peaks, n, 0)
+        most: IntArray = np.where(self._covers(padded_size), n, 0).max(axis=-1)
+        return most
+
+    def _covers(self, padded_size: ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which measured batches are at least as large on every axis, shape `(…, batches)`."""
+        size = np.asarray(padded_size)
+        size = size[..., None] if self.axes == 1 else size
+        covers: npt.NDArray[np.bool_] = np.all(size[..., None, :] <= np.array(self.sizes), axis=-1)
+        return covers

@@ -1,0 +1,1 @@
+"""Collates and the batch types that they make."""

@@ -1,0 +1,247 @@
+"""One field of all samples, read into a form that every collate can write from."""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.collate.structure import Field, Path, fail, fail_at_odd_one, kind_of, show
+from torchbudget.errors import CollateError
+
+_CPU = torch.device("cpu")
+_TYPECODES = {"int": "q", "float": "d"}
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    """An uninitialised tensor; inside a `DataLoader` worker, in shared memory.
+
+    A tensor that is shared from the start travels to the main process as a file descriptor. Any
+    other is copied into shared memory when the worker sends it.
+    """
+    if get_worker_info() is None or device.type != "cpu" or 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    # What default_collate does too; share_memory_() would copy the uninitialised bytes.
+    # torch leaves these two without types.
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+
+
+class Column(NamedTuple):
+    """One field of n samples.
+
+    Attributes:
+        path: where the field stands in a sample.
+        shapes: each sample's shape, `(n, d)`; d is 0 for a field of numbers.
+        dtype: the dtype of the batch's tensor.
+        device: where the samples' tensors are; the CPU for everything else.
+        values: n tensors, or n NumPy arrays; None where `flat` holds all.
+        flat: the values of all samples, one after the other, `(total,)`; only for d ≤ 1.
+    """
+
+    path: Path
+    shapes: IntArray
+    dtype: torch.dtype
+    device: torch.device = _CPU
+    values: Sequence[Tensor] | Sequence[npt.NDArray[Any]] | None = None
+    flat: Tensor | None = None
+
+    def each(self) -> Sequence[Tensor] | Sequence[npt.NDArray[Any]]:
+        """The value of each sample, as tensors or as NumPy arrays.
+
+        Raises:
+            CollateError: a tensor is not dense, or not where the first one is.
+        """
+        if self.flat is not None:
+            if self.shapes.shape[1] == 0:
+                return self.flat.unbind()
+            return torch.split(self.flat, self.shapes[:, 0].tolist())
+        assert self.values is not None  # noqa: S101  (a column has one of the two)
+        if isinstance(self.values[0], Tensor):
+            # The first one was looked at, the type checker wants all.
+            _check_dense(self.path, self.values)  # type: ignore[arg-type]
+        return self.values
+
+    def join(self, out: Tensor | None = None) -> Tensor:
+        """All samples in one tensor: concatenated along axis 0, or stacked where d is 0.
+
+        The samples must agree in every other axis.
+
+        Args:
+            out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, what comes
+                is not for writing: it may be the column's own.
+
+        Raises:
+            CollateError: a tensor is not dense, or not where the first one is.
+        """
+        if self.flat is not None:
+            return self.flat if out is None else out.copy_(self.flat)
+        values: Any = self.values
+        stacked = self.shapes.shape[1] == 0
+        if isinstance(values[0], np.ndarray):
+            join = np.stack if stacked else np.concatenate
+            if out is None:
+                return torch.from_numpy(join(values))
+            join(values, out=out.numpy())
+            return out
+        try:
+            return (torch.stack if stacked else torch.cat)(values, out=out)
+        except RuntimeError:
+            _check_dense(self.path, values)
+            raise
+
+
+def read_column(field: Field) -> Column:
+    """Read one field, and hold every sample to the first one's dtype, axes and device.
+
+    Raises:
+        CollateError: a sample differs, a list is ragged or holds no numbers, or torch has no
+            such dtype.
+    """
+    if field.kind == "tensor":
+        return _read_tensors(field.path, field.values)
+    if field.kind == "array":
+        return _read_arrays(field.path, field.values)
+    if field.kind == "list":
+        return _read_lists(field.path, field.values)
+    return _read_numbers(field.path, field.kind, field.values)
+
+
+@functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
+def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
+    flat = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
+    flat.flags.writeable = False
+    return flat.reshape(len(shapes), len(shapes[0]))
+
+
+def _shapes(path: Path, shapes: Sequence[tuple[int, ...]]) -> IntArray:
+    if len(set(map(len, shapes))) > 1:
+        fail_at_odd_one(path, shapes, len, "{} axes".format)
+    return _shape_array(tuple(shapes))
+
+
+def _read_tensors(path: Path, values: Sequence[Tensor]) -> Column:
+    # Every check costs as much as copying short samples does, so only what torch.cat would let
+    # pass is looked for here; Column.join explains what torch.cat refuses.
+    if len({t.dtype for t in values}) > 1:
+        fail_at_odd_one(path, values, lambda t: t.dtype, "dtype {}".format)
+    try:
+        shapes = [t.shape for t in values]
+    except RuntimeError:
+        _check_dense(path, values)
+        raise
+    return Column(
+        path=path,
+        shapes=_shapes(path, shapes),
+        dtype=values[0].dtype,
+        device=values[0].device,
+        values=values,
+    )
+
+
+def _check_dense(path: Path, values: Iterable[Tensor]) -> None:
+    for position, tensor in enumerate(values):
+        if tensor.is_nested:
+            fail(path, position, "a dense tensor", "a nested one")
+        if tensor.layout is not torch.strided:
+            fail(path, position, "a dense tensor", f"one of layout {tensor.layout}")
+    if len({t.device for t in values}) > 1:
+        fail_at_odd_one(path, values, lambda t: t.device, "a tensor on {}".format)
+
+
+@functools.lru_cache(maxsize=128)
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    try:
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    except TypeError:
+        return None
+
+
+def _read_arrays(path: Path, values: Sequence[npt.NDArray[Any] | np.generic]) -> Column:
+    arrays = [np.asarray(value) for value in values]
+    if len({a.dtype for a in arrays}) > 1:
+        fail_at_odd_one(path, arrays, lambda a: a.dtype, "dtype {}".format)
+    dtype = _torch_dtype(arrays[0].dtype)
+    if dtype is None:
+        fail(path, 0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
+    return Column(
+        path=path, shapes=_shapes(path, [a.shape for a in arrays]), dtype=dtype, values=arrays
+    )
+
+
+def _read_numbers(path: Path, kind: str, values: Sequence[Any]) -> Column:
+    if kind in _TYPECODES:
+        try:
+            flat = _numbers(kind, values)
+        except OverflowError:
+            position = next(i for i, v in enumerate(values) if not -(2**63) <= v < 2**63)
+            fail(path, position, "an int of 64 bits", str(values[position]))
+    else:
+        flat = torch.tensor(list(values))
+    return Column(
+        path=path, shapes=np.empty((len(values), 0), np.int64), dtype=flat.dtype, flat=flat
+    )
+
+
+def _numbers(kind: str, values: Iterable[Any]) -> Tensor:
+    """Numbers as one tensor, an order of magnitude faster than `torch.tensor`.
+
+    Raises:
+        TypeError: a value is no number of this kind; above all, no int where one is asked.
+        OverflowError: an int is past 64 bits.
+    """
+    numbers = array(_TYPECODES[kind], values)
+    dtype = torch.int64 if kind == "int" else torch.float64
+    flat = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    return flat if kind == "int" else flat.to(torch.get_default_dtype())
+
+
+def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
+    """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
+
+    An empty list has no dtype of its own and takes the others'.
+    """
+    kinds = {kind_of(v[0]) for v in values if v}
+    if len(kinds) == 1 and (kind := min(kinds)) in _TYPECODES:
+        try:
+            flat = _numbers(kind, list(chain.from_iterable(values)))
+        except (TypeError, OverflowError):
+            pass  # [1, 0.5], or a mistake: the slow way reads the first and explains the second
+        else:
+            lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+            return Column(path=path, shapes=lengths[:, None], dtype=flat.dtype, flat=flat)
+    tensors = [_list_to_tensor(path, i, value) for i, value in enumerate(values)]
+    model = next((t for t in tensors if t.numel()), tensors[0])
+    for position, tensor in enumerate(tensors):
+        if not tensor.numel():
+            shape = (0, *model.shape[1:]) if not values[position] else tensor.shape
+            tensors[position] = torch.empty(shape, dtype=model.dtype)
+    return _read_tensors(path, tensors)
+
+
+def _list_to_tensor(path: Path, position: int, values: list[Any]) -> Tensor:
+    try:
+        read = np.array(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise CollateError(
+            f"sample {position} of the batch, {show(path)}: expected a rectangular list of "
+            f"numbers, got one that NumPy cannot read: {error}"
+        ) from error
+    kind = read.dtype.kind
+    if kind not in "biufc" or (kind == "u" and (read > np.iinfo(np.int64).max).any()):
+        fail(path, position, "a list of bools, 64-bit ints or floats", f"one of {read.dtype}")
+    if kind == "c":
+        return torch.tensor(values)
+    if kind == "f":
+        return torch.from_numpy(read).to(torch.get_default_dtype())
+    return torch.from_numpy(read if kind == "b" else read.astype(np.int64, copy=False))

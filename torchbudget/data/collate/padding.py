@@ -1,0 +1,254 @@
+"""The padding of one field: where each sample stands in the batch's tensor, and the writing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.collate.columns import Column, new_tensor
+from torchbudget.data.collate.structure import show
+from torchbudget.errors import CollateError
+
+Number: TypeAlias = complex  # by PEP 484: int, float and bool too
+PaddingValue: TypeAlias = Number | Callable[[Any], Any]
+
+# Up to here, gathering all samples and scattering them at once beats writing sample after sample;
+# beyond it, the second copy of the data costs more than the loop. Measured.
+_SCATTER_SAMPLE_BYTES = 16 * 1024
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class PaddedLayout(NamedTuple):
+    """Where n samples stand in a padded tensor of d axes besides the first.
+
+    Attributes:
+        shapes: each sample's own shape, `(n, d)`.
+        starts: the position of its first element on each axis, `(n, d)`.
+        padded_shape: what all samples are padded to, `(d,)`.
+        multiples: what the padded shape is a multiple of, `(d,)`.
+        length_axes: the axes, of d, that lengths and masks speak about.
+    """
+
+    shapes: IntArray
+    starts: IntArray
+    padded_shape: tuple[int, ...]
+    multiples: tuple[int, ...]
+    length_axes: tuple[int, ...]
+
+    @property
+    def lengths(self) -> IntArray:
+        """The lengths on the length axes, `(n, k)`."""
+        return self.shapes[:, list(self.length_axes)]
+
+    def slices(self, i: int) -> tuple[slice, ...]:
+        """What cuts sample `i` out of its padded row."""
+        starts, shape = self.starts[i].tolist(), self.shapes[i].tolist()
+        return tuple(slice(a, a + s) for a, s in zip(starts, shape, strict=True))
+
+    def trim(self, start: int, stop: int) -> tuple[tuple[slice, ...], PaddedLayout]:
+        """The smallest window of the padded shape that holds samples `start` to `stop`.
+
+        Returns:
+            The slices that cut the window, its size rounded up to the multiples, and the layout
+            of the samples inside it.
+        """
+        shapes, starts = self.shapes[start:stop], self.starts[start:stop]
+        # A sample without elements may stand anywhere: it does not widen the window.
+        full = (shapes > 0).all(axis=1, keepdims=True)
+        old = np.asarray(self.padded_shape, dtype=np.int64)
+        first = np.where(full, starts, old).min(axis=0)
+        last = np.where(full, starts + shapes, 0).max(axis=0)
+        first = np.minimum(first, last)
+        # Such a sample may still be the longest on an axis that is not its empty one.
+        size = np.maximum(last - first, shapes.max(axis=0))
+        size = -(-size // self.multiples) * self.multiples
+        first = np.minimum(first, old - size)
+        layout = PaddedLayout(
+            shapes=shapes,
+            starts=np.clip(starts - first, 0, size - shapes),
+            padded_shape=tuple(size.tolist()),
+            multiples=self.multiples,
+            length_axes=self.length_axes,
+        )
+        window = zip(first.tolist(), layout.padded_shape, strict=True)
+        return tuple(slice(a, a + s) for a, s in window), layout
+
+    def select(self, axes: Sequence[int]) -> PaddedLayout:
+        """The layout of the length axes alone, which is that of a mask."""
+        columns = list(axes)
+        return PaddedLayout(
+            shapes=self.shapes[:, columns],
+            starts=self.starts[:, columns],
+            padded_shape=tuple(self.padded_shape[a] for a in axes),
+            multiples=tuple(self.multiples[a] for a in axes),
+            length_axes=tuple(range(len(columns))),
+        )
+
+    def mask(self, device: torch.device) -> Tensor:
+        """True where an element is a sample's own along every length axis: bool, `(n, L, …)`."""
+        axes = self.length_axes
+        mask = torch.ones((len(self.shapes),) + (1,) * len(axes), dtype=torch.bool, device=device)
+        for place, axis in enumerate(axes):
+            shape = [-1 if p == place else 1 for p in range(len(axes))]
+            positions = torch.arange(self.padded_shape[axis], device=device).view(1, *shape)
+            first = torch.tensor(self.starts[:, axis]).view(-1, *(1,) * len(axes))
+            last = first + torch.tensor(self.shapes[:, axis]).view_as(first)
+            first, last = (t.to(device, non_blocking=True) for t in (first, last))
+            mask = mask & (positions >= first) & (positions < last)
+        return mask
+
+
+class PaddingRule(NamedTuple):
+    """How a field of d axes is padded.
+
+    Attributes:
+        value: what padding is made of, or a function from a sample's value to it.
+        left_share: the share of the padding, in [0, 1], that stands before a sample.
+        multiples: what the padded shape is rounded up to, `(d,)`.
+        length_axes: the axes that lengths and masks speak about.
+    """
+
+    value: PaddingValue
+    left_share: float
+    multiples: tuple[int, ...]
+    length_axes: tuple[int, ...]
+
+
+class Placement:
+    """Where samples of given shapes, `(n, d)`, go."""
+
+    def __init__(self, shapes: IntArray, rule: PaddingRule) -> None:
+        _, left_share, multiples, length_axes = rule
+        # Plain ints: over the few samples of a batch, a NumPy reduction costs more than it saves.
+        axes = list(zip(*shapes.tolist(), strict=True))
+        longest, shortest = list(map(max, axes)), tuple(map(min, axes))
+        padded = tuple(-(-a // m) * m for a, m in zip(longest, multiples, strict=True))
+        starts = np.zeros(shapes.shape, dtype=np.int64)
+        if left_share:
+            starts = np.floor((padded - shapes) * left_share).astype(np.int64)
+        self._left_share = left_share
+        self.layout = PaddedLayout(shapes, starts, padded, multiples, length_axes)
+        self.has_padding = shortest != padded
+        self.pads_first_axis_only = shortest[1:] == padded[1:]
+        # Without padding, where only the first axis is padded.
+        self.num_elements = sum(axes[0]) * math.prod(padded[1:]) if axes else len(shapes)
+
+    @cached_property
+    def own(self) -> npt.NDArray[np.bool_]:
+        """Where along axis 0 the samples' own elements stand: bool, `(n, L)`."""
+        layout = self.layout
+        # The fewer bytes a comparison reads, the faster it is. No axis is longer than 2³¹.
+        short = layout.padded_shape[0] < 2**15
+        dtype: np.dtype[np.signedinteger[Any]] = np.dtype(np.int16 if short else np.int32)
+        positions = np.arange(layout.padded_shape[0], dtype=dtype)
+        lengths = layout.shapes[:, :1].astype(dtype)
+        if not self._left_share:
+            return positions < lengths
+        starts = layout.starts[:, :1].astype(dtype)
+        return (positions >= starts) & (positions < starts + lengths)
+
+
+class Padder:
+    """Pads the fields of one batch.
+
+    Fields of equal shapes, such as a text's ids and its attention mask, share their placement.
+    """
+
+    def __init__(self) -> None:
+        self._placements: dict[Any, Placement] = {}
+
+    def pad(self, column: Column, rule: PaddingRule) -> tuple[Tensor, PaddedLayout]:
+        """One tensor `(n, *padded_shape)` of all samples, and where each stands in it.
+
+        Raises:
+            CollateError: the padding value does not fit the dtype, or its function failed.
+        """
+        value = rule.value
+        if not callable(value) and value != 0:  # 0 fits every dtype
+            _check_fits(column, value)
+        # The rule's d multiples tell shapes (2, 1) from (1, 2), whose bytes are the same.
+        key = (column.shapes.tobytes(), *rule[1:])
+        placement = self._placements.get(key)
+        if placement is None:
+            placement = self._placements[key] = Placement(column.shapes, rule)
+        layout = placement.layout
+        n = len(layout.shapes)
+        out = new_tensor((n, *layout.padded_shape), column.dtype, column.device)
+        if not out.numel():
+            return out, layout
+        if not placement.has_padding:
+            with torch.no_grad():  # what is written into a batch's memory has no history
+                column.join(out if out.ndim == 1 else out.flatten(0, 1))
+            return out, layout
+        if callable(value):
+            _fill_each(out, column, value, placement)
+        else:
+            out.fill_(value)
+        short = placement.num_elements * out.itemsize <= n * _SCATTER_SAMPLE_BYTES
+        if placement.pads_first_axis_only and short and out.is_cpu:
+            _as_numpy(out)[placement.own] = _as_numpy(column.join().detach())
+        else:
+            _write_each(out, column, layout)
+        return out, layout
+
+
+@torch.no_grad()
+def _write_each(out: Tensor, column: Column, layout: PaddedLayout) -> None:
+    values = column.each()
+    target: Any = out.numpy() if isinstance(values[0], np.ndarray) else out
+    for i, sample in enumerate(values):
+        target[(i, *layout.slices(i))] = sample
+
+
+def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """A NumPy view of a CPU tensor; of its bits, where NumPy has no such dtype."""
+    try:
+        return tensor.numpy()
+    except TypeError:  # bfloat16, float8, complex32
+        return tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
+
+
+def _fill_each(
+    out: Tensor, column: Column, value: Callable[[Any], Any], placement: Placement
+) -> None:
+    samples = column.each()
+    layout = placement.layout
+    is_padded = (layout.shapes < layout.padded_shape).any(axis=1)
+    for i in np.flatnonzero(is_padded).tolist():
+        sample = samples[i]
+        try:
+            own = value(sample)
+            own = own.item() if isinstance(own, (Tensor, np.ndarray, np.generic)) else own
+        except Exception as error:
+            raise CollateError(
+                f"sample {i} of the batch, {show(column.path)}: its padding_value function "
+                f"failed on a value of shape {tuple(sample.shape)}: {error}"
+            ) from error
+        _check_fits(column, own)
+        out[i].fill_(own)
+
+
+def _check_fits(column: Column, value: Any) -> None:
+    """A value that torch would wrap or round to another one must not become padding."""
+    dtype = column.dtype
+    if column.shapes.shape[1] == 0 or dtype.is_complex:
+        return
+    fits = not isinstance(value, complex)
+    if dtype is torch.bool:
+        fits = value in (0, 1)
+    elif fits and not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        fits = value == value // 1 and limits.min <= value <= limits.max
+    if not fits:
+        raise CollateError(
+            f"{show(column.path)}: the padding value {value!r} does not fit {dtype}; give this "
+            "field one that does with padding_value={field: value}, or convert it in the dataset"
+        )

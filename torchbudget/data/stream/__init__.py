@@ -1,0 +1,1 @@
+"""Streams: data without an index."""

@@ -1,0 +1,86 @@
+"""An endless stream of a data set's samples, drawn with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import IterableDataset
+
+from torchbudget.checks import natural
+from torchbudget.data.sizes.sizes_of import MapStyle
+from torchbudget.errors import OptionError
+from torchbudget.plan.order import Order
+
+_CHUNK: Final = 1024
+
+
+class SampleForever(IterableDataset[Any]):
+    """See `sample_forever`."""
+
+    def __init__(self, dataset: MapStyle, order: Order) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._order = order
+        self._epoch = 0
+        self._drawn = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` draw others."""
+        self._epoch = natural("epoch", epoch)
+        self._drawn = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draw, from the beginning or from the position that was loaded."""
+        epoch = self._order.epoch(self._epoch)
+        while True:
+            start = self._drawn
+            for index in epoch.indices(start, start + _CHUNK).tolist():
+                self._drawn += 1
+                yield self._dataset[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the drawing stands: a number, since any position can be drawn from."""
+        return {"epoch": self._epoch, "drawn": self._drawn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there."""
+        self._epoch, self._drawn = int(state_dict["epoch"]), int(state_dict["drawn"])
+
+
+def sample_forever(
+    dataset: MapStyle, *, weights: npt.ArrayLike | None = None, seed: int = 0
+) -> SampleForever:
+    """Draw samples of a data set for ever, each independently of the others.
+
+    A source for `BudgetedIterableDataset(…, batches_per_epoch=…)`.
+
+    Args:
+        dataset: N samples.
+        weights: relative frequencies, shape `(N,)`. Default: all alike.
+        seed: the draws are a function of (seed, epoch, position).
+
+    Raises:
+        OptionError: the data set is empty, or the weights are no frequencies.
+
+    >>> from itertools import islice
+    >>> set(islice(sample_forever("ab", weights=[0, 1]), 5))
+    {'b'}
+    """
+    if not len(dataset):
+        raise OptionError("an empty data set has nothing to draw")
+    try:
+        frequencies = None if weights is None else np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"weights must be numbers: {error}") from error
+    order = Order(
+        dataset_length=len(dataset),
+        skipped=np.empty(0, np.int64),
+        num_samples=2**62,
+        replacement=True,
+        weights=frequencies,
+        seed=natural("seed", seed),
+    )
+    return SampleForever(dataset, order)

@@ -1,0 +1,95 @@
+"""The sizes of a data set: checked, summarised and fingerprinted in one pass."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.models.protocol import IntArray, Sizes
+from torchbudget.errors import SizesError
+from torchbudget.plan.permutation import random_words
+
+_CHUNK: Final = 2**16
+# A copy of the sizes in their smallest type is kept up to this many bytes: gathering them in
+# random order is bound by the cache, and the given array is often int64.
+_COPY_BYTES: Final = 2**25
+_LARGEST: Final = 2**48
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SizeTable:
+    """Sizes of all samples.
+
+    Attributes:
+        values: non-negative integers, shape `(N,)` or `(N, d)`.
+        largest: the maximum on every axis, shape `(d,)`, or `(1,)` for one axis.
+        fingerprint: 32 hexadecimal digits of the values, whatever their integer type.
+    """
+
+    values: Sizes
+    largest: IntArray
+    fingerprint: str
+
+    @classmethod
+    def of(cls, sizes: npt.ArrayLike) -> SizeTable:
+        """Check and summarise sizes; O(N), in memory of one chunk beside them.
+
+        Args:
+            sizes: integers at least 0 and below 2⁴⁸, shape `(N,)` or `(N, d)` with d ≥ 2, N ≥ 1.
+                An array (a memory map too) is used as it is and never copied whole beyond 32 MiB.
+
+        Raises:
+            SizesError: a wrong shape or type, no samples, or a size out of range (with its index).
+        """
+        try:
+            values = np.asarray(sizes)
+        except ValueError as error:  # lists of different lengths
+            raise SizesError(f"expected sizes of shape (N,) or (N, d): {error}") from error
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if values.ndim not in (1, 2):
+            raise SizesError(f"expected sizes of shape (N,) or (N, d), got {values.shape}")
+        if not values.size:
+            raise SizesError(f"there are no samples: sizes have the shape {values.shape}")
+        if not np.issubdtype(values.dtype, np.integer):
+            raise SizesError(f"expected integer sizes, got dtype {values.dtype}")
+        axes = values.shape[1] if values.ndim == 2 else 1
+        weights = random_words(0, count=_CHUNK * axes)
+        sums, largest = [], np.zeros(axes, np.int64)
+        for first in range(0, len(values), _CHUNK):
+            # Seen as unsigned, a negative size is a huge one: one comparison finds both.
+            signed = np.ascontiguousarray(values[first : first + _CHUNK], np.int64)
+            chunk = signed.reshape(-1, axes).view(np.uint64)
+            high = chunk.max(axis=0)
+            if high.max() >= _LARGEST:
+                raise _out_of_range(values[first : first + _CHUNK].reshape(-1, axes), first)
+            np.maximum(largest, high.astype(np.int64), out=largest)
+            # A multilinear hash modulo 2**64 (Lemire and Kaser, "Strongly universal string hashing
+            # is fast", 2014) is an order of magnitude faster than a cryptographic one.
+            words = chunk.reshape(-1)
+            sums.append(np.dot(words, weights[: len(words)]))
+        digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
+        digest.update(np.array(sums, "<u8").tobytes())
+        narrow = np.min_scalar_type(int(largest.max()))
+        if narrow.itemsize < values.itemsize and values.size * narrow.itemsize <= _COPY_BYTES:
+            values = values.astype(narrow)
+        return cls(values, largest, digest.hexdigest())
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.values)
+
+    @property
+    def axes(self) -> int:
+        """Ragged axes, d."""
+        return len(self.largest)
+
+
+def _out_of_range(chunk: Sizes, first: int) -> SizesError:
+    row, axis = np.argwhere((chunk < 0) | (chunk >= _LARGEST))[0]
+    where = f"sizes[{first + row}]" + (f"[{axis}]" if chunk.shape[1] > 1 else "")
+    return SizesError(f"sizes must be at least 0 and below 2**48; {where} is {chunk[row, axis]}")
