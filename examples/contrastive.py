@@ -28,7 +28,7 @@ from torchbudget import (
     format_bytes,
     joint_backward,
     peak_memory,
-    return_freed_memory,
+    trim_malloc,
 )
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     add("--steps", type=at_least(1), default=4)
     add("--max-length", type=at_least(1), default=256, help="bytes at which halves are cut")
     options = parser.parse_args()
-    return_freed_memory()
+    trim_malloc()
     torch.manual_seed(0)
     texts = (text for text in docstrings(0) if len(text) > 1)
     samples = [halves(t, options.max_length) for t in islice(texts, options.pairs * 2)]

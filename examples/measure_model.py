@@ -157,7 +157,7 @@ def train(
             step({"ids": batch["ids"], "mask": batch.mask, "label": batch["label"]})
         n, length = batch.num_samples, int(batch.padded_size[0])
         cost.observe(n, length, peak)
-        sampler.correct_cost()
+        sampler.replan()
         steps.append((n, length, peak.bytes))
     return cost, steps, measuring_s
 

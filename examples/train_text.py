@@ -77,8 +77,8 @@ def docstrings(seed: int) -> Iterator[bytes]:
     """Every distinct docstring of the standard library, file by file, the files in random order."""
     library = Path(sysconfig.get_path("stdlib"))
     # Not the standard library's own text, or not there in every installation.
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [p for p in library.rglob("*.py") if left_out.isdisjoint(p.relative_to(library).parts)]
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = [p for p in library.rglob("*.py") if excluded.isdisjoint(p.relative_to(library).parts)]
     files.sort()
     random.Random(seed).shuffle(files)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -28,9 +28,9 @@ from torchbudget import (
     PaddedCost,
     Peak,
     TableCost,
+    describe_step,
     load_cost,
     measure_cost,
-    measured_on,
     trace_peak_bytes,
 )
 from torchbudget.cost.measuring.fitting import features, fit_peaks, non_negative, num_coefficients
@@ -621,14 +621,14 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     )
     path = tmp_path / "cost.json"
     cost.save(path)
-    loaded = load_cost(path, measured_on(training.step))
+    loaded = load_cost(path, describe_step(training.step))
     n, sizes = other_shapes(training, 20)
     assert (loaded.batch_bytes(n, sizes) == cost.batch_bytes(n, sizes)).all()
     assert loaded.report() == cost.report()
     with pytest.warns(
         MeasureWarning, match="model: 'Translator.*optimizer: 'AdamW' then, 'SGD' now"
     ):
-        load_cost(path, measured_on(training_cases.images(training_cases.SGD).step))
+        load_cost(path, describe_step(training_cases.images(training_cases.SGD).step))
     json.loads(path.read_text())
     path.write_text("{}")
     with pytest.raises(CostError, match="not a saved cost"):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests import oracles
 from tests.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, OptionError, PaddedCost, UnevenRanksError
-from torchbudget.plan.solver import solve
 from torchbudget.plan.cut import cut
 from torchbudget.plan.dealing import deal, lowest_budget, split_to
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import solve
 
 TOKENS = PaddedCost(unit_bytes=1)
 

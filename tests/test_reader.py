@@ -167,7 +167,7 @@ def test_a_map_style_data_set_is_a_source(workers: int) -> None:
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     order = [one for batch in loader for one in batch.data[:, 0].tolist()]
     assert sorted(order) == [n for n in range(50) if n != 13]
-    assert stream.left_out.failed == 1
+    assert stream.skipped_samples.failed == 1
     first = order[:8]
     assert max(first) - min(first) > 8  # not the first window of the data set's own order
     with pytest.raises(SampleError, match="OSError: unreadable"):

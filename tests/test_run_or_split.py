@@ -33,9 +33,9 @@ from torch import nn
 
 import torchbudget.train.retry as retry
 from tests.large_steps import difference
-from torchbudget import BatchNormWarning, GradAccumulator, TooLargeError, return_freed_memory
+from torchbudget import BatchNormWarning, GradAccumulator, SampleTooLargeError, trim_malloc
 
-return_freed_memory()  # or else the heap has blocks of before
+trim_malloc()  # or else the heap has blocks of before
 # The first square root of a process (AdamW's) is not always the same where two threads take it at
 # once: of the same gradients and averages, one process in a hundred made other parameters.
 torch.set_num_threads(1)
@@ -189,7 +189,7 @@ before = [p.clone() for p in model.parameters()]
 random = torch.get_rng_state()
 try:
     accumulator.run_or_split(starving, torch.zeros(4, 4, dtype=torch.float64))
-except TooLargeError as error:
+except SampleTooLargeError as error:
     feed()
     print(json.dumps({
         "text": str(error), "tries": accumulator.out_of_memory,
@@ -237,7 +237,7 @@ try:
         accumulator.run_or_split(step, batch)
         calm_step(batch)
     told["difference"] = difference(ddp, calm_ddp)
-except TooLargeError as error:
+except SampleTooLargeError as error:
     feed()
     told["error"] = str(error)
 told["counted"], told["out_of_memory"] = len(counted), accumulator.out_of_memory

@@ -27,8 +27,8 @@ from torchbudget import (
     StateMismatchError,
     UnevenRanksError,
 )
-from torchbudget.data.stream.source import Slot
-from torchbudget.data.stream.epoch_reader import Walk
+from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.source import WorkerSlot
 
 TOKENS = PaddedCost(unit_bytes=1)
 
@@ -54,12 +54,12 @@ def shards_of(sizes: Any, cuts: list[int]) -> list[Any]:
     return [samples[a:b] for a, b in pairwise(bounds)]
 
 
-def walks(stream: BudgetedIterableDataset, workers: int) -> list[list[Walk]]:
+def walks(stream: BudgetedIterableDataset, workers: int) -> list[list[EpochReader]]:
     """Those of each rank's workers."""
     ranks = stream.num_replicas
     return [
         [
-            stream._walk_of(Slot(worker=worker, workers=workers, rank=rank, ranks=ranks))
+            stream._walk_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
             for worker in range(workers)
         ]
         for rank in range(ranks)
@@ -104,7 +104,7 @@ def _same(sample: Any) -> Any:
     return sample
 
 
-def read(walks_of_a_rank: list[Walk]) -> list[list[Any]] | None:
+def read(walks_of_a_rank: list[EpochReader]) -> list[list[Any]] | None:
     """The batches of each worker, or `None` where they cannot be dealt evenly."""
     try:
         return [list(walk) for walk in walks_of_a_rank]
@@ -333,7 +333,7 @@ def test_oversize() -> None:
         list(stream("raise"))
     skipping = stream("skip")
     assert numbers(list(skipping)) == [0, 2]
-    assert skipping.left_out.oversize == 1
+    assert skipping.skipped_samples.oversize == 1
     assert sorted(len(batch) for batch in stream("alone")) == [1, 2]
 
 

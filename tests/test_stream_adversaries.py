@@ -238,7 +238,7 @@ def test_a_part_in_which_all_fail() -> None:
     shards = [[(n, "a") for n in range(60)] + [(n, 3) for n in range(60, 70)]]
     stream = make(shards, size=size_of, on_error="skip", look_ahead=2000)
     assert numbers(list(stream)) == list(range(60, 70))
-    assert stream.left_out.failed == 60
+    assert stream.skipped_samples.failed == 60
 
 
 def test_malformed_states() -> None:

@@ -25,8 +25,8 @@ from torchbudget import (
     MemoryBudget,
     PaddedCost,
     SampleError,
-    return_freed_memory,
     transforms,
+    trim_malloc,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -185,7 +185,7 @@ def test_a_sample_that_raises(threads: int, workers: int) -> None:
     stream = make(**options, on_error="skip")
     found = numbers(list(DataLoader(stream, batch_size=None, num_workers=workers)))
     assert found == [number for number in range(len(SIZES)) if number % 100 != 7]
-    assert stream.left_out.failed == 7
+    assert stream.skipped_samples.failed == 7
 
 
 def test_the_cause_is_kept() -> None:
@@ -203,7 +203,7 @@ def test_a_size_that_raises() -> None:
         list(make(size=size))
     stream = make(size=size, on_error="skip")
     assert numbers(list(stream)) == [number for number in range(len(SIZES)) if number != 30]
-    assert stream.left_out.failed == 1
+    assert stream.skipped_samples.failed == 1
 
 
 class Broken:
@@ -279,7 +279,7 @@ def blob_size(sample: Any) -> int:
 
 
 def begin(worker: int) -> None:
-    return_freed_memory()  # or else the heap keeps blocks of any size
+    trim_malloc()  # or else the heap keeps blocks of any size
     global before  # noqa: PLW0603  (of this worker)
     before = psutil.Process().memory_info().rss
 
@@ -340,11 +340,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.test_stream_loader import make, part
-from torchbudget import agreed_end
+from torchbudget import stop_together
 
 dist.init_process_group("gloo")
 shared = list(DataLoader(make(), batch_size=None, num_workers=2))
-uneven = list(agreed_end(DataLoader(make(part, uneven=True), batch_size=None, num_workers=1)))
+uneven = list(stop_together(DataLoader(make(part, uneven=True), batch_size=None, num_workers=1)))
 Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps([shared, uneven]))
 dist.barrier()
 dist.destroy_process_group()

@@ -1,25 +1,25 @@
 """State bytes; DataLoaders then yield ragged batches that fit those bytes and fill them."""
 
 from torchbudget.budget import MemoryBudget
+from torchbudget.cost.measuring.measure import describe_step, measure_cost
+from torchbudget.cost.measuring.tracing import trace_peak_bytes
 from torchbudget.cost.models.dense import DenseCost
-from torchbudget.cost.measuring.measure import measure_cost, measured_on
 from torchbudget.cost.models.measured import MeasuredCost, Probe, load_cost
 from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost
-from torchbudget.cost.measuring.tracing import trace_peak_bytes
-from torchbudget.data.stream import transforms
-from torchbudget.data.collate.pack import JaggedCollate, PackCollate
-from torchbudget.data.stream.forever import sample_forever
+from torchbudget.data.cache.reader import HookedCollate, ReaderDataset
+from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.jagged import JaggedBatch
+from torchbudget.data.collate.pack import JaggedCollate, PackCollate
 from torchbudget.data.collate.packed_batch import PackedBatch
 from torchbudget.data.collate.pad import PadCollate
 from torchbudget.data.collate.padded_batch import PaddedBatch
-from torchbudget.data.cache.reader import HookedCollate, ReaderDataset
-from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
-from torchbudget.data.stream.dataset import BudgetedIterableDataset, LeftOut, agreed_end
+from torchbudget.data.stream import transforms
+from torchbudget.data.stream.dataset import BudgetedIterableDataset, SkippedSamples, stop_together
+from torchbudget.data.stream.forever import sample_forever
 from torchbudget.errors import (
     BatchNormWarning,
     BudgetError,
@@ -37,17 +37,17 @@ from torchbudget.errors import (
     OversizeError,
     ReductionWarning,
     SampleError,
+    SampleTooLargeError,
     SizesError,
     StateError,
     StateMismatchError,
     StepError,
-    TooLargeError,
     TorchBudgetError,
     TorchBudgetWarning,
     UnevenRanksError,
     UnsynchronizedWarning,
 )
-from torchbudget.machine import Peak, peak_memory, return_freed_memory
+from torchbudget.machine import Peak, peak_memory, trim_malloc
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import BatchFigures, PlanReport
 from torchbudget.train.accumulator import GradAccumulator
@@ -84,7 +84,6 @@ __all__ = [
     "JaggedBatch",
     "JaggedCollate",
     "KiB",
-    "LeftOut",
     "MachineError",
     "MeasureWarning",
     "MeasuredCost",
@@ -110,20 +109,21 @@ __all__ = [
     "ReductionWarning",
     "SampleCache",
     "SampleError",
+    "SampleTooLargeError",
     "SizesError",
+    "SkippedSamples",
     "StateError",
     "StateMismatchError",
     "Step",
     "StepError",
     "TableCost",
-    "TooLargeError",
     "TorchBudgetError",
     "TorchBudgetWarning",
     "UnevenRanksError",
     "UnsynchronizedWarning",
     "WarmUp",
     "__version__",
-    "agreed_end",
+    "describe_step",
     "determinize",
     "evaluate",
     "fit",
@@ -132,15 +132,15 @@ __all__ = [
     "largest_difference",
     "load_cost",
     "measure_cost",
-    "measured_on",
     "memory_summary",
     "parse_bytes",
     "peak_memory",
-    "return_freed_memory",
     "sample_forever",
     "sizes_of",
+    "stop_together",
     "trace_peak_bytes",
     "train_epoch",
     "transforms",
+    "trim_malloc",
     "warm_up",
 ]

@@ -1,24 +1,10 @@
-"""Arguments that a sampler and a stream share, checked."""
+"""Checks of arguments that many functions take: ints, flags, choices."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from torchbudget.errors import OptionError
-
-
-def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this one's, from `torch.distributed` where they are not given."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if num_replicas is None:
-        num_replicas = torch.distributed.get_world_size() if distributed else 1
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    ranks = at_least_one("num_replicas", num_replicas)
-    if natural("rank", rank) >= ranks:
-        raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
-    return ranks, rank
 
 
 def natural(name: str, value: int) -> int:

@@ -15,7 +15,7 @@ TorchBudgetError
 ├── SampleError          (RuntimeError)  a sample of a stream that cannot be read or made
 ├── MachineError         (RuntimeError)  a reading that this machine does not give
 ├── StepError            (RuntimeError)  an optimizer step that cannot be taken exactly
-├── TooLargeError        (MemoryError)   one sample alone does not fit into memory
+├── SampleTooLargeError        (MemoryError)   one sample alone does not fit into memory
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
 TorchBudgetWarning       (UserWarning)
@@ -89,7 +89,7 @@ class StepError(TorchBudgetError, RuntimeError):
     """An optimizer step cannot be taken exactly."""
 
 
-class TooLargeError(TorchBudgetError, MemoryError):
+class SampleTooLargeError(TorchBudgetError, MemoryError):
     """One sample alone does not fit into memory, on this rank or on another."""
 
 

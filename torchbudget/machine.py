@@ -382,7 +382,7 @@ def _sampled(peak: Peak) -> Iterator[Peak]:
         thread.join()
 
 
-def return_freed_memory(threshold_bytes: int = 2**17) -> bool:
+def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     """Make glibc give freed memory back: what there is now, and blocks from a threshold on at once.
 
     By default glibc raises that threshold to up to 32 MiB as blocks are freed, and keeps what is

@@ -13,20 +13,21 @@ import torch
 from torch.utils.data import Sampler
 
 from torchbudget.budget import MemoryBudget
+from torchbudget.checks import at_least_one, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.checks import at_least_one, natural, optional, ranks_of
-from torchbudget.plan.iterator import Drawing
-from torchbudget.plan.state import decode, encode
+from torchbudget.distributed import ranks_of
 from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
+from torchbudget.plan.cursor import Position
 from torchbudget.plan.fingerprint import order_identity
+from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
-from torchbudget.plan.cursor import Position
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.state import decode, encode
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]]):
@@ -163,7 +164,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         )
         self._order = order_identity(order, table.fingerprint)
         self._position = Position(epoch=0)
-        self._drawing: Drawing | None = None
+        self._drawing: PlanIterator | None = None
         self._drawings = 0
         self._length: tuple[Position, int] | None = None
 
@@ -202,7 +203,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
         self._drawings += 1
-        self._drawing = Drawing(
+        self._drawing = PlanIterator(
             self.plan, self._position, rank=self.rank, when_finished=self._finish
         )
         return self._drawing
@@ -266,7 +267,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         self._position = decode(state_dict, self._order, self.plan.dealing)
         self._drawing = None
 
-    def correct_cost(self) -> float:
+    def replan(self) -> float:
         """Plan what is to come with the margin that `MeasuredCost.observe` has found.
 
         The first window, and those in which a micro-batch was drawn, stay as they are; so what a
@@ -307,7 +308,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         # A copy begins where `iter()` would; what is being drawn stays with the one that draws it.
         return {**self.__dict__, "_drawing": None}
 
-    def _finish(self, drawing: Drawing) -> None:
+    def _finish(self, drawing: PlanIterator) -> None:
         """An epoch was drawn to its end: the next one comes."""
         if drawing is self._drawing:
             self._position = Position(epoch=drawing.began.epoch + 1)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.plan.solver import Block, solve
 from torchbudget.plan.cursor import BoolArray
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import Block, solve
 
 
 def without_last(

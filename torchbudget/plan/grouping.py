@@ -14,11 +14,11 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import OversizeError, UnevenRanksError
 from torchbudget.plan.arrange import arrange
-from torchbudget.plan.solver import best_strips, solve
 from torchbudget.plan.drop import without_last
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.permutation import shuffled_keys
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import best_strips, solve
 from torchbudget.plan.tight import filled, is_simple, tight_cut
 from torchbudget.units import format_bytes
 

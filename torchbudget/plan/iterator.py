@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.errors import OptionError
-from torchbudget.plan.plan import Plan, Stretch
 from torchbudget.plan.cursor import Position
+from torchbudget.plan.plan import Plan, Stretch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class _Walked:
     plan: Plan
 
 
-class Drawing(Iterator[list[int]]):
+class PlanIterator(Iterator[list[int]]):
     """One drawing of an epoch, from a position to the end.
 
     Windows are planned in stretches, each when the one before is drawn. What was drawn is kept as a
@@ -50,7 +50,7 @@ class Drawing(Iterator[list[int]]):
         began: Position,
         *,
         rank: int,
-        when_finished: Callable[[Drawing], None],
+        when_finished: Callable[[PlanIterator], None],
     ) -> None:
         self.began = began
         self._plan = plan

@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.solver import Block, best_strips, run_costs, solve
+from torchbudget.plan.cursor import BoolArray, Position
 from torchbudget.plan.drop import without_last
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint
 from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.permutation import WordArray, shuffled_keys
-from torchbudget.plan.cursor import BoolArray, Position
 from torchbudget.plan.report import PlanReport, ReportBuilder
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.solver import Block, best_strips, run_costs, solve
 
 # Samples that are planned by one call: enough to drown the calls' own time.
 # Blocks grow up to it, so that the first micro-batch waits for one window only.

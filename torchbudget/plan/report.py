@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.plan.solver import Block
 from torchbudget.plan.order import EpochOrder
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.solver import Block
 
 _CHUNK = 2**17
 

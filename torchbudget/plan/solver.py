@@ -13,9 +13,9 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import AdditiveCost, IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cut import cut
+from torchbudget.plan.dealing import deal, lowest_budget, split_to
 from torchbudget.plan.pack import pack
 from torchbudget.plan.permutation import WordArray
-from torchbudget.plan.dealing import deal, lowest_budget, split_to
 from torchbudget.plan.rules import BatchRules
 
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from torchbudget.errors import StateError, StateMismatchError
+from torchbudget.plan.cursor import BoolArray, Position
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.plan.plan import Plan
-from torchbudget.plan.cursor import BoolArray, Position
 
 VERSION: Final = 1
 _KEYS: Final = frozenset(

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.errors import OptionError, StateError, StepError, TooLargeError
+from torchbudget.errors import OptionError, SampleTooLargeError, StateError, StepError
 from torchbudget.train.inputs import is_number, several, weight_of
-from torchbudget.train.step_boundary import Every, Reaching, ending_of
 from torchbudget.train.joining import Joined, notify_joined
-from torchbudget.train.misuse import Watch
+from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Attempt, Undo, halves, num_samples, ran_out
+from torchbudget.train.step_boundary import Every, Reaching, step_boundary_of
 from torchbudget.train.stepping import Step, Stepping
 from torchbudget.train.totals import Pending, summed
 from torchbudget.train.wrapping import Wrapping
@@ -122,14 +122,14 @@ class GradAccumulator(Joinable):
             max_norm=max_norm,
         )
         self.ranks = Ranks(group)
-        self._ending = ending_of(steps, samples, weight, len(self.ranks))
+        self._ending = step_boundary_of(steps, samples, weight, len(self.ranks))
         self._wrapping = Wrapping(self.modules)
         self._pending = Pending()
         self._steps = 0
         self._inside: _MicroBatch | None = None
         self._attempt: Attempt | None = None  # of `run_or_split`
         self._parts_follow = False
-        self._watch = Watch(optimizers, self.modules, self._wrapping.distributed)
+        self._watch = MisuseDetector(optimizers, self.modules, self._wrapping.distributed)
 
     @property
     def sharded(self) -> bool:
@@ -262,10 +262,10 @@ class GradAccumulator(Joinable):
         Args:
             function: runs `micro_batch` and `backward` on a batch.
             batch: of a torchbudget collate, or tensors (nested too) whose first axis is the sample.
-            cost: is told of what did not fit, for `MemoryBudgetBatchSampler.correct_cost`.
+            cost: is told of what did not fit, for `MemoryBudgetBatchSampler.replan`.
 
         Raises:
-            TooLargeError: one sample does not fit; on every rank, at this step.
+            SampleTooLargeError: one sample does not fit; on every rank, at this step.
             OptionError: there are no modules whose buffers could be put back, or they are sharded:
                 the forward of FSDP is a collective, which cannot be repeated on one rank.
         """
@@ -290,7 +290,9 @@ class GradAccumulator(Joinable):
                 failed = ran_out(function, part)
                 if self._attempt_is_over() != (not failed):
                     raise (
-                        TooLargeError("out of memory in the optimizer's step, behind the batches")
+                        SampleTooLargeError(
+                            "out of memory in the optimizer's step, behind the batches"
+                        )
                         if failed
                         else StepError("run_or_split's function opened no micro_batch")
                     )
@@ -333,7 +335,9 @@ class GradAccumulator(Joinable):
     def _give_up(self) -> NoReturn:
         """Tell the other ranks, in their next collective, which is this step's, and raise."""
         summed(self.ranks, self._pending, self._stepping.parameters(), failed=True)
-        raise TooLargeError("out of memory with one sample; shorten it, or give it more memory")
+        raise SampleTooLargeError(
+            "out of memory with one sample; shorten it, or give it more memory"
+        )
 
     # ------------------------------------------------------------------ steps
 
@@ -379,7 +383,9 @@ class GradAccumulator(Joinable):
         parameters = self._stepping.parameters()
         total = summed(self.ranks, pending, parameters, done=done)
         if total.failed:
-            raise TooLargeError("out of memory with one sample on another rank, which has given up")
+            raise SampleTooLargeError(
+                "out of memory with one sample on another rank, which has given up"
+            )
         if not total.micro_batches:  # ranks at their end meet here once more
             return total.done
         self._ending.taken(pending.micro_batches)

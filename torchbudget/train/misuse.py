@@ -30,7 +30,7 @@ from torchbudget.errors import (
 _MEAN, _SUM = 1, 2
 
 
-class Watch:
+class MisuseDetector:
     """What an accumulator's optimizers, modules and losses tell of their use.
 
     Args:
@@ -60,10 +60,10 @@ class Watch:
         weakref.finalize(self, _forgotten, self._pending)
         me = weakref.ref(self)
         for optimizer in optimizers:
-            handle = optimizer.register_step_pre_hook(_Hook(me, Watch._stepped))
+            handle = optimizer.register_step_pre_hook(_Hook(me, MisuseDetector._stepped))
             weakref.finalize(self, handle.remove)
         for module in distributed:
-            handle = module.register_forward_pre_hook(_Hook(me, Watch._forwarded))
+            handle = module.register_forward_pre_hook(_Hook(me, MisuseDetector._forwarded))
             weakref.finalize(self, handle.remove)
 
     # ------------------------------------------------------------------ told by the accumulator
@@ -220,7 +220,9 @@ class Watch:
 class _Hook:
     """Calls a method of a watch that it does not keep alive; of copies, nothing."""
 
-    def __init__(self, me: Callable[[], Watch | None], method: Callable[[Watch], None]) -> None:
+    def __init__(
+        self, me: Callable[[], MisuseDetector | None], method: Callable[[MisuseDetector], None]
+    ) -> None:
         self._me = me
         self._method = method
 
@@ -230,7 +232,7 @@ class _Hook:
             self._method(watch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nobody, Watch._stepped)
+        return _Hook, (_nobody, MisuseDetector._stepped)
 
 
 def _nobody() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torchbudget.errors import OptionError
 
 
-class Ending(Protocol):
+class StepBoundary(Protocol):
     """Says of each micro-batch whether the step ends with it."""
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
@@ -35,14 +35,14 @@ class Never:
     """Only `GradAccumulator.step` and `flush` end a step."""
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `Ending.ends`."""
+        """See `StepBoundary.ends`."""
         return False
 
     def taken(self, micro_batches: int) -> None:
-        """See `Ending.taken`."""
+        """See `StepBoundary.taken`."""
 
     def restarted(self) -> bool:
-        """See `Ending.restarted`."""
+        """See `StepBoundary.restarted`."""
         return False
 
 
@@ -53,7 +53,7 @@ class Every(Never):
         self._number = number
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `Ending.ends`."""
+        """See `StepBoundary.ends`."""
         return micro_batches >= self._number
 
 
@@ -65,7 +65,7 @@ class Reaching(Never):
         self._weight = weight
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `Ending.ends`."""
+        """See `StepBoundary.ends`."""
         if self.samples is not None:
             return samples >= self.samples
         return self._weight is not None and weight >= self._weight
@@ -86,7 +86,7 @@ class Planned:
         self._left: int | None = None  # micro-batches of the planned step
 
     def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `Ending.ends`."""
+        """See `StepBoundary.ends`."""
         if self._drawings != self._now:
             self._begin()
         if self._left is None:
@@ -94,12 +94,12 @@ class Planned:
         return micro_batches >= self._left
 
     def taken(self, micro_batches: int) -> None:
-        """See `Ending.taken`; one that was ended early leaves the rest to the next."""
+        """See `StepBoundary.taken`; one that was ended early leaves the rest to the next."""
         if self._left is not None:
             self._left = self._left - micro_batches if self._left > micro_batches else None
 
     def restarted(self) -> bool:
-        """See `Ending.restarted`."""
+        """See `StepBoundary.restarted`."""
         return self._drawings not in (None, self._now)
 
     @property
@@ -124,7 +124,9 @@ class Planned:
         return number
 
 
-def ending_of(steps: Any, samples: int | None, weight: float | None, ranks: int) -> Ending:
+def step_boundary_of(
+    steps: Any, samples: int | None, weight: float | None, ranks: int
+) -> StepBoundary:
     """The rule that the arguments of `GradAccumulator` name.
 
     Raises:

@@ -17,13 +17,13 @@ from torchbudget.cost.measuring.fitting import (
     total_cost,
 )
 from torchbudget.cost.measuring.judging import table_unless_it_fits
-from torchbudget.cost.models.measured import Form, MeasuredCost, Probe, columns
-from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.cost.measuring.running import ProbeOutOfMemoryError, StepRunner
 from torchbudget.cost.measuring.shapes import Domain, Size, one_size, run_shapes
 from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.measured import Form, MeasuredCost, Probe, columns
+from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine import return_freed_memory
+from torchbudget.machine import trim_malloc
 from torchbudget.units import format_bytes
 
 # Less than this cannot be told from what a process gains and loses by itself.
@@ -55,7 +55,7 @@ def run_probes(
     Returns:
         The forms of which the largest counts, or a table; and what was run.
     """
-    if state.device.type == "cpu" and not return_freed_memory():
+    if state.device.type == "cpu" and not trim_malloc():
         notes.append("this C library keeps freed memory: the peak depends on the shapes before")
     shapes = None
     if traced is not None and isinstance(traced.forms[0], PaddedCost):

@@ -9,11 +9,11 @@ from typing import Any
 
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
 from torchbudget.cost.measuring.judging import table_unless_it_fits
-from torchbudget.cost.models.measured import Form, Probe, columns
-from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.cost.measuring.shapes import Domain, Size, check_shape, one_size, traced_shapes
 from torchbudget.cost.measuring.tracing import StepTracer, Trace
 from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.measured import Form, Probe, columns
+from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.errors import MeasureWarning
 from torchbudget.units import format_bytes
 

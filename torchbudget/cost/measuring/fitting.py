@@ -19,8 +19,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.measuring.tracing import Trace
+from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.errors import CostError
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]

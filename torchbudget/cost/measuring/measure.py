@@ -13,10 +13,10 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.cost.measuring.by_run import run_probes
 from torchbudget.cost.measuring.by_trace import Traced, trace_probes
 from torchbudget.cost.measuring.judging import with_margin
-from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.cost.measuring.shapes import BatchError, Domain
 from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.errors import CostError
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
@@ -57,7 +57,7 @@ def measure_cost(
     refers to, and are afterwards as they were, bit for bit: what their tensors hold is meanwhile in
     a file in the temporary folder.
 
-    On the CPU, running makes glibc give freed blocks back at once (`return_freed_memory`), and
+    On the CPU, running makes glibc give freed blocks back at once (`trim_malloc`), and
     leaves it so: without, the peak depends on all the shapes that came before.
 
     Args:
@@ -111,16 +111,16 @@ def measure_cost(
             least = max(least, _BLIND_MARGIN)
             notes.append("several axes without a trace: few runs do not tell them apart surely")
     measured = MeasuredCost(
-        forms=forms, margin=0, probes=probes, measured_on=measured_on(step), notes=tuple(notes)
+        forms=forms, margin=0, probes=probes, measured_on=describe_step(step), notes=tuple(notes)
     )
     return with_margin(measured, least)
 
 
-def measured_on(step: Callable[[Any], object]) -> dict[str, str]:
+def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     """What a cost of this step depends on, beside the shapes: model, dtype, device, torch.
 
     >>> model = torch.nn.Linear(2, 3)
-    >>> measured_on(lambda batch: model(batch))["model"]
+    >>> describe_step(lambda batch: model(batch))["model"]
     'Linear, 9 parameters, 2bfe5e49'
     """
     state = TrainingState(step)

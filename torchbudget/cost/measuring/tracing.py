@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchbudget.cost.models.protocol import IntArray
 from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError
 
 # What an allocator rounds a block up to: CUDA's caching one, and torch's on the CPU.

@@ -14,8 +14,8 @@ from torch import nn
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.measuring.optimizer_state import OptimizerFactory, states_per_parameter
-from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.measuring.replay import replay
+from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.errors import BudgetError, CostError, CostOverflowError, OptionError, OversizeError
 from torchbudget.units import MAX_BYTES, Amount, format_bytes
 

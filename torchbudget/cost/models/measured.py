@@ -170,7 +170,7 @@ class MeasuredCost:
         """Compare what a step really needed with what was predicted.
 
         The cost itself stays as it is, as plans are functions of it; `corrected` gives one with the
-        larger margin, and `MemoryBudgetBatchSampler.correct_cost` goes on with that one.
+        larger margin, and `MemoryBudgetBatchSampler.replan` goes on with that one.
 
         Args:
             n: samples of the batch.
@@ -205,7 +205,7 @@ class MeasuredCost:
                 needed = "did not find the memory that it asked for"
             warnings.warn(
                 f"a step on {n} samples of size {size} {needed}; predicted were "
-                f"{format_bytes(predicted)}; sampler.correct_cost() plans what is to come with a "
+                f"{format_bytes(predicted)}; sampler.replan() plans what is to come with a "
                 "larger margin, cost.corrected() has it",
                 MeasureWarning,
                 stacklevel=2,
@@ -299,7 +299,7 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
 
     Args:
         path: of the file.
-        measured_on: what it is to be used on, as `measured_on(step)` tells it; what differs is
+        measured_on: what it is to be used on, as `describe_step(step)` tells it; what differs is
             warned of.
 
     Raises:

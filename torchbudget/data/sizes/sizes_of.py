@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from torchbudget.cost.models.protocol import Sizes
-from torchbudget.data.sizes.quick import is_exactly, quick_sizes
 from torchbudget.data.sizes.disk_cache import describe_key, load_sizes, save_sizes
 from torchbudget.data.sizes.key import Size, SizeKey, check_key, size_of
+from torchbudget.data.sizes.quick import is_exactly, quick_sizes
 from torchbudget.errors import OptionError, SizesError
 
 if TYPE_CHECKING:

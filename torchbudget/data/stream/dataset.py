@@ -13,17 +13,18 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
+from torchbudget.checks import at_least_one, natural, optional
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.checks import at_least_one, natural, optional, ranks_of
-from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.data.collate.pad import PadCollate
-from torchbudget.data.stream.positions import END, Positions
 from torchbudget.data.sizes.key import SizeKey, check_key
-from torchbudget.data.stream.source import Slot, Source, Split, is_indexed
+from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.positions import END, Positions
+from torchbudget.data.stream.source import Source, Split, WorkerSlot, is_indexed
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.data.stream.epoch_reader import Walk
 from torchbudget.data.stream.windows import Settings
+from torchbudget.distributed import ranks_of
 from torchbudget.errors import BudgetError, OptionError, StateError, StateMismatchError
+from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import parse_bytes
@@ -37,7 +38,7 @@ ShouldAdd = Callable[[list[Any], Any], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class SkippedSamples:
     """Samples that no micro-batch has, over all workers of this rank, since `set_epoch`.
 
     Attributes:
@@ -68,8 +69,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
       itself by worker (a streaming `datasets` dataset).
     - `"ranks"`: each worker of each rank reads a part of its own. Nobody knows how many batches
       that makes: with several ranks, `batches_per_epoch` must say it, or `uneven=True` that the
-      loop ends all ranks together: by `agreed_end`, or by `GradAccumulator.flush`. The default for
-      a function, a webdataset pipeline, a Ray Data iterator, and a `datasets` one split by node.
+      loop ends all ranks together: by `stop_together`, or by `GradAccumulator.flush`. The default
+      for a function, a webdataset pipeline, a Ray Data iterator, a `datasets` one split by node.
 
     Args:
         source: an iterable that can be iterated again (an `IterableDataset`, a file reader); a
@@ -101,7 +102,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         batch_size_multiple: likewise.
         size_multiple: likewise.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
-            (counted in `left_out`, logged) or `"alone"`.
+            (counted in `skipped_samples`, logged) or `"alone"`.
         on_error: what becomes of a sample whose transform or size raises: `"raise"` an error that
             names it, or `"skip"` (counted, logged once). A source that raises is at its end.
         split: how the processes share the source; see above.
@@ -175,7 +176,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             raise OptionError(
                 f"each of {self.num_replicas} ranks reads a part of its own, so that numbers of "
                 "batches differ, and ranks would wait for each other for ever: say "
-                "batches_per_epoch=…; or uneven=True, and end the loop with agreed_end(loader)"
+                "batches_per_epoch=…; or uneven=True, and end the loop with stop_together(loader)"
             )
         window = optional("window", window) or _WINDOW * shared
         if window < shared:
@@ -225,8 +226,8 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self._left_out = torch.zeros((_WORKERS, len(_KINDS)), dtype=torch.int64).share_memory_()
         self._state: dict[str, Any] | None = None
         self._positions = Positions()
-        self._walk: Walk | None = None  # the last one
-        self._walks: weakref.WeakSet[Walk] = weakref.WeakSet()
+        self._walk: EpochReader | None = None  # the last one
+        self._walks: weakref.WeakSet[EpochReader] = weakref.WeakSet()
 
     def _grouping(
         self, cost: CostModel | ShouldAdd, rules: dict[str, Any], oversize: Oversize, ranks: int
@@ -263,7 +264,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         self._left_out.zero_()
         self._walk = None
 
-    def __iter__(self) -> Walk:
+    def __iter__(self) -> EpochReader:
         """Read the epoch from its beginning, or from the position that was loaded."""
         info = get_worker_info()
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -303,21 +304,21 @@ class BudgetedIterableDataset(IterableDataset[Any]):
             return None
         return state
 
-    def _begun(self, worker: int, workers: int) -> Walk:
+    def _begun(self, worker: int, workers: int) -> EpochReader:
         """A worker's walk, where it begins."""
-        slot = Slot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
+        slot = WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
         walk, state = self._walk_of(slot), self._loaded
         if state is not None:
             walk.load_state_dict(state["workers"][worker] if "workers" in state else state)
         return walk
 
-    def _walk_of(self, slot: Slot) -> Walk:
+    def _walk_of(self, slot: WorkerSlot) -> EpochReader:
         """The present epoch, from its beginning, as one process sees it."""
         most_bytes = self.look_ahead
         if most_bytes is None and self.budget is not None and self.budget.host is not None:
             most_bytes = max(self.budget.host // _HOST_SHARE // slot.workers, 1)
         count = partial(_add, self._left_out[slot.worker % _WORKERS])
-        return Walk(self._settings, slot, self.epoch, most_bytes=most_bytes, count=count)
+        return EpochReader(self._settings, slot, self.epoch, most_bytes=most_bytes, count=count)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank.
@@ -331,10 +332,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         return batches
 
     @property
-    def left_out(self) -> LeftOut:
+    def skipped_samples(self) -> SkippedSamples:
         """How many samples no micro-batch has."""
         counts = self._left_out.sum(dim=0).tolist()
-        return LeftOut(**dict(zip(_KINDS, counts, strict=True)))
+        return SkippedSamples(**dict(zip(_KINDS, counts, strict=True)))
 
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
         """Where an iteration stands, in plain JSON types, but for what the source itself says.
@@ -385,7 +386,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         return {**shared, "turn": turn, "workers": states}
 
     def _beginning(self, epoch: int) -> dict[str, Any]:
-        slot = Slot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
+        slot = WorkerSlot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
         return {**self._walk_of(slot).beginning(), "epoch": epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -447,7 +448,7 @@ def _add(counts: torch.Tensor, kind: str, number: int) -> None:
     counts[_KINDS.index(kind)] += number
 
 
-def agreed_end(loader: Any, *, group: Any = None) -> Iterator[Any]:
+def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
     """Batches of a loader until any rank has none left: then all ranks end, and none waits.
 
     One collective of a single number for each batch, in the process that trains. What other ranks

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from torchbudget.data.stream.sample_bytes import held_bytes
-from torchbudget.data.stream.positions import END, Position
 from torchbudget.data.sizes.key import sizes_of_all
-from torchbudget.data.stream.source import Slot, is_indexed
-from torchbudget.data.stream.windows import Held, Settings, Start, Windows
+from torchbudget.data.stream.positions import END, Position
+from torchbudget.data.stream.sample_bytes import held_bytes
+from torchbudget.data.stream.source import WorkerSlot, is_indexed
+from torchbudget.data.stream.windows import BufferedSamples, Settings, Start, Windows
 from torchbudget.errors import StateError, StateMismatchError, UnevenRanksError
 from torchbudget.units import format_bytes
 
@@ -36,7 +36,7 @@ class Round:
     batches: list[list[Any]]
 
 
-class Walk(Iterator[Any]):
+class EpochReader(Iterator[Any]):
     """The micro-batches of an epoch that come in one process.
 
     Args:
@@ -58,7 +58,7 @@ class Walk(Iterator[Any]):
     def __init__(
         self,
         settings: Settings,
-        slot: Slot,
+        slot: WorkerSlot,
         epoch: int,
         *,
         most_bytes: int | None,
@@ -195,7 +195,7 @@ class Walk(Iterator[Any]):
             ) from error
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        start, slot = Start(**state["start"]), Slot(**state["slot"])
+        start, slot = Start(**state["start"]), WorkerSlot(**state["slot"])
         done, left = int(state["done"]), state["left"]
         if min(start.number, start.window, start.position, start.left, done, left or 0) < 0:
             raise ValueError("a number is below 0")
@@ -212,7 +212,7 @@ class Walk(Iterator[Any]):
         for name in ("window", "seed", "shuffle", "split", "sized", "batches_per_epoch"):
             if saved[name] != mine[name]:
                 raise StateMismatchError(f"{name}: saved {saved[name]!r}, now {mine[name]!r}")
-        slot = Slot(**state["slot"])
+        slot = WorkerSlot(**state["slot"])
         as_it_was = saved == mine and state["look_ahead"] == self._most_bytes
         if slot == self.slot and as_it_was:
             return
@@ -244,7 +244,7 @@ class Walk(Iterator[Any]):
         """
         windows = self.windows
         rank, ranks = windows.dealt
-        waiting: Held | None = None  # could not be dealt evenly alone
+        waiting: BufferedSamples | None = None  # could not be dealt evenly alone
         last: Round | None = None
         for held in windows.held(self.epoch, start):
             if waiting is not None:
@@ -273,14 +273,14 @@ class Walk(Iterator[Any]):
             if last is not None:
                 at, before = last.start, last.number - 1
                 samples = [sample for batch in last.batches for sample in batch] + samples
-            joined = Held(waiting.start, samples, ())
+            joined = BufferedSamples(waiting.start, samples, ())
             for number, batch in enumerate(self._rounds(joined)[rank::ranks], before + 1):
                 if at != start or number > done:
                     yield at, number, batch
         elif last is not None:
             yield windows.next, 0, last.batches[rank]
 
-    def _rounds(self, held: Held) -> list[list[Any]]:
+    def _rounds(self, held: BufferedSamples) -> list[list[Any]]:
         """The samples of each micro-batch: those of a round's ranks, then those of the next one.
 
         Raises:
@@ -302,7 +302,7 @@ class Walk(Iterator[Any]):
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[places].tolist()
         return [arranged[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
-    def _joined(self, waiting: Held, held: Held) -> Held:
+    def _joined(self, waiting: BufferedSamples, held: BufferedSamples) -> BufferedSamples:
         """Samples that could not be dealt evenly, with those behind them."""
         samples = waiting.samples + held.samples
         if self._most_bytes is not None and sum(map(held_bytes, samples)) > self._most_bytes:
@@ -314,4 +314,4 @@ class Walk(Iterator[Any]):
         sizes = None
         if waiting.sizes is not None and held.sizes is not None:
             sizes = np.concatenate([waiting.sizes, held.sizes])
-        return Held(waiting.start, samples, (), held.last, sizes)
+        return BufferedSamples(waiting.start, samples, (), held.last, sizes)

@@ -32,7 +32,7 @@ _INDEX_STREAM: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class WorkerSlot:
     """One of the processes that share a source.
 
     Attributes:
@@ -122,7 +122,7 @@ class Source:
             raise OptionError(f"split must be 'none', 'workers' or 'ranks', got {split!r}")
         return cls(given=given, split=split or _split_of(given), shuffle=shuffle, seed=seed)
 
-    def open(self, slot: Slot, *, epoch: int, number: int) -> Reader:
+    def open(self, slot: WorkerSlot, *, epoch: int, number: int) -> Reader:
         """Begin a pass over what this process reads."""
         given = self.given
         part, parts = {

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.plan.grouping import Grouping
-from torchbudget.data.stream.sample_bytes import held_bytes
-from torchbudget.data.stream.pipeline import Failed, Item, Pipeline
 from torchbudget.data.sizes.key import SizeKey, size_of, sizes_of_all
-from torchbudget.data.stream.source import Reader, Slot, Source
+from torchbudget.data.stream.pipeline import Failed, Item, Pipeline
+from torchbudget.data.stream.sample_bytes import held_bytes
+from torchbudget.data.stream.source import Reader, Source, WorkerSlot
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import SampleError, SizesError, StateMismatchError
+from torchbudget.plan.grouping import Grouping
 from torchbudget.plan.tight import reserve
 
 _NONE: Final = np.empty(0, np.int64)
@@ -46,7 +46,7 @@ class Start:
 
 
 @dataclass(slots=True)
-class Held:
+class BufferedSamples:
     """Samples that are in memory at a time.
 
     Attributes:
@@ -119,7 +119,7 @@ class Windows:
     def __init__(
         self,
         settings: Settings,
-        slot: Slot,
+        slot: WorkerSlot,
         *,
         most_bytes: int | None,
         count: Callable[[str, int], None],
@@ -149,7 +149,7 @@ class Windows:
             return 0, 1
         return self._slot.rank, self._slot.ranks
 
-    def held(self, epoch: int, start: Start) -> Iterator[Held]:
+    def held(self, epoch: int, start: Start) -> Iterator[BufferedSamples]:
         """Samples that are in memory at a time: a window's, or as many as the bytes allow.
 
         Raises:
@@ -185,7 +185,7 @@ class Windows:
                     "batches_per_epoch asks for some; use fewer workers"
                 )
 
-    def measure(self, held: Held) -> None:
+    def measure(self, held: BufferedSamples) -> None:
         """Take the sizes, and leave out what has none or is too large."""
         settings, first = self._settings, held.start.position
         if not settings.sized or not held.samples:
@@ -247,7 +247,7 @@ class Windows:
         follow = reader.peek(ranks)
         return follow if follow < ranks else 0
 
-    def _window(self, reader: Reader, epoch: int, at: Start) -> Iterator[Held]:
+    def _window(self, reader: Reader, epoch: int, at: Start) -> Iterator[BufferedSamples]:
         """The samples of one window, all at once or as many as the bytes allow."""
         settings = self._settings
         ahead, samples = self._ahead
@@ -261,7 +261,7 @@ class Windows:
             samples += reader.take(left - first)
             samples += reader.take(self._tail(reader))
             positions = np.append(ahead, np.arange(read, reader.position))
-            yield from self._ended(reader, Held(at, samples, positions), mark)
+            yield from self._ended(reader, BufferedSamples(at, samples, positions), mark)
             return
         again = (
             (position, [sample for _, sample in group])
@@ -272,7 +272,7 @@ class Windows:
         items = self._pipeline(self._items(reader, left), settings.seed, epoch, at.number)
         mark = None
         places: list[int] = []
-        held = Held(at, [], places)
+        held = BufferedSamples(at, [], places)
         for position, made in chain(again, items):
             if position - at.position == at.left - reserve(settings.window):
                 mark = reader.state()
@@ -290,7 +290,7 @@ class Windows:
                 if held.samples:
                     yield held
                 places = []
-                held = Held(self.next, [], places)
+                held = BufferedSamples(self.next, [], places)
                 self.buffered_bytes = 0
             held.samples += made
             places += [position] * len(made)
@@ -299,7 +299,9 @@ class Windows:
         yield from self._ended(reader, held, mark)
         self.buffered_bytes = 0
 
-    def _ended(self, reader: Reader, held: Held, mark: dict[str, Any] | None) -> Iterator[Held]:
+    def _ended(
+        self, reader: Reader, held: BufferedSamples, mark: dict[str, Any] | None
+    ) -> Iterator[BufferedSamples]:
         """A window's last samples, less those that are left for the next one."""
         held.last = reader.ended
         read = len(held.samples)
@@ -337,7 +339,7 @@ class Windows:
             yield Item(position, reader.place(position), value)
 
 
-def _remove(held: Held, places: list[int]) -> None:
+def _remove(held: BufferedSamples, places: list[int]) -> None:
     gone = set(places)
     kept = [place for place in range(len(held.samples)) if place not in gone]
     held.samples = [held.samples[place] for place in kept]

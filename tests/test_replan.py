@@ -76,8 +76,8 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     drawn = [next(batches) for _ in range(data.draw(st.integers(0, len(before))))]
     ahead = sum(read) - len(drawn)
     observe_more(told, largest(sizes), factor)
-    margin = sampler.correct_cost()
-    assert margin == told.corrected().margin == sampler.correct_cost()
+    margin = sampler.replan()
+    assert margin == told.corrected().margin == sampler.replan()
     first = len(drawn)
     drawn += batches
     assert drawn[:first] == before[:first]
@@ -144,7 +144,7 @@ def test_a_resumed_window_is_replanned() -> None:
     again = MemoryBudgetBatchSampler(sizes, cost, 500_000, window=100)
     again.load_state_dict(sampler.state_dict())
     observe_more(cost, 100, 1.5)
-    again.correct_cost()
+    again.replan()
     assert len(again) == len(rest := list(again))
     assert sorted([*seen, *(index for batch in rest for index in batch)]) == list(range(199))
 
@@ -154,25 +154,25 @@ def test_the_next_epoch_has_the_corrected_cost() -> None:
     sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)
     assert {len(batch) for batch in sampler} == {4}
     observe_more(cost, 100, 1.5)
-    sampler.correct_cost()
+    sampler.replan()
     assert len(sampler) == len(list(sampler)) > 25
-    assert sampler.correct_cost() > 0.5
+    assert sampler.replan() > 0.5
 
 
 def test_nothing_observed_changes_nothing() -> None:
     cost = measured()
     sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)
     plan = sampler.plan
-    assert sampler.correct_cost() == 0.01
+    assert sampler.replan() == 0.01
     assert sampler.plan is plan
 
 
 def test_what_cannot_be_corrected() -> None:
     with pytest.raises(OptionError, match="only a measured cost"):
-        MemoryBudgetBatchSampler([3], PaddedCost(unit_bytes=1), 10).correct_cost()
+        MemoryBudgetBatchSampler([3], PaddedCost(unit_bytes=1), 10).replan()
     apart = MemoryBudgetBatchSampler([3, 4], measured(), 10**6, num_replicas=2, rank=0)
     with pytest.raises(OptionError, match="must agree on a margin"):
-        apart.correct_cost()
+        apart.replan()
 
 
 RANKS = """
@@ -203,7 +203,7 @@ for number in range(10_000):
     if number == 7 and rank == 1:
         cost.observe(10, 100, 1_300_000)
     if number % 5 == 4 and number < 40:
-        margins.append(sampler.correct_cost())
+        margins.append(sampler.replan())
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([epoch, margins]))
 dist.destroy_process_group()
 """
