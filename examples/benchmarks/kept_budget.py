@@ -75,7 +75,7 @@ EXTRA_MIB = (150, 300, 600)
 
 def epoch(name: str, extra_mib: int, samples: int) -> dict[str, float]:
     """Measure and train in this process."""
-    from tests.training_cases import CASES
+    from tests.support.training_cases import CASES
 
     training = CASES[name]()
     training.step(training.make_batch(1, training.max_size))

@@ -46,7 +46,7 @@ from itertools import islice
 import numpy as np
 from _common import Results, options, timed
 
-from tests.training_cases import BASES, CASES, VARIANTS, Training
+from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost
 from torchbudget.cost.measuring.tracing import StepTracer
 from torchbudget.cost.measuring.training_state import TrainingState

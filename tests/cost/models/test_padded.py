@@ -1,0 +1,506 @@
+"""`PaddedCost` and `PackedCost`: exact at the boundary, monotone, never wrapped."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import oracles
+from tests.support.strategies import formulas
+from torchbudget import (
+    AdditiveCost,
+    CostError,
+    CostModel,
+    CostOverflowError,
+    PackedCost,
+    PaddedCost,
+)
+
+UNLIMITED = 2**63 - 1
+BOTH = pytest.mark.parametrize("kind", [PaddedCost, PackedCost])
+
+# Coefficients whose sums and products round: thirds, tenths, neighbours of whole numbers.
+adversarial = st.one_of(
+    st.sampled_from([0.1, 1 / 3, 1 - 2**-53, 1 + 2**-52, 0.5, 2**20 + 0.1, 5e-324, 1e-9]),
+    st.floats(0, 2**20),
+    st.integers(0, 2**20),
+)
+
+
+@st.composite
+def adversarial_costs(draw: st.DrawFn, axes: int) -> Any:
+    options: dict[str, Any] = {
+        "fixed_bytes": draw(adversarial),
+        "sample_bytes": draw(st.floats(2**-20, 2**20)),
+        "unit_bytes": draw(adversarial),
+        "pair_bytes": draw(st.one_of(st.just(0), adversarial.map(lambda c: c / 2**20))),
+    }
+    if axes > 1:
+        options["unit_bytes"] = draw(st.lists(adversarial, min_size=axes, max_size=axes))
+        entry = st.one_of(st.just(0), adversarial.map(lambda c: c / 2**20))
+        row = st.lists(entry, min_size=axes, max_size=axes)
+        options["pair_bytes"] = draw(st.lists(row, min_size=axes, max_size=axes))
+    if draw(st.booleans()):
+        return PackedCost(**options)
+    return PaddedCost(**options, floor_bytes=draw(adversarial))
+
+
+def size_of(draw: Any, axes: int, most: int) -> Any:
+    lengths = [draw(st.integers(0, most)) for _ in range(axes)]
+    return lengths[0] if axes == 1 else lengths
+
+
+@st.composite
+def cost_and_size(draw: st.DrawFn, *, most: int = 60, strategy: Any = formulas) -> Any:
+    axes = draw(st.integers(1, 3))
+    return draw(strategy(axes)), size_of(draw, axes, most)
+
+
+def exact_bytes(cost: Any, n: int, size: Any) -> tuple[int, int]:
+    """The formula in exact arithmetic: bytes of a batch, and of one sample."""
+    lengths = [size] if np.ndim(size) == 0 else list(size)
+    units = np.atleast_1d(np.array(cost.unit_bytes, dtype=object))
+    pairs = np.array(cost.pair_bytes, dtype=object).reshape(len(lengths), len(lengths))
+    item = Fraction(cost.sample_bytes)
+    for i, length in enumerate(lengths):
+        item += Fraction(units[i]) * length
+        for j, other in enumerate(lengths):
+            item += Fraction(pairs[i, j]) * length * other
+    one = math.ceil(item)
+    return max(getattr(cost, "floor_bytes", 0), cost.fixed_bytes + n * one), one
+
+
+# ---------------------------------------------------------------------- the formula
+
+
+@given(cost_and_size(), st.integers(0, 10_000))
+def test_bytes_are_those_of_the_formula(case: Any, n: int) -> None:
+    """A batch costs what the formula says in exact arithmetic, to one byte a sample at the most."""
+    cost, size = case
+    expected, one = exact_bytes(cost, n, size)
+    assert abs(int(cost.item_bytes(size)) - one) <= 1
+    assert abs(int(cost.batch_bytes(n, size)) - expected) <= n
+
+
+@given(
+    st.integers(1, 3),
+    st.data(),
+    st.integers(0, 2**20),
+    st.integers(0, 10_000),
+)
+def test_whole_coefficients_are_exact(axes: int, data: Any, fixed: int, n: int) -> None:
+    """With whole coefficients every byte is exact, up to where a sample reaches 2**53."""
+    whole = st.integers(0, 2**20)
+    vector = [data.draw(whole) for _ in range(axes)]
+    matrix = [[data.draw(st.integers(0, 2**10)) for _ in range(axes)] for _ in range(axes)]
+    size = size_of(data.draw, axes, 2**16)
+    cost = PaddedCost(
+        fixed_bytes=fixed,
+        sample_bytes=1,
+        unit_bytes=vector[0] if axes == 1 else vector,
+        pair_bytes=matrix[0][0] if axes == 1 else matrix,
+    )
+    assert int(cost.batch_bytes(n, size)) == exact_bytes(cost, n, size)[0]
+
+
+def test_a_batch_of_different_samples_is_the_sum_of_its_items() -> None:
+    """A packed batch costs the base and its samples' shares; n alike cost what n shares do."""
+    cost = PackedCost(fixed_bytes=100, sample_bytes=3, unit_bytes=2, pair_bytes=0.5)
+    assert cost.base_bytes == 100
+    assert cost.item_bytes([0, 1, 2, 3]).tolist() == [3, 6, 9, 14]
+    assert int(cost.batch_bytes(4, 3)) == 100 + 4 * 14
+
+
+def test_pairs_of_axes() -> None:
+    """Entry (i, j) of `pair_bytes` charges axis i times axis j: either triangle, the diagonal."""
+    upper = PaddedCost(unit_bytes=(1, 0), pair_bytes=((0, 12), (0, 0)))
+    lower = PaddedCost(unit_bytes=(1, 0), pair_bytes=((0, 0), (12, 0)))
+    diagonal = PaddedCost(unit_bytes=(0, 0), pair_bytes=((2, 0), (0, 3)))
+    assert int(upper.item_bytes([5, 7])) == int(lower.item_bytes([5, 7])) == 5 + 12 * 35
+    assert int(diagonal.item_bytes([5, 7])) == 2 * 25 + 3 * 49
+    scalar_zero = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
+    assert PaddedCost(pair_bytes=((0, 1), (0, 0))) == scalar_zero
+
+
+# ---------------------------------------------------------------------- capacity
+
+
+@given(cost_and_size(), st.integers(0, 60), st.integers(-1, 1))
+def test_capacity_is_exact_at_the_boundary(case: Any, n: int, off: int) -> None:
+    """The capacity is what trying every n finds, with the budget at a batch's bytes ± 1."""
+    cost, size = case
+    budget = max(int(cost.batch_bytes(n, size)) + off, 0)
+    # Samples cost a byte or more, so that beyond n only the floor leaves room for others.
+    expected = oracles.capacity(cost, size, budget, most=n + 600)
+    assert int(cost.capacity(size, budget)) == expected
+
+
+@given(cost_and_size(most=10**6, strategy=adversarial_costs), st.integers(0, 2**50))
+def test_capacity_fits_and_one_more_does_not(case: Any, budget: int) -> None:
+    """`batch_bytes(capacity)` is within the budget, and one sample more is over it."""
+    cost, size = case
+    n = int(cost.capacity(size, budget))
+    assert n >= 0
+    if n:
+        assert int(cost.batch_bytes(n, size)) <= budget
+    assert int(cost.batch_bytes(n + 1, size)) > budget
+
+
+@given(cost_and_size(), st.lists(st.integers(0, 10**6), min_size=2, max_size=2))
+def test_capacity_grows_with_the_budget(case: Any, budgets: list[int]) -> None:
+    """More budget never holds less."""
+    cost, size = case
+    low, high = sorted(budgets)
+    assert int(cost.capacity(size, low)) <= int(cost.capacity(size, high))
+
+
+def test_the_floor() -> None:
+    """Below the floor nothing fits, however small; at it, all that the formula lets in."""
+    cost = PaddedCost(fixed_bytes=10, unit_bytes=1, floor_bytes=100)
+    assert cost.batch_bytes([0, 1, 10, 18, 19], 5).tolist() == [100, 100, 100, 100, 105]
+    assert cost.capacity(5, [0, 99, 100, 104, 105]).tolist() == [0, 0, 18, 18, 19]
+
+
+def test_no_room_beside_the_fixed_part() -> None:
+    """With the budget at the fixed part or below, no sample fits."""
+    cost = PackedCost(fixed_bytes=50, unit_bytes=1)
+    assert cost.capacity(1, [-(2**63), -1, 0, 49, 50, 51]).tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_fractions_of_bytes_round_up_per_sample() -> None:
+    """Each sample's bytes and the fixed part round up, so that a boundary is never passed."""
+    cost = PaddedCost(fixed_bytes=0.5, unit_bytes=0.25)
+    assert cost.fixed_bytes == 1
+    assert cost.batch_bytes([1, 2, 3], 1).tolist() == [2, 3, 4]
+    assert cost.capacity(4, [1, 2, 3]).tolist() == [0, 1, 2]
+    assert cost.capacity(5, [2, 3, 4]).tolist() == [0, 1, 1]
+
+
+@BOTH
+def test_samples_that_cost_nothing_are_unlimited(kind: Any) -> None:
+    """Any number of them fits where the fixed part does, and none where it does not."""
+    cost = kind(unit_bytes=1, fixed_bytes=10)
+    assert cost.capacity(0, [9, 10, 11]).tolist() == [0, UNLIMITED, UNLIMITED]
+    assert cost.capacity([0, 2, 0], 14).tolist() == [UNLIMITED, 2, UNLIMITED]
+    assert int(cost.batch_bytes(UNLIMITED, 0)) == 10
+    image = kind(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
+    assert image.capacity([[0, 7], [7, 0], [7, 1]], 14).tolist() == [UNLIMITED, UNLIMITED, 2]
+
+
+def test_samples_that_cost_nothing_respect_the_floor() -> None:
+    cost = PaddedCost(unit_bytes=1, floor_bytes=10)
+    assert cost.capacity(0, [9, 10]).tolist() == [0, UNLIMITED]
+
+
+# ---------------------------------------------------------------------- monotone
+
+
+@given(cost_and_size(most=10**6, strategy=adversarial_costs), st.data())
+def test_longer_never_costs_less(case: Any, data: Any) -> None:
+    """Along every axis, over neighbouring lengths and far ones, bytes never fall."""
+    cost, size = case
+    axes = np.ndim(size) and len(size)
+    lengths = np.concatenate([np.arange(200), 2 ** np.arange(20), 2 ** np.arange(20) - 1])
+    lengths.sort()
+    if axes:
+        at = data.draw(st.integers(0, axes - 1))
+        sizes = np.repeat(np.array(size)[None], len(lengths), axis=0)
+        sizes[:, at] = lengths
+    else:
+        start = data.draw(st.sampled_from([0, size]))
+        sizes = lengths + start
+    item = cost.item_bytes(sizes)
+    assert (item >= 0).all()
+    assert (np.diff(item) >= 0).all()
+    assert (np.diff(cost.batch_bytes(7, sizes)) >= 0).all()
+    assert (np.diff(cost.capacity(sizes, 2**45)) <= 0).all()
+
+
+@given(cost_and_size(strategy=adversarial_costs))
+def test_more_never_costs_less(case: Any) -> None:
+    """More samples of one size never cost less, and less a batch of none than any."""
+    cost, size = case
+    lengths = np.array(size)
+    numbers = np.arange(100)
+    sizes = np.broadcast_to(lengths, (100, *lengths.shape))
+    assert (np.diff(cost.batch_bytes(numbers, sizes)) >= 0).all()
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+@given(cost_and_size())
+def test_one_by_one_is_all_at_once(case: Any) -> None:
+    """Arrays give what each of their entries gives alone."""
+    cost, size = case
+    scale = np.arange(5)
+    sizes = np.multiply.outer(scale, np.array(size))
+    numbers = np.array([0, 1, 2, 50, 7])
+    budgets = np.array([10**5, 0, 17, 1000, 3])
+    together = cost.batch_bytes(numbers, sizes), cost.capacity(sizes, budgets)
+    for number in range(5):
+        assert together[0][number] == cost.batch_bytes(numbers[number], sizes[number])
+        assert together[1][number] == cost.capacity(sizes[number], budgets[number])
+
+
+def test_shapes_broadcast() -> None:
+    """Numbers of samples and budgets broadcast against the sizes without their axes."""
+    one = PaddedCost(unit_bytes=1)
+    assert one.batch_bytes([[1], [2], [3]], [4, 5]).tolist() == [[4, 5], [8, 10], [12, 15]]
+    assert one.capacity([[4], [5]], [8, 10, 12]).tolist() == [[2, 2, 3], [1, 2, 2]]
+    assert one.batch_bytes(2, np.ones((2, 3, 4), np.uint8)).shape == (2, 3, 4)
+    two = PaddedCost(unit_bytes=(1, 10))
+    assert two.batch_bytes([[1], [2]], [[1, 2], [3, 4], [0, 0]]).tolist() == [
+        [21, 43, 0],
+        [42, 86, 0],
+    ]
+    assert two.item_bytes([1, 2]).shape == ()
+    assert two.capacity([[1, 2]] * 3, [[42], [63]]).tolist() == [[2] * 3, [3] * 3]
+
+
+@BOTH
+def test_results_are_int64(kind: Any) -> None:
+    """Whatever integer type comes in, 64-bit bytes come out; small types do not wrap inside."""
+    cost = kind(unit_bytes=1, pair_bytes=1)
+    for dtype in (np.uint8, np.int8, np.uint16, np.int32, np.uint64, np.int64):
+        sizes = np.array([100, 120], dtype)
+        assert cost.batch_bytes(np.array([100, 120], dtype), sizes).dtype == np.int64
+        assert cost.item_bytes(sizes).tolist() == [100 * 101, 120 * 121]
+        assert cost.capacity(sizes, 10**6).dtype == np.int64
+
+
+def test_no_sizes_at_all() -> None:
+    """Empty arrays give empty arrays."""
+    one, two = PaddedCost(unit_bytes=1), PaddedCost(unit_bytes=(1, 1))
+    assert one.batch_bytes(3, np.empty(0, np.int64)).shape == (0,)
+    assert two.capacity(np.empty((0, 2), np.int64), 5).shape == (0,)
+
+
+def test_sizes_of_another_number_of_axes_are_refused() -> None:
+    two = PaddedCost(unit_bytes=(1, 1))
+    for sizes in (5, [1, 2, 3], np.ones((2, 1), np.int64)):
+        with pytest.raises(CostError, match="2 axes: expected sizes of shape"):
+            two.item_bytes(sizes)
+
+
+# ---------------------------------------------------------------------- the range
+
+
+@given(
+    st.one_of(st.integers(1, 2**53 - 1), st.integers(0, 52).map(lambda power: 2**power)),
+    st.one_of(st.just(0), st.integers(0, 2**53 - 1)),
+    st.integers(-3, 3),
+)
+def test_what_passes_64_bits_is_refused_and_never_wrapped(item: int, fixed: int, off: int) -> None:
+    """Bytes are exact, or refused; they are refused only from 2**63 less what rounding hides."""
+    cost = PaddedCost(fixed_bytes=fixed, sample_bytes=item)
+    n = min(max((2**63 - fixed) // item + off, 0), 2**63 - 1)
+    exact = fixed + n * item
+    if exact >= 2**63:
+        with pytest.raises(CostOverflowError, match=r"2\*\*63"):
+            cost.batch_bytes(n, 1)
+        return
+    try:
+        assert int(cost.batch_bytes(n, 1)) == exact
+    except CostOverflowError:
+        assert exact >= 2**63 - 8192
+
+
+@given(st.integers(1, 2**53 - 1), st.integers(0, 2**53 - 1), st.integers(0, 2**63 - 1))
+def test_capacity_is_exact_up_to_the_last_budget(item: int, fixed: int, budget: int) -> None:
+    """Under budgets up to 2**63 − 1 the capacity is that of whole-number division."""
+    cost = PackedCost(fixed_bytes=fixed, sample_bytes=item)
+    assert int(cost.capacity(1, budget)) == max(budget - fixed, 0) // item
+    assert int(cost.capacity(1, UNLIMITED)) == (UNLIMITED - fixed) // item
+
+
+@BOTH
+def test_a_sample_of_2_to_the_53_bytes_is_refused(kind: Any) -> None:
+    """Past 2**53 floats skip whole bytes: such a sample is refused, one below is exact."""
+    cost = kind(unit_bytes=2**40)
+    assert int(cost.item_bytes(2**13 - 1)) == 2**53 - 2**40
+    for call in (
+        lambda: cost.item_bytes(2**13),
+        lambda: cost.item_bytes([1, 2**13, 1]),
+        lambda: cost.batch_bytes(1, 2**62),
+        lambda: cost.capacity(2**13, 100),
+    ):
+        with pytest.raises(CostOverflowError, match=r"2\*\*53"):
+            call()
+    assert int(kind(sample_bytes=2**53 - 1).item_bytes(0)) == 2**53 - 1
+    with pytest.raises(CostOverflowError):
+        kind(sample_bytes=2**53 - 1, unit_bytes=1).item_bytes(1)
+    with pytest.raises(CostOverflowError):
+        kind(unit_bytes=(1, 1), pair_bytes=((0, 1), (0, 0))).item_bytes([2**30, 2**30])
+
+
+def test_an_overflow_is_a_value_error_and_an_overflow_error() -> None:
+    assert issubclass(CostOverflowError, ValueError)
+    assert issubclass(CostOverflowError, OverflowError)
+
+
+def test_negative_numbers_of_samples_are_refused() -> None:
+    with pytest.raises(CostError, match=r"at least 0 samples, got -2"):
+        PaddedCost(unit_bytes=1).batch_bytes([3, -2], 5)
+
+
+# ---------------------------------------------------------------------- bad coefficients
+
+NAMES = ("fixed_bytes", "sample_bytes", "unit_bytes", "pair_bytes")
+BAD = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, np.True_, "1", None, 1j, 2**53, 1e300]
+
+
+@BOTH
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_a_coefficient_that_is_no_number_of_bytes(kind: Any, name: str, bad: Any) -> None:
+    """Negative, not finite, a bool, no number, or past 2**53: refused by name."""
+    with pytest.raises(CostError, match=name):
+        kind(**({"unit_bytes": 1} | {name: bad}))
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_a_floor_that_is_no_number_of_bytes(bad: Any) -> None:
+    with pytest.raises(CostError, match="floor_bytes"):
+        PaddedCost(unit_bytes=1, floor_bytes=bad)
+
+
+@BOTH
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_an_entry_that_is_no_number_of_bytes(kind: Any, bad: Any) -> None:
+    """The same holds for each entry of a vector and of a matrix."""
+    with pytest.raises(CostError, match="unit_bytes"):
+        kind(unit_bytes=(1, bad))
+    with pytest.raises(CostError, match="pair_bytes"):
+        kind(unit_bytes=(1, 1), pair_bytes=((1, 1), (bad, 1)))
+
+
+@BOTH
+@pytest.mark.parametrize("name", NAMES)
+def test_an_int_past_every_float_is_refused_like_any_other(kind: Any, name: str) -> None:
+    with pytest.raises(CostError, match=name):
+        kind(**({"unit_bytes": 1} | {name: 10**400}))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("unit_bytes", {"unit_bytes": []}),
+        ("unit_bytes", {"unit_bytes": [1]}),
+        ("unit_bytes", {"unit_bytes": [[1, 2], [3, 4]]}),
+        ("unit_bytes", {"unit_bytes": [[1], [2, 3]]}),
+        ("pair_bytes", {"unit_bytes": 1, "pair_bytes": [1, 2]}),
+        ("pair_bytes", {"unit_bytes": 1, "pair_bytes": [[1, 2], [3, 4]]}),
+        ("pair_bytes", {"unit_bytes": (1, 2), "pair_bytes": 1}),
+        ("pair_bytes", {"unit_bytes": (1, 2), "pair_bytes": [1, 2]}),
+        ("pair_bytes", {"unit_bytes": (1, 2), "pair_bytes": [[1, 2, 3]] * 3}),
+        ("pair_bytes", {"unit_bytes": (1, 2), "pair_bytes": [[1, 2]]}),
+        ("pair_bytes", {"unit_bytes": (1, 2), "pair_bytes": [[1, 2], [3]]}),
+        ("pair_bytes", {"unit_bytes": (1, 2), "pair_bytes": np.ones((2, 2, 2))}),
+        ("pair_bytes", {"pair_bytes": [[1, 2]]}),
+        ("pair_bytes", {"pair_bytes": [[1]]}),
+    ],
+    ids=str,
+)
+def test_shapes_that_are_no_axes(kind: Any, name: str, options: Any) -> None:
+    """One number for one axis; d ≥ 2 of them, and d rows of d, for several. Nothing else."""
+    with pytest.raises(CostError, match=name):
+        kind(**options)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fixed_bytes": 5},
+        {"unit_bytes": 0.0},
+        {"unit_bytes": (0, 0)},
+        {"unit_bytes": (0, 0), "pair_bytes": np.zeros((2, 2))},
+    ],
+    ids=str,
+)
+def test_a_sample_must_cost_something(kind: Any, options: Any) -> None:
+    """A cost that never grows would put a whole data set into one batch."""
+    with pytest.raises(CostError, match="a sample must cost something"):
+        kind(**options)
+
+
+def test_the_floor_alone_is_no_cost() -> None:
+    with pytest.raises(CostError, match="a sample must cost something"):
+        PaddedCost(floor_bytes=100)
+
+
+# ---------------------------------------------------------------------- values
+
+VALUES = [
+    PaddedCost(unit_bytes=1),
+    PaddedCost(fixed_bytes=7, sample_bytes=0.1, unit_bytes=1 / 3, pair_bytes=0.5, floor_bytes=9),
+    PaddedCost(unit_bytes=(1, 2), pair_bytes=((0, 1), (0, 0))),
+    PackedCost(unit_bytes=1),
+    PackedCost(fixed_bytes=3, unit_bytes=np.array([1.5, 2, 0])),
+]
+
+
+@pytest.mark.parametrize("cost", VALUES, ids=repr)
+def test_a_cost_is_a_value(cost: Any) -> None:
+    """Frozen, hashable, equal to its copies, through pickle and its own text too."""
+    twins = [
+        pickle.loads(pickle.dumps(cost)),  # noqa: S301
+        copy.deepcopy(cost),
+        copy.copy(cost),
+        dataclasses.replace(cost),
+        eval(repr(cost)),  # noqa: S307
+    ]
+    for twin in twins:
+        assert twin == cost
+        assert hash(twin) == hash(cost)
+        assert type(twin) is type(cost)
+    assert len({cost, *twins}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cost.fixed_bytes = 1
+    with pytest.raises((AttributeError, TypeError)):
+        cost.anything = 1
+
+
+def test_equal_means_the_same_kind_and_the_same_bytes() -> None:
+    assert len(set(VALUES)) == len(VALUES)
+    assert PaddedCost(unit_bytes=1) != PackedCost(unit_bytes=1)
+    assert PaddedCost(unit_bytes=1) == PaddedCost(unit_bytes=1.0)
+    assert PaddedCost(unit_bytes=[1, 2]) == PaddedCost(unit_bytes=np.array([1, 2], np.uint8))
+    assert PaddedCost(unit_bytes=np.float32(0.5)) == PaddedCost(unit_bytes=0.5)
+
+
+def test_a_cost_keeps_no_array_of_the_caller() -> None:
+    """What the caller writes into its array later changes no cost."""
+    unit, pair = np.array([1.0, 2.0]), np.array([[0.0, 1.0], [0.0, 0.0]])
+    cost = PaddedCost(unit_bytes=unit, pair_bytes=pair)
+    before = int(cost.item_bytes([3, 4]))
+    unit[:], pair[:] = 100, 100
+    assert int(cost.item_bytes([3, 4])) == before
+    assert isinstance(cost.unit_bytes, tuple)
+
+
+def test_the_protocols() -> None:
+    """Both are cost models; only the packed one is a sum over its samples."""
+    assert isinstance(VALUES[0], CostModel)
+    assert not isinstance(VALUES[0], AdditiveCost)
+    assert isinstance(VALUES[3], AdditiveCost)
+    assert [cost.axes for cost in VALUES] == [1, 1, 2, 1, 3]
+
+
+def test_options_are_named() -> None:
+    with pytest.raises(TypeError):
+        PaddedCost(1)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PackedCost(unit_bytes=1, floor_bytes=1)  # type: ignore[call-arg]

@@ -1,0 +1,257 @@
+"""Streams under what broke them once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from tests.data.stream.test_stream import TOKENS, Numbered, numbers, size_of
+from torchbudget import (
+    BudgetedIterableDataset,
+    SampleError,
+    SizesError,
+    StateError,
+    StateMismatchError,
+    transforms,
+)
+from torchbudget.data.stream.sample_bytes import held_bytes
+
+SIZES = np.random.default_rng(0).integers(1, 60, 400)
+
+
+class Seeking:
+    """A source whose state is a number."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.next = self.next, 0
+        for number in range(start, len(SIZES)):
+            self.next = number + 1
+            yield number, int(SIZES[number])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def same(sample: Any) -> Any:
+    return sample
+
+
+def early(sample: Any) -> bool:
+    return sample[0] % 64 < 20
+
+
+def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
+    arguments = {"size": size_of, "window": 64, "collate_fn": list} | options
+    return BudgetedIterableDataset(
+        Numbered(SIZES) if source is None else source, TOKENS, 400, **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"transforms": [same], "threads": 8},
+        {"transforms": [transforms.keep_if(early)]},
+        {"look_ahead": 5000},
+    ],
+)
+def test_a_source_that_seeks_goes_on_anywhere(options: dict[str, Any]) -> None:
+    """Its state is never one of behind the position; and the epochs after are whole."""
+    whole = list(make(Seeking(), **options))
+    for stop in range(len(whole)):
+        walk = iter(make(Seeking(), **options))
+        assert list(islice(walk, stop)) == whole[:stop]
+        state = walk.state_dict()
+        stream = make(Seeking(), **options)
+        stream.load_state_dict(state)
+        assert list(stream) == whole[stop:]
+        assert list(stream) == whole
+
+
+def test_left_out_samples_are_no_positions() -> None:
+    """With every third sample over the budget, resumed anywhere: all others once."""
+    sizes = SIZES.copy()
+    sizes[::3] = 1000
+    options: dict[str, Any] = {"oversize": "skip"}
+    whole = list(make(Numbered(sizes), **options))
+    assert numbers(whole) == np.flatnonzero(sizes < 1000).tolist()
+    for stop in range(len(whole)):
+        walk = iter(make(Numbered(sizes), **options))
+        assert list(islice(walk, stop)) == whole[:stop]
+        stream = make(Numbered(sizes), **options)
+        stream.load_state_dict(walk.state_dict())
+        assert list(stream) == whole[stop:]
+
+
+def test_resumed_at_the_very_end_of_shards() -> None:
+    stream = make([[(n, n + 1) for n in range(8)]], window=8)
+    walk = iter(stream)
+    batches = [next(walk) for _ in list(stream)]
+    assert numbers(batches) == list(range(8))
+    stream.load_state_dict(walk.state_dict())
+    assert list(stream) == []
+
+
+def test_a_source_that_became_shorter() -> None:
+    walk = iter(make())
+    list(islice(walk, 20))
+    stream = make(Numbered(SIZES[:20]))
+    stream.load_state_dict(walk.state_dict())
+    with pytest.raises(StateMismatchError, match="which has 20"):
+        list(stream)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_look_before_the_workers(context: str) -> None:
+    """Threads that a first look has started are not the workers'."""
+    stream = make(transforms=[same], threads=4)
+    next(iter(stream))
+    loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context=context)
+    assert numbers(list(loader)) == list(range(len(SIZES)))
+    stream.close()
+
+
+def test_two_iterations_at_a_time() -> None:
+    before = threading.active_count()
+    with make(transforms=[same], threads=4) as stream:
+        first = iter(stream)
+        begun = [next(first)]
+        assert numbers(list(stream)) == list(range(len(SIZES)))
+        assert numbers(begun + list(first)) == list(range(len(SIZES)))
+        next(iter(stream))
+        stream.set_epoch(3)
+    assert threading.active_count() == before
+
+
+def test_every_pass_is_dropped() -> None:
+    with pytest.raises(SampleError, match="no samples for worker 0"):
+        list(make([[(0, 1), (1, 2)]], drop_last=True, batches_per_epoch=4))
+
+
+class Part(IterableDataset[Any]):
+    def __init__(self, start: int, stop: int) -> None:
+        self.numbers = range(start, stop)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter([(n, 1) for n in self.numbers[first::step]])
+
+
+def test_shards_that_split_themselves_are_split_once() -> None:
+    stream = make([Part(0, 50), Part(50, 100), Part(100, 130)])
+    loader = DataLoader(stream, batch_size=None, num_workers=2)
+    assert numbers(list(loader)) == list(range(130))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"look_ahead": 9000}, {"drop_last": True}, {"oversize": "skip"}, {"budget": 500}]
+)
+def test_other_rules_within_a_window_are_refused(changed: dict[str, Any]) -> None:
+    walk = iter(make(look_ahead=5000))
+    next(walk)
+    state = walk.state_dict()
+    assert state["done"]
+    arguments = {"budget": 400, "size": size_of, "window": 64, "look_ahead": 5000} | changed
+    stream = BudgetedIterableDataset(Numbered(SIZES), TOKENS, **arguments)
+    stream.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="boundary"):
+        iter(stream)
+
+
+def drawn(sample: Any) -> Any:
+    return sample[0], 1, int(transforms.rng().integers(10**9))
+
+
+def test_no_two_workers_draw_the_same() -> None:
+    shards = [[(10 * i + j, 1) for j in range(10)] for i in range(4)]
+    stream = make(shards, transforms=[drawn], size=always_one)
+    found = [one[2] for batch in DataLoader(stream, batch_size=None, num_workers=2)
+             for one in batch]  # fmt: skip
+    assert len(set(found)) == 40
+
+
+def always_one(sample: Any) -> int:
+    return 1
+
+
+class Slotted:
+    __slots__ = ("array",)
+
+    def __init__(self) -> None:
+        self.array = np.zeros(100_000)
+
+
+class Picture:
+    """As Pillow's images are: their pixels are no Python object."""
+
+    width, height = 500, 400
+
+    def getbands(self) -> tuple[str, ...]:
+        return ("R", "G", "B")
+
+
+HOLDERS: dict[str, tuple[Any, int]] = {
+    "slots": (Slotted(), 800_000),
+    "deque": (deque([np.zeros(100_000)]), 800_000),
+    "nested": ({"a": [(np.zeros(100_000),), "b"]}, 800_000),
+    "bytes": (b"a" * 800_000, 800_000),
+    "memoryview": (memoryview(bytearray(800_000)), 800_000),
+    "picture": (Picture(), 600_000),
+    "objects": (np.array([np.zeros(100_000), None], object), 800_000),
+    "sparse": (torch.ones(50_000).to_sparse(), 600_000),
+    "tokens": (list(range(1000, 30_000)), 29_000 * 28),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_bytes_are_found_wherever_they_are(kind: str) -> None:
+    value, expected = HOLDERS[kind]
+    assert expected <= held_bytes(value) <= 1.4 * expected + 1000
+
+
+def mixed(sample: Any) -> Any:
+    return (sample[1], sample[1]) if sample[0] == 3 else sample[1]
+
+
+def test_sizes_of_other_axes_are_no_failures() -> None:
+    with pytest.raises(SizesError, match="axes"):
+        list(make(size=mixed, on_error="skip"))
+
+
+def test_a_part_in_which_all_fail() -> None:
+    shards = [[(n, "a") for n in range(60)] + [(n, 3) for n in range(60, 70)]]
+    stream = make(shards, size=size_of, on_error="skip", look_ahead=2000)
+    assert numbers(list(stream)) == list(range(60, 70))
+    assert stream.skipped_samples.failed == 60
+
+
+def test_malformed_states() -> None:
+    stream = make()
+    walk = iter(stream)
+    next(walk)
+    good = walk.state_dict()
+    for bad in ({}, None, {**good, "version": 0}):
+        with pytest.raises(StateError):
+            walk.load_state_dict(bad)  # type: ignore[arg-type]
+    for name, value in (("start", None), ("slot", {}), ("done", "x"), ("done", -1)):
+        with pytest.raises(StateError, match="malformed"):
+            iter(make()).load_state_dict({**good, name: value})
+    for bad in ({}, None, 5):
+        with pytest.raises(StateError, match="state_dict"):
+            stream.load_state_dict(bad)  # type: ignore[arg-type]

@@ -1,0 +1,306 @@
+"""Streams of other libraries' data sets: real ones, each sample once, resumed."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.data.stream.test_stream import TOKENS
+from torchbudget import BudgetedIterableDataset, OptionError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning",
+    "ignore:'set_vital' is deprecated:UserWarning",
+    "ignore::DeprecationWarning",  # of those libraries, in what they import
+    "ignore::pytest.PytestUnraisableExceptionWarning",  # webdataset leaves its files open
+)
+
+N = 300
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{"n": n, "x": [0] * (n * 7 % 50 + 1)} for n in range(N)]
+
+
+def numbers(batches: Any) -> list[int]:
+    return [row["n"] for batch in batches for row in batch]
+
+
+def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
+    options = {"size": "x", "window": 64, "collate_fn": as_it_is} | options
+    return BudgetedIterableDataset(source, TOKENS, 400, **options)
+
+
+# ---------------------------------------------------------------------- datasets
+
+KINDS = ("plain", "mapped", "filtered", "batched", "concatenated", "shuffled")
+SEEKS = frozenset(KINDS) - {"shuffled"}
+
+
+def hugging_face(kind: str) -> Any:
+    datasets = pytest.importorskip("datasets", reason="the test group has it")
+    data = datasets.Dataset.from_list(rows()).to_iterable_dataset(num_shards=6)
+    match kind:
+        case "mapped":
+            return data.map(same)
+        case "filtered":
+            return data.filter(all_of_them)
+        case "batched":
+            return data.map(same, batched=True, batch_size=7)
+        case "concatenated":
+            half = datasets.Dataset.from_list(rows()[: N // 2]).to_iterable_dataset(num_shards=2)
+            rest = datasets.Dataset.from_list(rows()[N // 2 :]).to_iterable_dataset(num_shards=3)
+            return datasets.concatenate_datasets([half, rest])
+        case "shuffled":
+            return data.shuffle(seed=0, buffer_size=20)
+    return data
+
+
+def same(row: Any) -> Any:
+    return row
+
+
+def all_of_them(row: Any) -> bool:
+    return "n" in row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int) -> None:
+    stream = stream_of(hugging_face(kind))
+    loader = DataLoader(
+        stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0
+    )
+    epochs = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        epochs.append(numbers(loader))
+        assert sorted(epochs[-1]) == list(range(N))
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_datasets_stream_goes_on_from_any_batch(kind: str) -> None:
+    """From its own state where that says everything, else it is skipped through."""
+    whole = list(stream_of(hugging_face(kind)))
+    walk = iter(stream_of(hugging_face(kind)))
+    ways = set()
+    for done in range(1, len(whole)):
+        assert next(walk) == whole[done - 1]
+        state = walk.state_dict()
+        again = stream_of(hugging_face(kind))
+        again.load_state_dict(state)
+        assert list(again) == whole[done:]
+        ways.add(state["goes_on_by"])
+    assert ("seeking" in ways) == (kind in SEEKS)
+
+
+@pytest.mark.parametrize("kind", ["mapped", "shuffled"])
+def test_a_datasets_stream_in_a_stateful_loader(kind: str) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader() -> Any:
+        return stateful(stream_of(hugging_face(kind)), batch_size=None, num_workers=2)
+
+    whole = list(loader())
+    for done in range(1, len(whole), 5):
+        first = loader()
+        assert list(islice(first, done)) == whole[:done]
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        assert list(second) == whole[done:]
+
+
+def test_one_pass_after_another_begins_at_the_beginning() -> None:
+    """A state that was loaded is put back: the same epoch twice is the same."""
+    source = hugging_face("mapped")
+    stream = stream_of(source)
+    whole = list(stream)
+    walk = iter(stream)
+    list(islice(walk, 3))
+    stream.load_state_dict(walk.state_dict())
+    assert list(stream) == whole[3:]
+    stream.set_epoch(1)
+    stream.set_epoch(0)
+    assert list(stream) == whole
+
+
+def test_a_datasets_stream_that_is_split_by_node() -> None:
+    """Each rank has its own part, so that their numbers of batches differ."""
+    distributed = pytest.importorskip("datasets.distributed")
+    found = []
+    for rank in range(2):
+        mine = distributed.split_dataset_by_node(hugging_face("plain"), rank=rank, world_size=2)
+        with pytest.raises(OptionError, match="batches_per_epoch"):
+            stream_of(mine, num_replicas=2, rank=rank)
+        stream = stream_of(mine, num_replicas=2, rank=rank, uneven=True)
+        found += numbers(DataLoader(stream, batch_size=None, num_workers=2))
+    assert sorted(found) == list(range(N))
+
+
+class Mine:
+    """A data set of one's own, in a module that has a library's name."""
+
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+def test_a_module_of_that_name_is_not_the_library() -> None:
+    mine = type("Mine", (Mine,), {"__module__": "datasets.local"})()
+    loader = DataLoader(stream_of(mine), batch_size=None, num_workers=2)
+    assert sorted(numbers(loader)) == list(range(N))
+
+
+def test_what_derives_from_a_librarys_class_is_known() -> None:
+    datasets = pytest.importorskip("datasets")
+    derived = type("Mine", (datasets.IterableDataset,), {"__module__": "mine"})
+    data = hugging_face("plain")
+    stream = stream_of(derived(data._ex_iterable))
+    assert sorted(numbers(DataLoader(stream, batch_size=None, num_workers=2))) == list(range(N))
+
+
+# ---------------------------------------------------------------------- webdataset
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> list[str]:
+    webdataset = pytest.importorskip("webdataset", reason="the test group has it")
+    with webdataset.ShardWriter(str(tmp_path / "%03d.tar"), maxcount=40, verbose=0) as writer:
+        for row in rows():
+            writer.write({"__key__": f"{row['n']:04d}", "n.cls": row["n"], "x.json": row["x"]})
+    return sorted(map(str, tmp_path.glob("*.tar")))
+
+
+def named(row: Any) -> Any:
+    return {"n": row["n.cls"], "x": row["x.json"]}
+
+
+def pipeline(tars: list[str], **options: Any) -> Any:
+    import webdataset
+
+    return webdataset.WebDataset(tars, **({"shardshuffle": False} | options)).decode().map(named)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_each_sample_of_a_webdataset_pipeline_once(tars: list[str], workers: int) -> None:
+    stream = stream_of(pipeline(tars))
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    assert sorted(numbers(loader)) == list(range(N))
+    assert sorted(numbers(loader)) == list(range(N))
+
+
+def test_webdataset_pipelines_of_two_ranks(
+    tars: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They split by node themselves: numbers of batches are unknown, and asked for."""
+    import webdataset
+
+    with pytest.raises(OptionError, match="batches_per_epoch"):
+        stream_of(pipeline(tars), num_replicas=2, rank=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        mine = pipeline(tars, nodesplitter=webdataset.split_by_node)
+        found.append(numbers(stream_of(mine, num_replicas=2, rank=rank, uneven=True)))
+        repeated = stream_of(mine, num_replicas=2, rank=rank, batches_per_epoch=90)
+        assert len(list(repeated)) == len(repeated) == 90
+    assert sorted(found[0] + found[1]) == list(range(N))
+    assert all(found)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("kind", ["datasets", "webdataset"])
+def test_what_splits_itself_goes_on_in_a_plain_loader(
+    kind: str, workers: int, tars: list[str]
+) -> None:
+    """Each worker goes on with its part, whichever's turn it was."""
+
+    def make() -> BudgetedIterableDataset:
+        return stream_of(pipeline(tars) if kind == "webdataset" else hugging_face("mapped"))
+
+    def loader(stream: BudgetedIterableDataset) -> Any:
+        return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=as_it_is)
+
+    whole = list(loader(make()))
+    running = make()
+    states = [running.state_dict(batches_done=n) for n, _ in enumerate(loader(running), 1)]
+    for done in (1, 2, 3, len(whole) // 2, len(whole) - 1):
+        again = make()
+        again.load_state_dict(states[done - 1])
+        assert list(loader(again)) == whole[done:]
+
+
+def test_a_webdataset_pipeline_goes_on(tars: list[str]) -> None:
+    """Shuffled by its own buffer from a fixed seed: skipped through."""
+
+    def make() -> BudgetedIterableDataset:
+        return stream_of(pipeline(tars).shuffle(30, seed=1))
+
+    whole = list(make())
+    walk = iter(make())
+    for done in range(1, len(whole)):
+        assert next(walk) == whole[done - 1]
+        state = walk.state_dict()
+        assert state["goes_on_by"] == "skipping"
+        again = make()
+        again.load_state_dict(state)
+        assert list(again) == whole[done:]
+
+
+# ---------------------------------------------------------------------- Ray
+
+
+@pytest.fixture(scope="module")
+def ray_data() -> Any:
+    ray = pytest.importorskip("ray", reason="the peers group has it")
+    pytest.importorskip("ray.data")
+    environment = {"env_vars": {"PYTHONPATH": ":".join(sys.path)}}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env=environment,
+    )
+    yield ray.data.from_items(rows())
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("made", ["data set", "iterator"])
+def test_each_row_of_a_ray_data_set_once(ray_data: Any, made: str) -> None:
+    stream = stream_of(ray_data if made == "data set" else ray_data.iterator())
+    for _ in range(2):
+        assert sorted(numbers(DataLoader(stream, batch_size=None))) == list(range(N))
+
+
+def test_ray_data_is_not_read_twice(ray_data: Any) -> None:
+    """Workers and ranks that would each get all rows are refused before the first one."""
+    loader = DataLoader(stream_of(ray_data), batch_size=None, num_workers=1)
+    with pytest.raises(OptionError, match="num_workers=0"):
+        list(loader)
+    with pytest.raises(OptionError, match=r"streaming_split\(2\)"):
+        list(stream_of(ray_data, num_replicas=2, rank=0, uneven=True))
+
+
+def test_parts_of_a_ray_data_set(ray_data: Any) -> None:
+    """Those of `streaming_split`, read by a thread each, as ranks would."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    parts = ray_data.streaming_split(2)
+    streams = [
+        stream_of(part, num_replicas=2, rank=rank, uneven=True) for rank, part in enumerate(parts)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(numbers, streams))
+    assert sorted(found[0] + found[1]) == list(range(N))
+    assert all(found)

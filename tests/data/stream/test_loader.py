@@ -1,0 +1,361 @@
+"""Streams in real `DataLoader`s: processes of every kind, resumed, killed, and in threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from tests.data.stream.test_stream import TOKENS, Numbered, numbers, shards_of, size_of
+from tests.support.torchrun import torchrun
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudget,
+    PaddedCost,
+    SampleError,
+    transforms,
+    trim_malloc,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+SIZES = np.random.default_rng(0).integers(1, 60, 700)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
+    arguments = {"cost": TOKENS, "budget": 400, "window": 128} | options
+    return BudgetedIterableDataset(
+        Numbered(SIZES) if source is None else source,
+        **({"size": size_of, "collate_fn": as_it_is} | arguments),
+    )
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
+    """Three epochs with `set_epoch`, each of all samples once, and each another order."""
+    stream = make(shards_of(SIZES, [100, 350, 360]) if sharded else None)
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=context,
+    )
+    epochs = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        epochs.append(list(loader))
+        assert numbers(epochs[-1]) == list(range(len(SIZES)))
+    assert epochs[0] != epochs[1] != epochs[2]
+    stream.set_epoch(1)
+    assert list(loader) == epochs[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_workers_see_each_sample_once(workers: int) -> None:
+    loader = DataLoader(make(), batch_size=None, num_workers=workers)
+    assert numbers(list(loader)) == list(range(len(SIZES)))
+
+
+class Split(IterableDataset[Any]):
+    """Splits itself by worker, as the documentation of torch teaches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(list(enumerate(SIZES.tolist()))[first::step])
+
+
+@pytest.mark.parametrize("split", ["none", "workers", None])
+def test_a_source_that_splits_itself_is_split_once(split: Any) -> None:
+    loader = DataLoader(make(Split(), split=split), batch_size=None, num_workers=3)
+    assert numbers(list(loader)) == list(range(len(SIZES)))
+
+
+def part(shard: int, num_shards: int) -> Iterator[Any]:
+    return iter(list(enumerate(SIZES.tolist()))[shard::num_shards])
+
+
+def test_a_function_of_its_shard() -> None:
+    loader = DataLoader(make(part), batch_size=None, num_workers=3)
+    assert numbers(list(loader)) == list(range(len(SIZES)))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"look_ahead": 6000}, {"batches_per_epoch": 90}])
+def test_a_stateful_loader_goes_on_at_every_batch(workers: int, options: Any) -> None:
+    """The rest equals the rest."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader() -> Any:
+        return stateful(make(**options), batch_size=None, num_workers=workers)
+
+    whole = list(loader())
+    assert len(whole) > 50
+    for stop in range(0, len(whole) + 1, 1 if workers == 0 else 13):
+        begun = loader()
+        batches = iter(begun)
+        assert list(islice(batches, stop)) == whole[:stop]
+        state = begun.state_dict()
+        again = loader()
+        again.load_state_dict(state)
+        assert list(again) == (whole[stop:] if stop < len(whole) else [])
+
+
+# ---------------------------------------------------------------------- transforms, threads
+
+
+def jitter(sample: Any) -> Any:
+    number, size = sample
+    return number, size, float(transforms.rng().random())
+
+
+def slow_in_pieces(sample: Any) -> Any:
+    time.sleep(0.002 * (sample[0] % 3))
+    return sample
+
+
+@pytest.mark.parametrize("threads", [0, 1, 8])
+@pytest.mark.parametrize("workers", [0, 3])
+def test_augmentations_do_not_depend_on_workers_or_threads(threads: int, workers: int) -> None:
+    """What a transform draws is a function of (seed, epoch, position)."""
+    plain = make(transforms=[slow_in_pieces, jitter], window=700)
+    expected = sorted(one for batch in plain for one in batch)
+    stream = make(transforms=[slow_in_pieces, jitter], threads=threads, window=700)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    # Torch has made lists of them.
+    found = sorted(tuple(one) for batch in loader for one in batch)
+    assert found == expected
+    stream.set_epoch(1)
+    other = [one for batch in stream for one in batch]
+    assert {one[2] for one in other}.isdisjoint(one[2] for one in expected)
+    stream.close()
+
+
+def test_threads_run_at_a_time_and_end() -> None:
+    """Eight threads wait together; none is left when the stream is closed, or broken off."""
+    before = set(threading.enumerate())
+
+    def wait(sample: Any) -> Any:
+        time.sleep(0.01)
+        return sample
+
+    with make(transforms=[wait], threads=8) as stream:
+        began = time.perf_counter()
+        assert numbers(list(stream)) == list(range(len(SIZES)))
+        assert time.perf_counter() - began < 0.5 * 0.01 * len(SIZES)
+        assert set(threading.enumerate()) == before
+        next(iter(stream))
+        assert set(threading.enumerate()) != before
+    assert set(threading.enumerate()) == before
+
+
+def fail_at_7(sample: Any) -> Any:
+    if sample[0] % 100 == 7:
+        raise ValueError("no such recording")
+    return sample
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises(threads: int, workers: int) -> None:
+    """An error that names it, or a counted skip."""
+    options: dict[str, Any] = {"transforms": [fail_at_7], "threads": threads}
+    stream = make(**options)
+    with pytest.raises(SampleError, match=r"item 7 cannot be made: ValueError: no such"):
+        list(DataLoader(stream, batch_size=None, num_workers=workers))
+    stream = make(**options, on_error="skip")
+    found = numbers(list(DataLoader(stream, batch_size=None, num_workers=workers)))
+    assert found == [number for number in range(len(SIZES)) if number % 100 != 7]
+    assert stream.skipped_samples.failed == 7
+
+
+def test_the_cause_is_kept() -> None:
+    with pytest.raises(SampleError) as raised:
+        list(make(transforms=[fail_at_7]))
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert "fail_at_7" in str(raised.traceback[-1]) or raised.value.__cause__.__traceback__
+
+
+def test_a_size_that_raises() -> None:
+    def size(sample: Any) -> int:
+        return {}[0] if sample[0] == 30 else sample[1]
+
+    with pytest.raises(Exception, match="sample 30 has no size"):
+        list(make(size=size))
+    stream = make(size=size, on_error="skip")
+    assert numbers(list(stream)) == [number for number in range(len(SIZES)) if number != 30]
+    assert stream.skipped_samples.failed == 1
+
+
+class Broken:
+    """Ends with an error in its middle."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(Numbered(SIZES), 40)
+        raise OSError("the disk is gone")
+
+
+class Short(list[Any]):
+    """Says that it holds more than it does."""
+
+    def __len__(self) -> int:
+        return 200
+
+
+def missing() -> Any:
+    return Path("/no/such/shard").open()
+
+
+def test_sources_that_break() -> None:
+    """In the middle, before their length, or missing: an error that says where."""
+    with pytest.raises(SampleError, match=r"shard 0, cannot be read: OSError: the disk is gone"):
+        list(make(Broken()))
+    shards = shards_of(SIZES, [300])
+    with pytest.raises(SampleError, match=r"shard 1, ended, 200 items were expected"):
+        list(make([shards[0], Short(shards[1][:100])], shuffle=False))
+    with pytest.raises(SampleError, match=r"shard 0, cannot be read: FileNotFoundError"):
+        list(make([missing]))
+
+
+def die(sample: Any) -> Any:
+    if sample[0] == 300 and get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def test_a_killed_worker_is_no_hang() -> None:
+    loader = DataLoader(make(transforms=[die]), batch_size=None, num_workers=2)
+    with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+        list(loader)
+
+
+def test_nothing_is_left_behind() -> None:
+    """No process when a loader is broken off."""
+    me = psutil.Process()
+    before = {child.pid for child in me.children(recursive=True)}
+    batches = iter(DataLoader(make(), batch_size=None, num_workers=2))
+    next(batches)
+    del batches
+    gc.collect()
+    assert {child.pid for child in me.children(recursive=True)} <= before
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+class Blobs:
+    """Samples of 1 KB to 50 MB, in any order."""
+
+    def __init__(self, n: int) -> None:
+        rng = np.random.default_rng(1)
+        self.sizes = np.exp(rng.uniform(np.log(1e3), np.log(50e6), n)).astype(int).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        for size in self.sizes:
+            yield {"blob": torch.zeros(size, dtype=torch.uint8)}
+
+
+def blob_size(sample: Any) -> int:
+    return len(sample["blob"])
+
+
+def begin(worker: int) -> None:
+    trim_malloc()  # or else the heap keeps blocks of any size
+    global before  # noqa: PLW0603  (of this worker)
+    before = psutil.Process().memory_info().rss
+
+
+def measured(batch: list[Any]) -> tuple[int, int]:
+    return psutil.Process().memory_info().rss - before, len(batch)
+
+
+def blobs(**options: Any) -> BudgetedIterableDataset:
+    return BudgetedIterableDataset(
+        Blobs(300), PaddedCost(unit_bytes=1), 60_000_000, size=blob_size, **options
+    )
+
+
+def test_the_look_ahead_is_bounded_in_bytes() -> None:
+    """Counted, and in the resident memory of a real worker.
+
+    Beside the bound there is the sample that did not fit any more: 50 MB at the most.
+    """
+    stream = blobs(look_ahead="100MB", collate_fn=len)
+    assert sum(stream) == 300
+    assert stream._walk is not None
+    assert 50e6 < stream._walk.windows.largest_buffered_bytes <= 100e6
+    stream = blobs(look_ahead="100MB", collate_fn=measured)
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=1,
+        worker_init_fn=begin,
+        multiprocessing_context="spawn",  # a fork has the free blocks of all tests before
+    )
+    told = list(loader)
+    assert sum(n for _, n in told) == 300
+    assert 50e6 < max(rss for rss, _ in told) < 100e6 + 50e6 + 20e6
+
+
+def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
+    stream = BudgetedIterableDataset(
+        Blobs(20),
+        PaddedCost(unit_bytes=1),
+        MemoryBudget(device=60_000_000, host=400_000_000),
+        size=blob_size,
+        collate_fn=len,
+    )
+    assert sum(stream) == 20
+    assert stream._walk is not None
+    assert stream._walk.windows.largest_buffered_bytes <= 100_000_000
+
+
+# ---------------------------------------------------------------------- ranks
+
+RANKS = """
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from tests.data.stream.test_loader import make, part
+from torchbudget import stop_together
+
+dist.init_process_group("gloo")
+shared = list(DataLoader(make(), batch_size=None, num_workers=2))
+uneven = list(stop_together(DataLoader(make(part, uneven=True), batch_size=None, num_workers=1)))
+Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps([shared, uneven]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_real_ranks_and_workers(tmp_path: Path) -> None:
+    """Once over three ranks of two workers each, as many on each; and an end that is agreed."""
+    told = torchrun(RANKS, tmp_path, 3)
+    shared = [one[0] for one in told]
+    assert numbers([batch for rank in shared for batch in rank]) == list(range(len(SIZES)))
+    assert len(set(map(len, shared))) == 1
+    assert len({len(one[1]) for one in told}) == 1

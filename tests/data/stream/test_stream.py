@@ -1,0 +1,407 @@
+"""Streams: exactly once, equal numbers of batches, never over, resumed anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.strategies import problems
+from torchbudget import (
+    AdditiveCost,
+    BudgetedIterableDataset,
+    BudgetError,
+    CostModel,
+    OptionError,
+    OversizeError,
+    PaddedCost,
+    SampleError,
+    StateError,
+    StateMismatchError,
+    UnevenRanksError,
+)
+from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.source import WorkerSlot
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+class Numbered:
+    """Samples (number, size), read again and again."""
+
+    def __init__(self, sizes: Any) -> None:
+        self.sizes = np.asarray(sizes).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(enumerate(self.sizes)))
+
+
+def size_of(sample: Any) -> Any:
+    size = sample[1]
+    return tuple(size) if isinstance(size, list) else size
+
+
+def shards_of(sizes: Any, cuts: list[int]) -> list[Any]:
+    samples = list(Numbered(sizes))
+    bounds = [0, *sorted(cut % (len(samples) + 1) for cut in cuts), len(samples)]
+    return [samples[a:b] for a, b in pairwise(bounds)]
+
+
+def walks(stream: BudgetedIterableDataset, workers: int) -> list[list[EpochReader]]:
+    """Those of each rank's workers."""
+    ranks = stream.num_replicas
+    return [
+        [
+            stream._walk_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
+            for worker in range(workers)
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def numbers(batches: list[list[Any]]) -> list[int]:
+    return sorted(number for batch in batches for number, _ in batch)
+
+
+def bytes_of(cost: CostModel, sizes: list[Any]) -> int:
+    if isinstance(cost, AdditiveCost):
+        return int(cost.base_bytes + cost.item_bytes(np.array(sizes)).sum())
+    return int(cost.batch_bytes(len(sizes), np.max(sizes, axis=0)))
+
+
+@st.composite
+def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any], Any]:
+    """Sizes, and the arguments of a stream over them."""
+    sizes, cost, budget = draw(problems(most=120))
+    ranks = draw(st.integers(1, most_ranks))
+    options: dict[str, Any] = {
+        "size": size_of,
+        "window": draw(st.integers(4 * ranks, 60 + 4 * ranks)),
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 5)),
+        "num_replicas": ranks,
+        "rank": 0,
+        "collate_fn": list,
+    }
+    if draw(st.booleans()):
+        options["look_ahead"] = draw(st.integers(20_000, 60_000))
+    if draw(st.booleans()):
+        options["transforms"] = [_same]
+    source = Numbered(sizes)
+    if draw(st.booleans()):
+        source = shards_of(sizes, draw(st.lists(st.integers(0, 200), max_size=4)))
+    return sizes, {"cost": cost, "budget": max(budget, 1), **options}, source
+
+
+def _same(sample: Any) -> Any:
+    return sample
+
+
+def read(walks_of_a_rank: list[EpochReader]) -> list[list[Any]] | None:
+    """The batches of each worker, or `None` where they cannot be dealt evenly."""
+    try:
+        return [list(walk) for walk in walks_of_a_rank]
+    except UnevenRanksError:
+        return None
+
+
+@given(streams(), st.integers(1, 4))
+def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> None:
+    """Over all ranks and workers; each worker of a rank has as many as that of any other.
+
+    Where samples cannot be dealt evenly all ranks say so. With a source that all read, and room for
+    two samples in every micro-batch, that is where there are fewer samples than ranks.
+    """
+    sizes, options, source = made
+    cost, ranks = options["cost"], options["num_replicas"]
+    stream = BudgetedIterableDataset(source, **options)
+    batches = [read(rank) for rank in walks(stream, workers)]
+    if None in batches:
+        assert set(map(type, batches)) == {type(None)}
+        pairs = bytes_of(cost, [np.max(sizes, axis=0).tolist()] * 2) <= options["budget"]
+        whole = not isinstance(source, list) and "look_ahead" not in options
+        assert not (pairs and whole and len(sizes) >= ranks)
+        return
+    everything = [batch for rank in batches for worker in rank or [] for batch in worker]
+    assert numbers(everything) == list(range(len(sizes)))
+    assert len({tuple(map(len, rank or [])) for rank in batches}) == 1
+    for batch in everything:
+        assert bytes_of(cost, [size for _, size in batch]) <= options["budget"]
+
+
+@given(streams(most_ranks=3), st.integers(1, 3), st.data())
+def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> None:
+    """In every process alone: what was given, and the rest, are the uninterrupted epoch.
+
+    The state is plain, and no larger than at the beginning but for a few digits.
+    """
+    _, options, source = made
+    stream = BudgetedIterableDataset(source, **options)
+    for rank in walks(stream, workers):
+        for walk in rank:
+            try:
+                whole = list(walk)
+            except UnevenRanksError:
+                return
+            again = stream._walk_of(walk.slot)
+            at_first = json.dumps(again.state_dict())
+            stop = data.draw(st.integers(0, len(whole)))
+            begun = [next(again) for _ in range(stop)]
+            assert begun == whole[:stop]
+            saved = json.dumps(again.state_dict())
+            assert len(saved) < len(at_first) + 20
+            state = json.loads(saved)
+            resumed = stream._walk_of(walk.slot)
+            resumed.load_state_dict(state)
+            assert list(resumed) == whole[stop:]
+            assert list(resumed) == []
+
+
+@given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 3), st.integers(20, 200))
+def test_other_numbers_of_workers_and_ranks_go_on(
+    before: int, workers: int, ranks: int, n: int
+) -> None:
+    """Behind a window: every remaining sample once. Within one it is refused."""
+    sizes = np.random.default_rng(n).integers(1, 30, n)
+
+    def stream(ranks: int) -> BudgetedIterableDataset:
+        options = {"size": size_of, "window": 16, "num_replicas": ranks, "rank": 0}
+        return BudgetedIterableDataset(Numbered(sizes), TOKENS, 90, **options, collate_fn=list)
+
+    walk = iter(stream(1))
+    begun = list(islice(walk, before))
+    state = json.loads(json.dumps(walk.state_dict()))
+    others = [one for rank in walks(stream(ranks), workers) for one in rank]
+    if state["done"] and (workers, ranks) != (1, 1):
+        with pytest.raises(StateMismatchError, match="boundary"):
+            others[0].load_state_dict(state)
+        return
+    rest: list[Any] = []
+    for mine in others:
+        mine.load_state_dict(state)
+    try:
+        for mine in others:
+            rest += list(mine)
+    except UnevenRanksError:
+        assert n - len(numbers(begun)) < ranks
+        return
+    assert numbers(begun + rest) == list(range(n))
+
+
+def test_batches_come_as_the_sampler_makes_them() -> None:
+    """A window is sorted and cut from the longest on; without shuffling in that order."""
+    stream = BudgetedIterableDataset(
+        Numbered([3, 9, 4, 8, 1]), TOKENS, 18, size=size_of, shuffle=False, collate_fn=list
+    )
+    assert [[size for _, size in batch] for batch in stream] == [[9, 8], [4, 3, 1]]
+
+
+def test_epochs_differ_and_repeat() -> None:
+    sizes = np.random.default_rng(0).integers(1, 30, 300)
+    stream = BudgetedIterableDataset(
+        Numbered(sizes), TOKENS, 90, size=size_of, window=100, collate_fn=list
+    )
+    first = list(stream)
+    assert list(stream) == first
+    stream.set_epoch(1)
+    second = list(stream)
+    assert second != first
+    assert numbers(second) == numbers(first)
+    stream.set_epoch(0)
+    assert list(stream) == first
+
+
+def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
+    stream = BudgetedIterableDataset(
+        Numbered(range(1, 40)), TOKENS, 90, size=size_of, window=20, collate_fn=list
+    )
+    list(stream)
+    other = BudgetedIterableDataset(
+        Numbered(range(1, 40)), TOKENS, 90, size=size_of, window=20, collate_fn=list
+    )
+    other.load_state_dict(stream.state_dict())
+    assert other.epoch == 1
+    found = list(other)
+    stream.set_epoch(1)
+    assert found == list(stream)
+
+
+@given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
+def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
+    """On every rank, over its workers; unless one has no samples, or they cannot be dealt."""
+    _, options, source = made
+    stream = BudgetedIterableDataset(source, **options, batches_per_epoch=batches)
+    assert len(stream) == batches
+    with suppress(SampleError, UnevenRanksError):
+        for rank in walks(stream, workers):
+            assert sum(len(list(walk)) for walk in rank) == batches
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_number_of_batches(workers: int, ranks: int) -> None:
+    """`batches_per_epoch` on each rank, from a source that is shorter, and `len` says so."""
+    stream = BudgetedIterableDataset(
+        shards_of(np.arange(1, 40), [10, 20]),
+        TOKENS,
+        60,
+        size=size_of,
+        batches_per_epoch=50,
+        num_replicas=ranks,
+        rank=0,
+        collate_fn=list,
+    )
+    for rank in walks(stream, workers):
+        assert sum(len(list(walk)) for walk in rank) == 50
+    assert len(stream) == 50
+
+
+def test_drop_last_leaves_only_what_is_full() -> None:
+    """What could still have taken a sample is dropped at the stream's end, and nowhere else."""
+    sizes = [2] * 103
+    options: dict[str, Any] = {"size": size_of, "window": 40, "collate_fn": list}
+    stream = BudgetedIterableDataset(Numbered(sizes), TOKENS, 20, **options, drop_last=True)
+    assert [len(batch) for batch in stream] == [10] * 10
+    stream = BudgetedIterableDataset(
+        Numbered(sizes), TOKENS, 20, **options, drop_last=True, num_replicas=2, rank=0
+    )
+    assert len({sum(len(list(walk)) for walk in rank) for rank in walks(stream, 1)}) == 1
+
+
+def test_a_predicate_instead_of_a_cost() -> None:
+    """`should_add(batch, sample)`, in the order of the stream; and dealt to ranks."""
+
+    def should_add(batch: list[Any], sample: Any) -> bool:
+        return sum(size for _, size in batch) + sample[1] <= 10
+
+    def stream(ranks: int, **options: Any) -> BudgetedIterableDataset:
+        return BudgetedIterableDataset(
+            Numbered([3, 4, 5, 1, 9, 2, 2]),
+            should_add,
+            None,
+            shuffle=False,
+            collate_fn=list,
+            num_replicas=ranks,
+            rank=0,
+            **options,
+        )
+
+    assert [[s for _, s in b] for b in stream(1)] == [[3, 4], [5, 1], [9], [2, 2]]
+    assert [[s for _, s in b] for b in stream(1, size=size_of)] == [[9], [5, 4], [3, 2, 2, 1]]
+    for ranks in (2, 3, 7):
+        batches = [list(walk) for [walk] in walks(stream(ranks), 1)]
+        assert numbers([b for rank in batches for b in rank]) == list(range(7))
+        assert len(set(map(len, batches))) == 1
+
+
+def test_a_predicate_over_several_axes() -> None:
+    """Samples that are alike lie together."""
+    sizes = np.random.default_rng(0).integers(1, 50, (200, 3))
+
+    def should_add(batch: list[Any], sample: Any) -> bool:
+        largest = np.max([size for _, size in [*batch, sample]], axis=0)
+        return (len(batch) + 1) * int(largest.prod()) <= 300_000
+
+    def padded(**options: Any) -> int:
+        stream = BudgetedIterableDataset(
+            Numbered(sizes), should_add, None, collate_fn=list, **options
+        )
+        batches = list(stream)
+        assert numbers(batches) == list(range(200))
+        return sum(
+            len(batch) * int(np.max([size for _, size in batch], axis=0).prod())
+            for batch in batches
+        )
+
+    assert padded(size=size_of) < 0.8 * padded()
+
+
+def test_oversize() -> None:
+    def stream(oversize: Any) -> BudgetedIterableDataset:
+        return BudgetedIterableDataset(
+            Numbered([3, 50, 4]), TOKENS, 18, size=size_of, oversize=oversize, collate_fn=list
+        )
+
+    with pytest.raises(OversizeError, match="size 50, near number 1"):
+        list(stream("raise"))
+    skipping = stream("skip")
+    assert numbers(list(skipping)) == [0, 2]
+    assert skipping.skipped_samples.oversize == 1
+    assert sorted(len(batch) for batch in stream("alone")) == [1, 2]
+
+
+class Spent:
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def never() -> bool:
+    return False
+
+
+def two(shard: int, num_shards: int) -> Iterator[int]:
+    return iter([shard, num_shards])
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "iterator": (iter([1]), {}, OptionError, "used up after one epoch"),
+    "samples": (["a", "b"], {}, OptionError, "MemoryBudgetBatchSampler"),
+    "no shards": ([], {}, OptionError, "empty"),
+    "number": (5, {}, OptionError, "expected an iterable"),
+    "no cost": (Spent(), {"cost": 5}, OptionError, "a predicate"),
+    "class": (Spent(), {"cost": PaddedCost}, OptionError, "a predicate"),
+    "no budget": (Spent(), {"budget": None}, BudgetError, "must limit the device"),
+    "window": (Spent(), {"window": 1, "num_replicas": 2, "rank": 0}, OptionError, "below"),
+    "split": (Spent(), {"split": "nodes"}, OptionError, "split"),
+    "oversize": (Spent(), {"oversize": "drop"}, OptionError, "oversize"),
+    "on_error": (Spent(), {"on_error": "drop"}, OptionError, "on_error"),
+    "shuffle": (Spent(), {"shuffle": 1}, OptionError, "bool"),
+    "threads": (Spent(), {"threads": -1}, OptionError, "threads"),
+    "predicate": (Spent(), {"cost": never, "max_batch_size": 3}, OptionError, "alone decides"),
+    "a hang": (two, {"num_replicas": 2, "rank": 0}, OptionError, "wait"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_hold_is_refused_at_once(case: str) -> None:
+    source, options, error, text = WRONG[case]
+    arguments = {"cost": TOKENS, "budget": 10} | options
+    with pytest.raises(error, match=text):
+        BudgetedIterableDataset(source, **arguments)
+
+
+def test_a_length_that_nobody_knows() -> None:
+    with pytest.raises(TypeError, match="batches_per_epoch"):
+        len(BudgetedIterableDataset(Spent(), TOKENS, 10))
+    assert list(BudgetedIterableDataset(Spent(), TOKENS, 10)) == []
+
+
+def test_states_of_other_streams_are_refused() -> None:
+    def stream(**options: Any) -> BudgetedIterableDataset:
+        arguments = {"cost": TOKENS, "budget": 90, "window": 20} | options
+        return BudgetedIterableDataset(
+            Numbered(range(1, 60)), **arguments, size=size_of, collate_fn=list
+        )
+
+    walk = iter(stream())
+    next(walk)
+    state = walk.state_dict()
+    for options, text in (
+        ({"window": 30}, "window: saved 20"),
+        ({"seed": 3}, "seed"),
+        ({"budget": 100}, "boundary"),
+        ({"num_replicas": 2, "rank": 0}, "boundary"),
+    ):
+        other = stream(**options)
+        other.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match=text):
+            iter(other)
+    with pytest.raises(StateError, match="state_dict"):
+        walk.load_state_dict({"version": 9})

@@ -1,0 +1,220 @@
+"""A cost that is corrected while an epoch is drawn: what was begun stays, the rest is replanned."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.strategies import problems
+from tests.support.torchrun import torchrun
+from torchbudget import (
+    MeasuredCost,
+    MeasureWarning,
+    MemoryBudgetBatchSampler,
+    OptionError,
+    PaddedCost,
+    UnevenRanksError,
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Any:
+    """Sizes, a measured cost, a budget, a number of ranks and options."""
+    sizes, form, budget = draw(problems(packed=False))
+    ranks = draw(st.integers(1, min(4, len(sizes))))
+    window = draw(st.integers(ranks, max(len(sizes), ranks)))
+    options = {draw(st.sampled_from(["window", "samples_per_step"])): window}
+    options["shuffle"] = draw(st.booleans())
+    cost = MeasuredCost(forms=(form,), margin=0.01)
+    return sizes, cost, max(budget, int(cost.batch_bytes(1, largest(sizes)))), ranks, options
+
+
+def samplers(case: Any) -> list[MemoryBudgetBatchSampler]:
+    sizes, cost, budget, ranks, options = case
+    return [
+        MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=rank, **options)
+        for rank in range(ranks)
+    ]
+
+
+def observe_more(cost: MeasuredCost, size: Any, factor: float) -> None:
+    """Tell of a step that needed more than was predicted."""
+    with pytest.warns(MeasureWarning):
+        cost.observe(1, size, int(factor * int(cost.batch_bytes(1, size))) + 1)
+
+
+def largest(sizes: Any) -> Any:
+    return tuple(map(int, sizes.max(0))) if sizes.ndim == 2 else int(sizes.max())
+
+
+@given(cases(), st.floats(1.01, 1.8), st.data())
+def test_the_rest_of_an_epoch_is_planned_anew(
+    case: Any, factor: float, data: st.DataObject
+) -> None:
+    """Windows begun stay; later batches fit the corrected cost or hold one sample; all come once.
+
+    Every position of the epoch can be resumed from: with the corrected cost what would have come
+    comes, with the old one every remaining sample.
+    """
+    sizes, cost, budget, _, options = case
+    case = (sizes, cost, budget, 1, options)
+    [sampler] = samplers(case)
+    before = list(sampler)
+    told = MeasuredCost(forms=cost.forms, margin=cost.margin)
+    [sampler] = samplers((sizes, told, budget, 1, options))
+    batches = iter(sampler)
+    steps = iter(sampler.steps)
+    read = list(islice(steps, data.draw(st.integers(0, 3))))
+    drawn = [next(batches) for _ in range(data.draw(st.integers(0, len(before))))]
+    ahead = sum(read) - len(drawn)
+    observe_more(told, largest(sizes), factor)
+    margin = sampler.replan()
+    assert margin == told.corrected().margin == sampler.replan()
+    first = len(drawn)
+    drawn += batches
+    assert drawn[:first] == before[:first]
+    counts = Counter(index for batch in drawn for index in batch)
+    assert counts == Counter(range(len(sizes)))
+    dearer, planned = told.corrected(), False
+    for number, batch in enumerate(drawn[first:], first):
+        planned |= number >= len(before) or batch != before[number]
+        held = sizes[batch].max(0)
+        assert not planned or len(batch) == 1 or dearer.batch_bytes(len(batch), held) <= budget
+    assert sum(sampler.steps) == len(drawn)
+    if ahead <= 0:  # steps that were read before they were drawn may be others now
+        assert sum(read) + sum(steps) == len(drawn)
+    done = data.draw(st.integers(0, len(drawn)))
+    state = json.loads(json.dumps(sampler.state_dict(batches_done=done)))
+    for known in (dearer, cost):
+        again = MemoryBudgetBatchSampler(sizes, known, budget, oversize="alone", **options)
+        again.load_state_dict(state)
+        if done == len(drawn):
+            assert again.epoch == 1
+            continue
+        rest = Counter(index for batch in again for index in batch)
+        assert rest == Counter(index for batch in drawn[done:] for index in batch)
+
+
+@given(cases(), st.floats(1.01, 1.8), st.data())
+def test_ranks_that_drew_unequally_far_stay_together(
+    case: Any, factor: float, data: st.DataObject
+) -> None:
+    """From the same window on all ranks go on with the new plan: each sample once."""
+    sizes, cost, *_ = case
+    those = samplers(case)
+    epochs: list[list[list[int]]] = [[] for _ in those]
+    drawings = [iter(sampler) for sampler in those]
+    try:
+        for epoch, drawing in zip(epochs, drawings, strict=True):
+            epoch += islice(drawing, data.draw(st.integers(0, 6)))
+        for more in range(1, 3):
+            dearer = MeasuredCost(forms=cost.forms, margin=more * (factor - 1))
+            behind = max(sampler._drawing.windows_begun for sampler in those)
+            for sampler, epoch, drawing in zip(those, epochs, drawings, strict=True):
+                sampler._drawing.go_on_with(sampler.plan.with_cost(dearer), behind=behind)
+                epoch += islice(drawing, data.draw(st.integers(0, 3)))
+        for epoch, drawing in zip(epochs, drawings, strict=True):
+            epoch += drawing
+    except UnevenRanksError:
+        return  # samples of which no two fit together any more
+    counts = Counter(index for epoch in epochs for batch in epoch for index in batch)
+    assert counts == Counter(range(len(sizes)))
+    assert len({len(epoch) for epoch in epochs}) == 1
+
+
+def measured() -> MeasuredCost:
+    return MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+
+
+def test_a_resumed_window_is_replanned() -> None:
+    """A position inside a window, loaded and then corrected, still brings what is left."""
+    sizes = np.arange(1, 200)
+    sampler = MemoryBudgetBatchSampler(sizes, measured(), 500_000, window=100)
+    batches = iter(sampler)
+    seen = [index for _ in range(3) for index in next(batches)]
+    cost = measured()
+    again = MemoryBudgetBatchSampler(sizes, cost, 500_000, window=100)
+    again.load_state_dict(sampler.state_dict())
+    observe_more(cost, 100, 1.5)
+    again.replan()
+    assert len(again) == len(rest := list(again))
+    assert sorted([*seen, *(index for batch in rest for index in batch)]) == list(range(199))
+
+
+def test_the_next_epoch_has_the_corrected_cost() -> None:
+    cost = measured()
+    sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)
+    assert {len(batch) for batch in sampler} == {4}
+    observe_more(cost, 100, 1.5)
+    sampler.replan()
+    assert len(sampler) == len(list(sampler)) > 25
+    assert sampler.replan() > 0.5
+
+
+def test_nothing_observed_changes_nothing() -> None:
+    cost = measured()
+    sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)
+    plan = sampler.plan
+    assert sampler.replan() == 0.01
+    assert sampler.plan is plan
+
+
+def test_what_cannot_be_corrected() -> None:
+    with pytest.raises(OptionError, match="only a measured cost"):
+        MemoryBudgetBatchSampler([3], PaddedCost(unit_bytes=1), 10).replan()
+    apart = MemoryBudgetBatchSampler([3, 4], measured(), 10**6, num_replicas=2, rank=0)
+    with pytest.raises(OptionError, match="must agree on a margin"):
+        apart.replan()
+
+
+RANKS = """
+import json
+import sys
+import warnings
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost
+
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+sizes = np.random.default_rng(0).integers(1, 300, 2000)
+sampler = MemoryBudgetBatchSampler(sizes, cost, 1_000_000, window=200)
+drawing, epoch, margins = iter(sampler), [], []
+ahead = [next(drawing) for _ in range(3 * rank)]  # each rank's workers run ahead unequally far
+for number in range(10_000):
+    ahead += islice(drawing, 1)
+    if not ahead:
+        break
+    epoch.append(ahead.pop(0))
+    if number == 7 and rank == 1:
+        cost.observe(10, 100, 1_300_000)
+    if number % 5 == 4 and number < 40:
+        margins.append(sampler.replan())
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([epoch, margins]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_agree_under_torchrun(tmp_path: Path) -> None:
+    """One rank sees a step that needs more: all replan from the same window on."""
+    told = torchrun(RANKS, tmp_path, 3)
+    epochs = [epoch for epoch, _ in told]
+    assert len({len(epoch) for epoch in epochs}) == 1
+    assert sorted(index for epoch in epochs for b in epoch for index in b) == list(range(2000))
+    assert all(margins == told[0][1] for _, margins in told)
+    assert told[0][1][0] == 0.01 < told[0][1][1]

@@ -1,0 +1,330 @@
+"""The laws that every sampler keeps, whatever its data, its budget and its options."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.strategies import StairCost, problems, rules
+from torchbudget import MemoryBudgetBatchSampler
+from torchbudget.errors import OptionError, UnevenRanksError
+
+# What a drawing may say at once: that it cannot be dealt evenly, that drop_last leaves nothing.
+REFUSALS = (UnevenRanksError, OptionError)
+
+
+@st.composite
+def settings_of(draw: st.DrawFn, n: int, ranks: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "seed": draw(st.integers(0, 2**40)),
+        "shuffle": draw(st.booleans()),
+        "drop_last": draw(st.booleans()),
+        "size_multiple": draw(st.sampled_from([1, 1, 4])),
+    }
+    window = draw(st.integers(ranks, max(n, ranks)))
+    options[draw(st.sampled_from(["window", "samples_per_step"]))] = window
+    if draw(st.booleans()):
+        options["num_samples"] = draw(st.integers(ranks, 2 * max(n, ranks)))
+    if options["drop_last"] and "samples_per_step" in options:
+        options["samples_per_step"] = min(window, options.get("num_samples", n))
+    if options["shuffle"] and draw(st.integers(0, 3)) == 0:
+        options["replacement"] = draw(st.booleans())
+        if options["replacement"] or options.get("num_samples", n) <= n:
+            options["weights"] = draw(
+                st.lists(st.floats(0.01, 9), min_size=n, max_size=n)
+                if n < 20
+                else st.just(np.linspace(0.5, 5, n))
+            )
+    return options
+
+
+def drawn_once(options: dict[str, Any]) -> bool:
+    """Whether each index comes once in each pass over the data set."""
+    return not options.get("replacement") and "weights" not in options
+
+
+def without_draws(options: dict[str, Any]) -> dict[str, Any]:
+    """The options less those that change how often an index comes."""
+    changing = ("replacement", "weights", "num_samples")
+    return {name: value for name, value in options.items() if name not in changing}
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True) -> Any:
+    sizes, cost, budget = draw(problems(fits=fits))
+    if sizes.ndim == 1 and draw(st.integers(0, 4)) == 0:
+        cost = StairCost(draw(st.integers(1, 100)))
+        budget = int(cost.batch_bytes(1, sizes.max())) * draw(st.integers(1, 10))
+    ranks = draw(st.integers(1, min(most_ranks, len(sizes))))
+    options = draw(settings_of(len(sizes), ranks))
+    options |= draw(rules(packed=hasattr(cost, "base_bytes")))
+    # Rounding up a size may push a sample past a budget that it just fitted.
+    multiple = options["size_multiple"]
+    largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
+    if fits:
+        budget = max(budget, int(cost.batch_bytes(1, largest)))
+    return sizes, cost, budget, ranks, options
+
+
+def samplers(sizes: Any, cost: Any, budget: int, ranks: int, **options: Any) -> Any:
+    return [
+        MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=rank, **options)
+        for rank in range(ranks)
+    ]
+
+
+def drawn(those: Any) -> list[list[list[int]]]:
+    """Every rank's epoch; one that is refused is checked to say so at once."""
+    try:
+        return [list(sampler) for sampler in those]
+    except REFUSALS:
+        with pytest.raises(REFUSALS):
+            next(iter(those[0]))
+        return []
+
+
+def batch_cost(sizes: Any, cost: Any, batch: list[int], multiple: int) -> int:
+    """Bytes of a batch from the definition of the cost."""
+    own = -(-sizes[batch].astype(np.int64) // multiple) * multiple
+    if hasattr(cost, "base_bytes"):
+        return int(cost.base_bytes + cost.item_bytes(own).sum())
+    return int(cost.batch_bytes(len(batch), own.max(axis=0)))
+
+
+@given(cases())
+def test_no_micro_batch_is_over_the_budget(case: Any) -> None:
+    """Law 1: the predicted cost of every micro-batch is within the budget; none is empty."""
+    sizes, cost, budget, ranks, options = case
+    for batches in drawn(samplers(sizes, cost, budget, ranks, **options)):
+        for batch in batches:
+            assert batch
+            assert batch_cost(sizes, cost, batch, options["size_multiple"]) <= budget
+            assert len(batch) <= options.get("max_batch_size", len(batch))
+
+
+@given(cases())
+def test_every_index_comes_once_over_all_ranks(case: Any) -> None:
+    """Law 2: each index comes once in an epoch; with drop_last the report counts the missing ones.
+
+    With num_samples each index comes in every whole pass, and at most once more; with weights each
+    drawn index comes once, and with replacement only their number is certain.
+    """
+    sizes, cost, budget, ranks, options = case
+    those = samplers(sizes, cost, budget, ranks, **options)
+    epochs = drawn(those)
+    if not epochs:
+        return
+    those[0].set_epoch(0)
+    counts = Counter(index for batches in epochs for batch in batches for index in batch)
+    total = options.get("num_samples", len(sizes))
+    dropped = those[0].report().dropped
+    assert counts.total() == total - dropped
+    if not options["drop_last"]:
+        assert dropped == 0
+    if options.get("replacement"):
+        return
+    if not drawn_once(options):
+        assert set(counts.values()) == {1}
+    elif not options["drop_last"]:
+        passes = total // len(sizes)
+        assert all(passes <= counts[index] <= passes + 1 for index in range(len(sizes)))
+        assert sum(counts[index] == passes for index in range(len(sizes))) == (
+            len(sizes) - total % len(sizes)
+        )
+    else:
+        assert all(count <= -(-total // len(sizes)) for count in counts.values())
+
+
+@given(cases())
+def test_every_rank_has_as_many_micro_batches_and_steps(case: Any) -> None:
+    """Law 3: numbers of micro-batches and of steps are the same on every rank."""
+    sizes, cost, budget, ranks, options = case
+    those = samplers(sizes, cost, budget, ranks, **options)
+    epochs = drawn(those)
+    if not epochs:
+        return
+    steps = [list(sampler.steps) for sampler in those]
+    assert len({len(batches) for batches in epochs}) == 1
+    assert len({tuple(counts) for counts in steps}) == 1
+    assert sum(steps[0]) == len(epochs[0])
+    if "samples_per_step" not in options:
+        assert set(steps[0]) <= {1}
+
+
+@given(cases(), st.data())
+def test_a_step_holds_samples_per_step(case: Any, data: st.DataObject) -> None:
+    """With samples_per_step every step but the last holds exactly that many over all ranks."""
+    sizes, cost, budget, ranks, options = case
+    options.pop("window", None)
+    options.setdefault("samples_per_step", data.draw(st.integers(ranks, max(len(sizes), ranks))))
+    if options["drop_last"]:
+        options["samples_per_step"] = min(
+            options["samples_per_step"], options.get("num_samples", len(sizes))
+        )
+    those = samplers(sizes, cost, budget, ranks, **options)
+    epochs = drawn(those)
+    if not epochs:
+        return
+    at = 0
+    held = []
+    for count in those[0].steps:
+        held.append(sum(len(b) for batches in epochs for b in batches[at : at + count]))
+        at += count
+    each = options["samples_per_step"]
+    assert set(held[:-1]) <= {each}
+    if options["drop_last"]:
+        assert held[-1] == each
+    else:
+        assert 0 < held[-1] < 2 * each + ranks
+
+
+@given(cases())
+def test_len_is_what_comes(case: Any) -> None:
+    """Law 5: len is the number of batches of this epoch, of the next, and after resuming."""
+    sizes, cost, budget, ranks, options = case
+    for sampler in samplers(sizes, cost, budget, ranks, **options)[:1]:
+        for _ in range(2):
+            try:
+                expected = len(sampler)
+            except REFUSALS:
+                return
+            assert len(list(sampler)) == expected
+
+
+@given(cases(), st.data())
+def test_resuming_goes_on_exactly(case: Any, data: st.DataObject) -> None:
+    """Law 4 on the same ranks: after any batch, what comes is what would have come."""
+    sizes, cost, budget, ranks, options = case
+    rank = data.draw(st.integers(0, ranks - 1))
+    sampler = samplers(sizes, cost, budget, ranks, **options)[rank]
+    try:
+        whole = list(sampler)
+        following = list(sampler)
+    except REFUSALS:
+        return
+    done = data.draw(st.integers(0, len(whole)))
+    sampler = samplers(sizes, cost, budget, ranks, **options)[rank]
+    batches = iter(sampler)
+    for _ in range(done):
+        next(batches)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed = samplers(sizes, cost, budget, ranks, **options)[rank]
+    resumed.load_state_dict(state)
+    if done == len(whole) and whole:
+        assert resumed.epoch == 1
+        assert list(resumed) == following
+        return
+    assert len(resumed) == len(whole) - done
+    list(iter(resumed))  # a drawing that was begun and thrown away changes nothing
+    resumed.load_state_dict(state)
+    more = data.draw(st.integers(0, len(whole) - done))
+    batches = iter(resumed)
+    for number in range(more):
+        assert next(batches) == whole[done + number]
+    again = samplers(sizes, cost, budget, ranks, **options)[rank]
+    again.load_state_dict(resumed.state_dict())
+    if done + more < len(whole):
+        assert list(again) == whole[done + more :]
+        assert list(again) == following
+
+
+@given(cases(), st.data())
+def test_resuming_on_other_ranks_brings_every_remaining_sample_once(
+    case: Any, data: st.DataObject
+) -> None:
+    """Law 4 on other ranks and under another budget, several times: the rest comes exactly once.
+
+    What comes stays within the budget in force and is the same number on every rank.
+    """
+    sizes, cost, budget, ranks, options = case
+    options = without_draws(options) | {"drop_last": False}
+    those = samplers(sizes, cost, budget, ranks, **options)
+    remaining = Counter(range(len(sizes)))
+    for _ in range(3):
+        try:
+            expected = len(those[0])
+        except REFUSALS:
+            return
+        done = data.draw(st.integers(0, max(expected - 1, 0)))
+        for sampler in those:
+            batches = iter(sampler)
+            for _ in range(done):
+                batch = next(batches)
+                assert batch_cost(sizes, cost, batch, options["size_multiple"]) <= budget
+                remaining.subtract(batch)
+        state = those[0].state_dict()
+        for sampler in those[1:]:
+            assert sampler.state_dict() == state
+        ranks = data.draw(st.integers(1, 16))
+        budget = budget * data.draw(st.sampled_from([1, 1, 2, 3]))
+        left = sum(remaining.values())
+        if ranks > min(left, options.get("window", left), options.get("samples_per_step", left)):
+            ranks = 1
+        those = samplers(sizes, cost, budget, ranks, **options)
+        for sampler in those:
+            sampler.load_state_dict(state)
+    rest = drawn(those)
+    if rest:
+        remaining.subtract(index for batches in rest for batch in batches for index in batch)
+        assert not any(remaining.values())
+        assert len({len(batches) for batches in rest}) == 1
+
+
+@given(cases(), st.data())
+def test_the_state_is_small_plain_and_counts_for_the_loop(case: Any, data: st.DataObject) -> None:
+    """Law 7, and the loop's own count: a state with batches_done is that of then.
+
+    A DataLoader's workers draw ahead; the state after k batches must not depend on how far.
+    """
+    sizes, cost, budget, ranks, options = case
+    sampler = samplers(sizes, cost, budget, ranks, **options)[0]
+    batches = iter(sampler)
+    states = [sampler.state_dict()]
+    try:
+        for _ in batches:
+            states.append(sampler.state_dict())
+            if len(states) > 6:
+                break
+    except REFUSALS:
+        return
+    for done, state in enumerate(states):
+        assert sampler.state_dict(batches_done=done) == state
+        assert json.loads(json.dumps(state)) == state
+        bits = state["stop"] - state["start"]
+        assert len(json.dumps(state)) <= 1000 + 2 * bits // 6 + 8
+
+
+@given(cases(fits=False), st.sampled_from(["skip", "alone"]))
+def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -> None:
+    """Law 2 with oversize: the skipped ones are counted and never come; or each comes alone."""
+    sizes, cost, budget, ranks, options = case
+    options = without_draws(options) | {"drop_last": False}
+    multiple = options["size_multiple"]
+    over = {
+        index for index in range(len(sizes)) if batch_cost(sizes, cost, [index], multiple) > budget
+    }
+    if oversize == "skip" and len(sizes) - len(over) < ranks:
+        return
+    those = samplers(sizes, cost, budget, ranks, oversize=oversize, **options)
+    epochs = drawn(those)
+    if not epochs:
+        return
+    indices = Counter(index for batches in epochs for batch in batches for index in batch)
+    those[0].set_epoch(0)
+    report = those[0].report()
+    assert report.skipped == (len(over) if oversize == "skip" else 0)
+    expected = set(range(len(sizes))) - (over if oversize == "skip" else set())
+    assert indices == Counter(expected)
+    for batches in epochs:
+        for batch in batches:
+            if over & set(batch):
+                assert len(batch) == 1
+            else:
+                assert batch_cost(sizes, cost, batch, multiple) <= budget
+    assert report.plan.over_budget == (len(over) if oversize == "alone" else 0)

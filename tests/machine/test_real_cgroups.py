@@ -1,0 +1,174 @@
+"""Control groups that are really made, and processes that really run in them."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.support.memory_groups import HOLD, SHM, memory_group
+from torchbudget.units import GiB, MiB
+
+STEPS = """
+import json, os, subprocess, sys
+from torchbudget.machine import host_memory
+
+charged, disk_file, shm_file, hold = sys.argv[1:]
+size = 100 * 2**20
+readings = {}
+
+def read(name):
+    pool = host_memory()[1]
+    readings[name] = {
+        "name": pool.name, "limit": pool.limit_bytes, "used": pool.used_bytes,
+        "held": pool.held_bytes, "usable": pool.usable_bytes, "charged": int(open(charged).read()),
+    }
+
+def write(path):
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(size // 2**20):
+            file.write(bytes(2**20))
+        os.fsync(file.fileno())
+
+read("start")
+write(disk_file)
+read("cache written")
+with open(disk_file, "rb", buffering=0) as file:
+    while file.read(2**20):
+        pass
+read("cache read")
+write(shm_file)
+read("tmpfs")
+os.unlink(shm_file)
+read("tmpfs removed")
+taken = bytearray(b"\\1") * size
+read("taken")
+child = subprocess.Popen([sys.executable, "-c", hold, str(size)], stdin=-1, stdout=-1)
+child.stdout.readline()
+read("taken by a child")
+child.communicate(b"\\n")
+read("child ended")
+print(json.dumps(readings))
+"""
+
+
+@pytest.fixture(scope="module")
+def readings(tmp_path_factory):
+    """Readings of a process in a group of 1 GiB, after each of its steps."""
+    disk_file = tmp_path_factory.mktemp("cache") / "file"
+    shm_file = SHM / f"torchbudget-test-{os.getpid()}"
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", disk_file.parent], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if kind == "tmpfs":
+        pytest.skip(f"{disk_file.parent} is a tmpfs, which has no page cache")
+    with memory_group(GiB(1)) as group:
+        use = "memory.usage_in_bytes" if group.version == 1 else "memory.current"
+        try:
+            output = group.output(STEPS, group.folder / use, disk_file, shm_file, HOLD)
+        finally:
+            shm_file.unlink(missing_ok=True)
+            disk_file.unlink(missing_ok=True)
+        yield group, json.loads(output)
+
+
+def change(readings, key: str, before: str, after: str) -> int:
+    return readings[1][after][key] - readings[1][before][key]
+
+
+def near(num_bytes: int) -> object:
+    """Within what interpreters, page tables and the kernel's per-processor batches add."""
+    return pytest.approx(num_bytes, abs=MiB(16))
+
+
+def test_a_real_group_and_its_limit(readings):
+    """The reading is of the group that we made, and held is about what is used in it."""
+    group, steps = readings
+    assert steps["start"]["name"] == str(group.folder)
+    assert steps["start"]["limit"] == GiB(1)
+    assert steps["start"]["held"] == near(steps["start"]["used"])
+    assert steps["start"]["usable"] == near(GiB(1))
+
+
+@pytest.mark.parametrize("step", ["cache written", "cache read"])
+def test_real_page_cache_is_no_use(readings, step):
+    """A file that is written and read is charged to the group, but can be reclaimed."""
+    assert change(readings, "charged", "start", step) >= MiB(90)
+    assert change(readings, "used", "start", step) == near(0)
+    assert change(readings, "usable", "start", step) == near(0)
+
+
+def test_real_tmpfs_is_use(readings):
+    """A file in /dev/shm cannot be reclaimed, until it is removed."""
+    assert change(readings, "used", "cache read", "tmpfs") == near(MiB(100))
+    assert change(readings, "usable", "cache read", "tmpfs") == near(-MiB(100))
+    assert change(readings, "usable", "cache read", "tmpfs removed") == near(0)
+
+
+def test_what_the_process_takes_stays_usable(readings):
+    """Its own memory is used, but still its own to use."""
+    assert change(readings, "used", "tmpfs removed", "taken") == near(MiB(100))
+    assert change(readings, "held", "tmpfs removed", "taken") == near(MiB(100))
+    assert change(readings, "usable", "tmpfs removed", "taken") == near(0)
+
+
+def test_what_its_children_take_stays_usable(readings):
+    """Workers are part of the job; their memory goes with them."""
+    assert change(readings, "held", "taken", "taken by a child") == near(MiB(100))
+    assert change(readings, "usable", "taken", "taken by a child") == near(0)
+    assert change(readings, "held", "taken", "child ended") == near(0)
+
+
+NESTED = """
+import json
+from torchbudget.budget import MemoryBudget
+from torchbudget.machine import host_memory
+pools = [[pool.name, pool.limit_bytes, pool.usable_bytes] for pool in host_memory()]
+print(json.dumps([pools, MemoryBudget.detect("cpu", fraction=0.5).host]))
+"""
+
+
+def test_a_real_ancestor_bounds_more_tightly():
+    """A sibling group's process uses up the ancestor; the own group does not see it."""
+    with (
+        memory_group(MiB(700)) as outer,
+        memory_group(MiB(900), outer) as inner,
+        memory_group(MiB(400), outer) as other,
+        other.python(HOLD, MiB(128)) as holder,
+    ):
+        assert holder.stdout.readline() == "ready\n"
+        pools, host_bytes = json.loads(inner.output(NESTED))
+    assert [(name, limit) for name, limit, _ in pools[1:3]] == [
+        (str(inner.folder), MiB(900)),
+        (str(outer.folder), MiB(700)),
+    ]
+    assert pools[1][2] == near(MiB(900))
+    assert pools[2][2] == near(MiB(700 - 128))
+    assert host_bytes == near(MiB(700 - 128) // 2)
+
+
+FILL = """
+import os, sys
+from torchbudget.budget import MemoryBudget
+from torchbudget.machine import process_memory
+
+with open(sys.argv[2], "wb", buffering=0) as file:
+    for _ in range(100):
+        file.write(bytes(2**20))
+    os.fsync(file.fileno())
+usable = MemoryBudget.detect(None, fraction=1).host
+taken = []
+while process_memory().held_bytes < float(sys.argv[1]) * usable:
+    taken.append(bytearray(b"\\1") * 2**22)
+print("lives")
+"""
+
+
+@pytest.mark.parametrize(("fraction", "code"), [(0.95, 0), (1.05, -signal.SIGKILL)])
+def test_the_budget_is_where_the_kernel_kills(tmp_path, fraction, code):
+    """A process that takes 95 % of what was found lives, and one that takes 105 % is killed."""
+    with memory_group(MiB(768)) as group, group.python(FILL, fraction, tmp_path / "f") as process:
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert output == ("lives\n" if code == 0 else "")

@@ -1,0 +1,276 @@
+"""Windows are put in order and cut: each micro-batch is the longest run that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import oracles
+from tests.support.strategies import one_axis_sizes, problems, rules, several_axes_sizes
+from torchbudget import PaddedCost
+from torchbudget.plan.arrange import arrange, ascending
+from torchbudget.plan.cut import cut
+from torchbudget.plan.rules import BatchRules
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+def lengths_of_runs(starts: Any, length: int) -> list[int]:
+    """Samples in each run of one window."""
+    mine = starts[starts < length]
+    return np.diff(mine, append=length).tolist()
+
+
+def cut_one(sizes: Any, rule: BatchRules, budget: int | None = None) -> list[int]:
+    budget = rule.budget_bytes if budget is None else budget
+    return lengths_of_runs(cut(sizes[None], rule, np.array([budget]))[:, 0], len(sizes))
+
+
+def descending(sizes: Any) -> Any:
+    return np.sort(sizes)[::-1] if sizes.ndim == 1 else sizes
+
+
+# ---------------------------------------------------------------------- the cut
+
+
+@given(problems(most=120, packed=False))
+def test_the_cut_is_the_greedy_one(problem: Any) -> None:
+    """Descending sizes of one axis, and several axes in any order: run by run the oracle's."""
+    sizes, cost, budget = problem
+    ordered = descending(sizes)
+    rule = BatchRules(cost=cost, budget_bytes=budget)
+    assert cut_one(ordered, rule) == oracles.greedy_cut(ordered.astype(np.int64), cost, budget)
+
+
+@given(problems(most=100, packed=False), rules(), st.sampled_from([1, 1, 4, 64]))
+def test_the_cut_under_rules(problem: Any, options: Any, size_multiple: int) -> None:
+    """At most `max_batch_size`; multiples where a run reaches one; sizes rounded up first."""
+    sizes, cost, budget = problem
+    ordered = descending(sizes).astype(np.int64)
+    rounded = -(-ordered // size_multiple) * size_multiple
+    budget = max(budget, int(cost.batch_bytes(1, rounded.max(axis=0))))
+    rule = BatchRules(cost=cost, budget_bytes=budget, size_multiple=size_multiple, **options)
+    expected = oracles.rule_cut(
+        rounded,
+        cost,
+        budget,
+        most=options.get("max_batch_size"),
+        multiple=options.get("batch_size_multiple", 1),
+    )
+    assert cut_one(ordered, rule) == expected
+    assert sum(expected) == len(sizes)
+
+
+@given(problems(most=100, packed=False), st.data())
+def test_the_cut_under_a_lowered_budget(problem: Any, data: Any) -> None:
+    """Below a sample's own cost it stands alone; every other run fits the lowered budget."""
+    sizes, cost, budget = problem
+    ordered = descending(sizes)
+    lowered = data.draw(st.integers(0, budget))
+    rule = BatchRules(cost=cost, budget_bytes=budget)
+    runs = cut_one(ordered, rule, lowered)
+    assert runs == oracles.greedy_cut(ordered.astype(np.int64), cost, lowered)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.sampled_from([None, 2, 3]),
+    st.integers(0, 2**32),
+    st.data(),
+)
+def test_many_windows_at_once_are_one_by_one(
+    windows: int, length: int, axes: int | None, seed: int, data: Any
+) -> None:
+    """Cutting windows in lockstep, each under its own budget, gives what each gives alone."""
+    rng = np.random.default_rng(seed)
+    shape = (windows, length) if axes is None else (windows, length, axes)
+    sizes = rng.integers(0, data.draw(st.sampled_from([2, 50, 3000])), shape)
+    if axes is None:
+        sizes = -np.sort(-sizes, axis=1)
+        cost = PaddedCost(sample_bytes=1, unit_bytes=1, pair_bytes=0.01)
+    else:
+        cost = PaddedCost(sample_bytes=1, unit_bytes=[1] * axes)
+    budget = int(cost.batch_bytes(data.draw(st.integers(1, 20)), sizes.reshape(-1, *shape[2:])[0]))
+    rule = BatchRules(cost=cost, budget_bytes=budget)
+    budgets = rng.integers(budget // 2, budget + 1, windows)
+    if data.draw(st.booleans()):
+        budgets[:] = budget  # the whole one everywhere takes the table of capacities
+    together = cut(sizes, rule, budgets)
+    assert together.shape[1] == windows
+    for window in range(windows):
+        alone = cut_one(sizes[window], rule, int(budgets[window]))
+        assert lengths_of_runs(together[:, window], length) == alone
+    assert (np.diff(together, axis=0) >= 0).all()
+    assert together.min() == 0
+    assert together.max() <= length
+
+
+def test_a_table_of_capacities_changes_nothing() -> None:
+    """Sizes past the table's end are asked of the cost itself, and give the same."""
+    small = np.array([900, 500, 500, 3, 2, 1, 1])
+    rule = BatchRules(cost=TOKENS, budget_bytes=1000)
+    assert rule.table(10) is not None
+    assert rule.table(2**20) is None
+    assert cut_one(small, rule) == [1, 2, 4]
+    huge = small * 2**20
+    rule = BatchRules(cost=TOKENS, budget_bytes=1000 * 2**20)
+    assert cut_one(huge, rule) == [1, 2, 4]
+
+
+def test_a_table_grows() -> None:
+    """A later, longer window gets a longer table, with the same entries in front."""
+    rule = BatchRules(cost=TOKENS, budget_bytes=100)
+    first = rule.table(10)
+    longer = rule.table(50)
+    assert first is not None
+    assert longer is not None
+    assert np.array_equal(longer[:11], first)
+    assert rule.table(20) is longer
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [13]),
+        ({"max_batch_size": 5}, [5, 5, 3]),
+        ({"batch_size_multiple": 4}, [12, 1]),
+        ({"batch_size_multiple": 4, "max_batch_size": 7}, [4, 4, 4, 1]),
+        ({"batch_size_multiple": 16}, [13]),
+        ({"max_batch_size": 1}, [1] * 13),
+    ],
+    ids=str,
+)
+def test_rules_by_hand(options: Any, expected: list[int]) -> None:
+    rule = BatchRules(cost=TOKENS, budget_bytes=200, **options)
+    assert cut_one(np.full(13, 10), rule) == expected
+
+
+def test_the_boundary_of_the_budget() -> None:
+    """A run that fills the budget to the last byte is taken; one byte less, and it is shorter."""
+    sizes = np.full(10, 7)
+    for budget, run in ((35, 5), (34, 4), (7, 1)):
+        rule = BatchRules(cost=TOKENS, budget_bytes=budget)
+        assert cut_one(sizes, rule)[0] == run
+
+
+def test_samples_of_no_size() -> None:
+    """Zeros cost nothing here: they all go into the last run."""
+    rule = BatchRules(cost=TOKENS, budget_bytes=10)
+    assert cut_one(np.array([10, 4, 4, 0, 0, 0]), rule) == [1, 2, 3]
+    assert cut_one(np.zeros(6, np.int64), rule) == [6]
+    assert cut_one(
+        np.zeros((6, 2), np.int64), BatchRules(cost=PaddedCost(unit_bytes=(1, 1)), budget_bytes=10)
+    ) == [6]
+
+
+def test_several_axes_pad_to_the_maximum_on_each() -> None:
+    """A tall and a wide sample together are as costly as one that is both."""
+    area = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
+    sizes = np.array([[1, 100], [100, 1], [1, 100], [1, 100]])
+    rule = BatchRules(cost=area, budget_bytes=10_000)
+    assert cut_one(sizes, rule) == [1, 1, 2]
+    rule = BatchRules(cost=area, budget_bytes=20_000)
+    assert cut_one(sizes, rule) == [2, 2]
+
+
+# ---------------------------------------------------------------------- sorting
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.sampled_from([np.uint8, np.uint16, np.int32, np.int64, np.uint64]),
+    st.integers(0, 63),
+    st.integers(0, 2**32),
+)
+def test_ascending_is_a_stable_argsort(
+    rows: int, length: int, dtype: Any, bits: int, seed: int
+) -> None:
+    """For keys of any width, and many ties, it is NumPy's stable argsort."""
+    bits = min(bits, np.iinfo(dtype).bits - (np.iinfo(dtype).kind == "i"))
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(0, 2**bits, (rows, length), dtype=np.uint64).astype(dtype)
+    keys = keys[:, rng.integers(0, length, length)]  # ties
+    before = keys.copy()
+    found = ascending(keys)
+    assert found.dtype == np.int64
+    assert np.array_equal(found, np.argsort(keys, axis=1, kind="stable"))
+    assert np.array_equal(keys, before)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 256, 257, 4096])
+def test_ascending_at_the_edge_of_each_width(length: int) -> None:
+    """The largest key that 32 bits, then 64, hold beside a position, and the one after it."""
+    bits = max(length - 1, 1).bit_length()
+    rng = np.random.default_rng(length)
+    for edge in (2 ** (32 - bits), 2 ** (63 - bits), 2**62, 2**63 - 1):
+        for largest in (edge - 1, edge):
+            keys = rng.integers(0, min(3, largest), (3, length)) + (largest - 3)
+            keys[:, rng.integers(0, length)] = largest
+            keys[0, -1] = 0
+            expected = np.argsort(keys, axis=1, kind="stable")
+            assert np.array_equal(ascending(keys), expected), (length, largest)
+
+
+@given(one_axis_sizes())
+def test_one_axis_is_arranged_descending(sizes: Any) -> None:
+    """The longest first, and samples of one size in their order."""
+    order = arrange(sizes[None], 1)[0]
+    assert np.array_equal(order, np.argsort(-sizes.astype(np.int64), kind="stable"))
+
+
+@given(several_axes_sizes(most=150), st.integers(1, 40), st.integers(1, 3))
+def test_an_arrangement_is_a_permutation(sizes: Any, strips: int, windows: int) -> None:
+    """Every sample of every window once; windows arranged together are arranged as if alone."""
+    stacked = np.stack([np.roll(sizes, shift, axis=0) for shift in range(windows)])
+    order = arrange(stacked, strips)
+    assert np.array_equal(np.sort(order, axis=1), np.tile(np.arange(len(sizes)), (windows, 1)))
+    for window in range(windows):
+        assert np.array_equal(order[window], arrange(stacked[window : window + 1], strips)[0])
+
+
+def test_strips_by_hand() -> None:
+    """Two strips by the first axis, the second one backwards: neighbours across are alike."""
+    sizes = np.array([[9, 1], [9, 3], [9, 2], [1, 1], [1, 3], [1, 2]])
+    assert arrange(sizes[None], 2)[0].tolist() == [1, 2, 0, 3, 5, 4]
+    assert arrange(sizes[None], 1)[0].tolist() == [1, 4, 2, 5, 0, 3]
+
+
+def _micro_batches(sizes: Any, cost: Any, budget: int, strips: int) -> int:
+    order = arrange(sizes[None], strips)[0]
+    return len(cut_one(sizes[order], BatchRules(cost=cost, budget_bytes=budget)))
+
+
+@pytest.mark.parametrize("kind", ["independent", "correlated", "images"])
+def test_strips_need_fewer_micro_batches_than_one_axis(kind: str) -> None:
+    """On independent, correlated and image-like sizes, strips beat sorting by either axis alone."""
+    rng = np.random.default_rng(5)
+    first = np.clip(rng.lognormal(4, 0.8, 4096), 4, 1000)
+    match kind:
+        case "independent":
+            sizes = np.stack([first, rng.permutation(first)], axis=1).astype(np.int64)
+            cost = PaddedCost(unit_bytes=(1, 1))
+        case "correlated":
+            sizes = np.stack([first, first * rng.uniform(0.5, 2, 4096)], axis=1).astype(np.int64)
+            cost = PaddedCost(unit_bytes=(1, 1))
+        case _:
+            ratio = rng.choice([0.5, 0.75, 1, 4 / 3, 2], 4096)
+            sizes = np.stack([first * ratio**0.5, first / ratio**0.5], axis=1).astype(np.int64)
+            cost = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
+    budget = 2 * int(cost.batch_bytes(1, sizes.max(axis=0)))
+    alone = cost.item_bytes(sizes)
+    ideal = alone.sum() / budget
+    strips = round(1.6 * ideal**0.5)
+    found = _micro_batches(sizes, cost, budget, max(strips, 1))
+    by_one_axis = min(
+        len(cut_one(sizes[np.argsort(-sizes[:, axis])], BatchRules(cost=cost, budget_bytes=budget)))
+        for axis in (0, 1)
+    )
+    by_cost = len(cut_one(sizes[np.argsort(-alone)], BatchRules(cost=cost, budget_bytes=budget)))
+    assert found < 0.9 * by_one_axis
+    assert found < 0.9 * by_cost

@@ -1,0 +1,169 @@
+"""Packing: every item in one bin, no bin over its room, as few bins as best fit decreasing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import oracles
+from torchbudget import MemoryBudgetBatchSampler, PackedCost
+from torchbudget.plan.pack import pack
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> tuple[Any, int]:
+    """Items in descending order, and a room: many alike, all different, large, small, zeros."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    n = draw(st.integers(1, 200))
+    room = draw(st.integers(1, 1000))
+    match draw(st.sampled_from(["any", "alike", "large", "small", "oversize", "zeros"])):
+        case "any":
+            items = rng.integers(0, room + 1, n)
+        case "alike":
+            items = rng.choice(rng.integers(1, room + 1, 3), n)
+        case "large":
+            items = rng.integers(room // 2 + 1, room + 2, n)
+        case "small":
+            items = rng.integers(0, room // 8 + 1, n)
+        case "oversize":
+            items = rng.integers(0, 3 * room, n)
+        case _:
+            items = rng.integers(0, room + 1, n) * (rng.random(n) < 0.3)
+    return np.sort(items)[::-1].astype(np.int64), room
+
+
+def bins_of(items: Any, room: int, most: int | None = None) -> list[Any]:
+    """The items of each bin, after checking that they are a partition."""
+    sizes, counts = np.unique(items, return_counts=True)
+    grouped, starts = pack(sizes[::-1], counts[::-1], room, most)
+    assert starts[0] == 0
+    assert (np.diff(starts) > 0).all()
+    assert np.array_equal(np.sort(grouped), np.arange(len(items)))
+    return [items[part] for part in np.split(grouped, starts[1:])]
+
+
+@given(packings())
+def test_no_bin_is_over_its_room(case: Any) -> None:
+    """Items are partitioned into bins within the room, but for an item that alone is over it."""
+    items, room = case
+    for held in bins_of(items, room):
+        assert held.sum() <= room or len(held) == 1
+
+
+@given(packings())
+def test_as_many_bins_as_best_fit_decreasing(case: Any) -> None:
+    """Moving alike items together changes neither the number of bins nor how full they are.
+
+    Which of two equally full bins takes an item is left open, and with it what a bin holds.
+    """
+    items, room = case
+    found = bins_of(items, room)
+    expected = oracles.best_fit_decreasing(items.tolist(), room)
+    assert len(found) == len(expected)
+    assert sorted(held.sum() for held in found) == sorted(map(sum, expected))
+
+
+@given(st.integers(1, 60), st.integers(1, 1000), st.integers(0, 2**32))
+def test_at_most_11_9_of_the_best(bins: int, room: int, seed: int) -> None:
+    """Where a perfect packing exists, it takes at most 11/9 of its bins and 6/9 of one more.
+
+    The bound on best (as on first) fit decreasing, tight for the latter: Dósa, Li, Han and Tuza,
+    "Tight absolute bound for First Fit Decreasing bin-packing", 2013.
+    """
+    rng = np.random.default_rng(seed)
+    items = []
+    for _ in range(bins):
+        pieces = np.sort(rng.integers(0, room + 1, rng.integers(0, 6)))
+        items += np.diff(pieces, prepend=0, append=room).tolist()
+    ordered = np.array(sorted(items, reverse=True))
+    assert bins <= len(bins_of(ordered, room)) <= 11 / 9 * bins + 6 / 9
+
+
+@given(packings(), st.integers(2, 12))
+def test_small_items_fill_their_bins(case: Any, k: int) -> None:
+    """Items of at most 1/k of the room fill all bins but two to more than k/(k + 1)."""
+    items, room = case
+    room = max(room, int(items[0]) * k, 1)
+    found = bins_of(items, room)
+    assert len(found) <= (k + 1) / k * items.sum() / room + 2
+    assert len(found) >= -(-items.sum() // room)
+
+
+@given(packings(), st.integers(1, 20))
+def test_no_bin_holds_more_than_most(case: Any, most: int) -> None:
+    """With `most`, every bin of more is cut into as few pieces as can be."""
+    items, room = case
+    free = bins_of(items, room)
+    held = bins_of(items, room, most)
+    assert max(map(len, held)) <= most
+    assert len(held) == sum(-(-len(one) // most) for one in free)
+    for one in held:
+        assert one.sum() <= room or len(one) == 1
+
+
+def test_zeros() -> None:
+    """Items of no bytes go into one bin, or into whatever others need."""
+    assert len(bins_of(np.zeros(50, np.int64), 10)) == 1
+    assert len(bins_of(np.zeros(50, np.int64), 0)) == 1
+    assert len(bins_of(np.array([10, 10, 0, 0]), 10)) == 2
+    assert len(bins_of(np.zeros(50, np.int64), 10, 20)) == 3
+
+
+def test_where_there_is_no_room_at_all() -> None:
+    """Under a negative room every item is over it, those of no bytes too: each stands alone."""
+    assert [len(held) for held in bins_of(np.array([5, 5, 0, 0]), -1)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("size", "each"), [(10, 10), (33, 3), (34, 2), (50, 2), (51, 1), (101, 1)])
+def test_equal_items(size: int, each: int) -> None:
+    """Equal items fill bins by as many as fit."""
+    found = bins_of(np.full(30, size), 100)
+    assert sorted(map(len, found), reverse=True) == [each] * (30 // each) + (
+        [30 % each] if 30 % each else []
+    )
+
+
+def test_one_giant() -> None:
+    """An item over the room stands alone, and takes nothing with it, not even a zero."""
+    found = bins_of(np.array([1000, 5, 5, 0]), 10)
+    assert sorted(held.tolist() for held in found) == [[5, 5, 0], [1000]]
+
+
+def test_one_item() -> None:
+    assert [held.tolist() for held in bins_of(np.array([7]), 7)] == [[7]]
+    assert [held.tolist() for held in bins_of(np.array([7]), 6)] == [[7]]
+
+
+def test_the_exact_boundary() -> None:
+    """A bin is filled to its last byte."""
+    assert len(bins_of(np.array([6, 5, 5, 4]), 10)) == 2
+    assert len(bins_of(np.array([6, 5, 5, 5]), 10)) == 3
+
+
+def test_bytes_past_32_bits() -> None:
+    """Items of terabytes add up without wrapping."""
+    items = np.array([3, 3, 2, 2, 2]) * 2**60
+    assert len(bins_of(items, 6 * 2**60)) == 2
+
+
+def test_lognormal_items_leave_next_to_nothing() -> None:
+    """On real lengths best fit decreasing is within one in a thousand of the least there can be."""
+    rng = np.random.default_rng(0)
+    items = -np.sort(-np.clip(rng.lognormal(5, 1, 50_000), 16, 4096).astype(np.int64))
+    found = bins_of(items, 16_384)
+    assert len(found) <= 1.001 * -(-items.sum() // 16_384)
+
+
+def test_packed_batches_of_a_sampler_fill_the_budget() -> None:
+    """The same through the sampler: the window's batches, with a base and a share per sample."""
+    rng = np.random.default_rng(1)
+    sizes = np.clip(rng.lognormal(5, 1, 20_000), 16, 4096).astype(np.int64)
+    cost = PackedCost(fixed_bytes=1000, sample_bytes=4, unit_bytes=1)
+    sampler = MemoryBudgetBatchSampler(sizes, cost, 17_384)
+    costs = [1000 + int(cost.item_bytes(sizes[batch]).sum()) for batch in sampler]
+    assert max(costs) <= 17_384
+    assert np.mean(costs) / 17_384 > 0.99

@@ -1,0 +1,118 @@
+"""Real memory control groups for tests: made beside this process's own, and always removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SHM = Path("/dev/shm")  # noqa: S108  (shared memory itself is what is tested)
+# The shell joins the group before it becomes Python, so that all of Python's memory is charged
+# there: what a process holds stays with the group that it had when it took it.
+JOIN = 'echo $$ > "$0" && exec "$@"'
+
+# Code that holds as many bytes as its argument says, prints a line, and ends after another.
+HOLD = """
+import sys
+taken = bytearray(b"\\1") * int(sys.argv[1])
+print("ready", flush=True)
+input()
+"""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    version: int
+    folder: Path
+
+    @property
+    def charged_bytes(self) -> int:
+        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
+        return int((self.folder / name).read_text())
+
+    @contextlib.contextmanager
+    def python(self, code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+        """Run `code` in the group, and kill it at the end."""
+        with subprocess.Popen(
+            ["sh", "-c", JOIN, self.folder / "cgroup.procs", sys.executable, "-c", code]
+            + [str(argument) for argument in arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def output(self, code: str, *arguments: object) -> str:
+        """What `code` prints in the group; it must end well."""
+        with self.python(code, *arguments) as process:
+            output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        return output
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int, parent: MemoryGroup | None = None) -> Iterator[MemoryGroup]:
+    """A group with a limit and no swap; skips where this machine does not let us make one."""
+    version, above = _place() if parent is None else (parent.version, parent.folder)
+    group = MemoryGroup(version, above / f"torchbudget-test-{uuid.uuid4().hex}")
+    try:
+        if parent is not None and version == 2:
+            (above / "cgroup.subtree_control").write_text("+memory")
+        group.folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a memory cgroup in {above}: {error.strerror}")
+    try:
+        limit, swap = {
+            1: ("memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", str(limit_bytes))),
+            2: ("memory.max", ("memory.swap.max", "0")),
+        }[version]
+        (group.folder / limit).write_text(str(limit_bytes))
+        if (group.folder / swap[0]).exists():
+            (group.folder / swap[0]).write_text(swap[1])
+        yield group
+    finally:
+        for _ in range(100):
+            try:
+                group.folder.rmdir()
+                break
+            except OSError:  # the kernel is still burying the last process
+                time.sleep(0.1)
+        assert not group.folder.exists()
+
+
+def _place() -> tuple[int, Path]:
+    """The version, and the folder in which a group can be made."""
+    groups = dict(
+        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+    )
+    mount = Path("/sys/fs/cgroup")
+    if os.geteuid() != 0:
+        pytest.skip("making a memory cgroup needs root")
+    if "memory" in groups:
+        above = mount / "memory" / groups["memory"].lstrip("/")
+        version = 1
+    else:
+        # Version 2 lets no group have both processes and limited children: a sibling it is.
+        own = mount / groups.get("", "/").lstrip("/")
+        above = own if own == mount else own.parent
+        version = 2
+        control = above / "cgroup.subtree_control"
+        if not control.exists() or "memory" not in control.read_text().split():
+            pytest.skip(f"no memory controller for groups in {above}")
+    if not above.is_dir():
+        pytest.skip(f"{above} is not visible")
+    return version, above

@@ -1,0 +1,354 @@
+"""Epochs, evaluations and whole trainings, which go on exactly where they were stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.support.large_steps import CLASSES, Data, make_model
+from tests.support.torchrun import torchrun
+from torchbudget import (
+    BudgetedIterableDataset,
+    Epoch,
+    GradAccumulator,
+    MemoryBudgetBatchSampler,
+    OptionError,
+    PadCollate,
+    PaddedBatch,
+    PaddedCost,
+    StateError,
+    Step,
+    evaluate,
+    fit,
+    largest_difference,
+    train_epoch,
+)
+
+
+class Tagger(nn.Module):
+    """Labels of positions, behind dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(CLASSES, 16)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.embed(x))))
+
+
+def samples(n: int, seed: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 30, (n,), generator=generator).tolist()
+    texts = [torch.randint(CLASSES, (length,), generator=generator) for length in lengths]
+    return [{"x": text, "labels": (text + 1) % CLASSES} for text in texts]
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    logits = model(batch["x"]).flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+
+
+def tokens(batch: PaddedBatch) -> int:
+    return batch.num_tokens
+
+
+class Training:
+    """Everything that a run consists of, made anew."""
+
+    def __init__(self, workers: int = 0, loader: Callable[..., Any] = DataLoader) -> None:
+        data = samples(120, 0)
+        lengths = [len(one["x"]) for one in data]
+        self.sampler = MemoryBudgetBatchSampler(
+            lengths, PaddedCost(unit_bytes=1), 100, samples_per_step=30, seed=1
+        )
+        self.loader = loader(
+            data, batch_sampler=self.sampler, collate_fn=PadCollate(), num_workers=workers
+        )
+        self.model = Tagger()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.03)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        self.accumulator = GradAccumulator(
+            optimizer, self.model, steps=self.sampler, max_norm=1.0, scheduler=schedule
+        )
+        self.validation = DataLoader(samples(20, 9), batch_size=7, collate_fn=PadCollate())
+
+    def fit(self, **options: Any) -> list[Epoch]:
+        arguments = {"epochs": 4, "weight": tokens, "validation": self.validation}
+        return fit(self.model, self.loader, loss_of, self.accumulator, **arguments | options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [[1], [4, 5], [8], [3, 10, 13]])
+def test_stopped_and_resumed_is_uninterrupted(at: list[int], workers: int, tmp_path: Path) -> None:
+    """Behind any step, at the end of an epoch too, several times, dropout and all: bit for bit."""
+    torch.manual_seed(11)
+    whole = Training(workers)
+    expected = whole.fit()
+    torch.manual_seed(11)
+    for stop in [*at, math.inf]:
+        part = Training(workers)
+        found = part.fit(
+            folder=tmp_path,
+            checkpoint_steps=1,
+            callbacks=[lambda record, s=stop: isinstance(record, Step) and record.number == s],
+        )
+        torch.manual_seed(0)  # another process begins with other numbers
+    assert largest_difference(part.model, whole.model) == 0
+    told = [(e.number, e.validation, e.steps, e.skipped) for e in found]
+    assert told == [(e.number, e.validation, e.steps, e.skipped) for e in expected]
+    assert [e.loss for e in found] == pytest.approx([e.loss for e in expected], rel=1e-12)
+    lines = list(map(json.loads, (tmp_path / "statistics.jsonl").read_text().splitlines()))
+    assert [line["number"] for line in lines if line["kind"] == "step"] == list(range(1, 17))
+    assert [line["number"] for line in lines if line["kind"] == "epoch"] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> None:
+    """The loader of torchdata keeps the position, with workers that run ahead too."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    torch.manual_seed(11)
+    whole = Training(workers, stateful)
+    expected = whole.fit(epochs=3)
+    torch.manual_seed(11)
+    for stop in [(Step, 2), (Step, 4), (Step, 5), (Epoch, 1), (Step, 11), None]:
+        part = Training(workers, stateful)
+        found = part.fit(
+            epochs=3,
+            folder=tmp_path,
+            checkpoint_steps=1,
+            callbacks=[lambda record, s=stop: (type(record), record.number) == s],
+        )
+        torch.manual_seed(0)
+    assert largest_difference(part.model, whole.model) == 0
+    assert [e.validation for e in found] == [e.validation for e in expected]
+
+
+class Streamed(Training):
+    """The same, of a stream that nobody knows the length of."""
+
+    def __init__(self, workers: int, loader: Callable[..., Any]) -> None:
+        super().__init__()
+        stream = BudgetedIterableDataset(
+            [samples(60, 0), samples(60, 1)],
+            PaddedCost(unit_bytes=1),
+            100,
+            size="x",
+            window=30,
+        )
+        self.loader = loader(stream, batch_size=None, num_workers=workers)
+        optimizers = self.accumulator._stepping.optimizers
+        self.accumulator = GradAccumulator(optimizers, self.model, steps=5)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
+def test_a_stream_is_stopped_and_goes_on(kind: str, workers: int, tmp_path: Path) -> None:
+    """Each epoch another order, within epochs and between them."""
+    stateful: Any = DataLoader
+    if kind != "DataLoader":
+        stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    torch.manual_seed(11)
+    whole = Streamed(workers, stateful)
+    expected = whole.fit(epochs=3)
+    last = expected[0].steps
+    torch.manual_seed(11)
+    for stop in [(Step, 2), (Step, last), (Epoch, 0), (Step, last + 1), (Epoch, 1), None]:
+        part = Streamed(workers, stateful)
+        found = part.fit(
+            epochs=3,
+            folder=tmp_path,
+            checkpoint_steps=1,
+            callbacks=[lambda record, s=stop: (type(record), record.number) == s],
+        )
+        torch.manual_seed(0)
+    assert [e.steps for e in found] == [e.steps for e in expected]
+    assert largest_difference(part.model, whole.model) == 0
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
+    history = Training().fit(folder=tmp_path, epochs=2)
+    again = Training()
+    assert again.fit(folder=tmp_path, epochs=2) == history
+    assert len(again.fit(folder=tmp_path, epochs=3)) == 3
+
+
+def test_it_learns_and_keeps_the_best(tmp_path: Path) -> None:
+    """The validation loss falls, and `best.pt` holds the model of the lowest one."""
+    training = Training()
+    history = training.fit(folder=tmp_path, epochs=6)
+    losses = [epoch.validation for epoch in history]
+    assert losses[-1] < 0.5 * losses[0]
+    best = Tagger()
+    best.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
+    found = evaluate(best, training.validation, loss_of, weight=tokens)
+    assert found == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_patience(tmp_path: Path) -> None:
+    """A learning rate of 0 never gets better: two epochs behind the first it ends."""
+    training = Training()
+    for group in training.accumulator._stepping.optimizers[0].param_groups:
+        group["lr"] = 0.0
+    assert len(training.fit(patience=2, epochs=9)) == 3
+    with pytest.raises(OptionError, match="needs validation"):
+        training.fit(patience=2, validation=None)
+
+
+def test_a_callback_ends_it() -> None:
+    seen: list[Any] = []
+
+    def callback(record: Step | Epoch) -> bool:
+        seen.append(record)
+        return isinstance(record, Epoch) and record.number == 1
+
+    assert len(Training().fit(callbacks=[callback])) == 2
+    assert [type(record) for record in seen] == [*4 * [Step], Epoch] * 2
+
+
+def test_a_loader_without_a_state_has_no_checkpoints(tmp_path: Path) -> None:
+    training = Training()
+    training.loader = training.validation
+    with pytest.raises(OptionError, match="position can be saved"):
+        training.fit(folder=tmp_path, checkpoint_steps=1)
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    torch.save({"run": {"version": 9}}, tmp_path / "last.pt")
+    with pytest.raises(StateError, match="version"):
+        Training().fit(folder=tmp_path)
+
+
+def test_an_evaluation_is_that_of_the_whole() -> None:
+    """Whatever the batches, in evaluation mode, which is then what it was."""
+    training = Training()
+    model = training.model
+    model.head.eval()
+    modes = [module.training for module in model.modules()]
+    found = evaluate(model, training.validation, loss_of, weight=tokens)
+    assert [module.training for module in model.modules()] == modes
+    [batch] = DataLoader(samples(20, 9), batch_size=20, collate_fn=PadCollate())
+    model.eval()
+    assert found == pytest.approx(loss_of(model, batch).item() / batch.num_tokens, rel=1e-6)
+    mean = evaluate(
+        model, training.validation, lambda m, b: loss_of(m, b) / tokens(b), weight=tokens, mean=True
+    )
+    assert mean == pytest.approx(found, rel=1e-6)
+    assert math.isnan(evaluate(model, [], loss_of))
+
+
+def test_tensors_and_a_last_incomplete_step() -> None:
+    """Plain tensors weigh their samples; what is left of a step is taken at the end."""
+    model = nn.Linear(3, 1)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
+    steps = train_epoch(
+        model,
+        torch.ones(10, 3).split(4),
+        lambda m, batch: m(batch).square().sum(),
+        accumulator,
+        device="cpu",
+    )
+    assert [step.weight for step in steps] == [8, 2]
+
+
+RANKS = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.train.test_fit import Training, evaluate, largest_difference, loss_of, tokens
+
+folder, files = sys.argv[1:]
+dist.init_process_group("gloo")
+told = []
+for kind in ("whole", "stopped"):
+    for stop in ([99] if kind == "whole" else [6, 99]):
+        training = Training()
+        torch.manual_seed(100 + dist.get_rank())  # every rank drops others
+        where = Path(files, kind)
+        history = training.fit(
+            folder=where, checkpoint_steps=2, validation=training.loader,
+            callbacks=[lambda record: getattr(record, "weight", 0) and record.number == stop],
+        )
+    told.append([[e.loss, e.validation, e.steps] for e in history])
+    told.append(training.model.head.weight.tolist())
+Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_fitting_over_ranks(tmp_path: Path) -> None:
+    """Two ranks train alike, evaluate together, are stopped and go on; the first one writes."""
+    first, second = torchrun(RANKS, tmp_path, 2, tmp_path / "files")
+    assert first == second
+    whole, weights, stopped, resumed = first
+    assert weights == resumed
+    assert [e[1:] for e in whole] == [e[1:] for e in stopped]
+    lines = (tmp_path / "files" / "whole" / "statistics.jsonl").read_text().splitlines()
+    assert len(lines) == 4 * 5
+
+
+SUBGROUPS = """
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.train.test_fit import DataLoader, PadCollate, Tagger, evaluate, loss_of, samples, tokens
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+groups = [dist.new_group([0, 1]), dist.new_group([2])]
+mine = samples(20, 9)[10 * rank : 10 * (rank + 1)] if rank < 2 else samples(7, 3)
+loader = DataLoader(mine, batch_size=4, collate_fn=PadCollate())
+found = evaluate(Tagger(), loader, loss_of, weight=tokens, group=groups[rank == 2])
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_an_evaluation_over_some_of_the_ranks(tmp_path: Path) -> None:
+    """Each group has the loss of its own samples, on every rank of it."""
+    first, second, third = torchrun(SUBGROUPS, tmp_path, 3)
+    whole = DataLoader(samples(20, 9), batch_size=20, collate_fn=PadCollate())
+    alone = DataLoader(samples(7, 3), batch_size=7, collate_fn=PadCollate())
+    assert first == second == pytest.approx(evaluate(Tagger(), whole, loss_of, weight=tokens))
+    assert third == pytest.approx(evaluate(Tagger(), alone, loss_of, weight=tokens))
+
+
+def test_models_of_the_tests_differ() -> None:
+    """Comparing networks: equal, within rounding, and not comparable."""
+    model = make_model("CNN")
+    assert largest_difference(model, make_model("CNN")) == 0
+    assert largest_difference(model, make_model("tied")) == math.inf
+    other = make_model("CNN")
+    with torch.no_grad():
+        other.outer.bias[0] += 1e-9
+    assert 0 < largest_difference(model, other) < 1e-7
+    with torch.no_grad():
+        other.outer.bias[0] = math.nan
+        model.outer.bias[0] = math.nan
+    assert largest_difference(model, other) == 0
+    assert Data.make(3).weight > 0

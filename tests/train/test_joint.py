@@ -1,0 +1,180 @@
+"""A criterion over the whole batch, with the activations of one micro-batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.support.large_steps import difference
+from tests.support.torchrun import torchrun
+from torchbudget import GradAccumulator, OptionError, joint_backward, trace_peak_bytes
+
+
+class Towers(nn.Module):
+    """Two encoders of pairs, and the temperature of their contrast, which the criterion uses."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Dropout(dropout))
+        self.right = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(dropout))
+        self.head = nn.Linear(width, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        left, right = pair
+        return {
+            "left": F.normalize(self.head(self.left(left)), dim=1),
+            "right": F.normalize(self.head(self.right(right)), dim=1),
+        }
+
+    def contrast(self, found: dict[str, Tensor]) -> Tensor:
+        """InfoNCE over all pairs, both ways."""
+        scores = found["left"] @ found["right"].T * self.scale.exp()
+        truth = torch.arange(len(scores))
+        return (F.cross_entropy(scores, truth) + F.cross_entropy(scores.T, truth)) / 2
+
+
+def pairs(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    kwargs: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    return torch.randn(n, 6, **kwargs), torch.randn(n, 4, **kwargs)
+
+
+def cut(data: tuple[Tensor, ...], sizes: list[int]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(tensor.split(sizes) for tensor in data), strict=True))
+
+
+def gradients(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
+def test_the_gradient_is_the_whole_batchs(sizes: list[int], dropout: bool) -> None:
+    """Whatever the cut, at most 1e-12, with the same dropout in both passes."""
+    model = Towers(0.3 if dropout else 0.0)
+    data = cut(pairs(sum(sizes)), sizes)
+    torch.manual_seed(5)
+    loss = joint_backward(model, data, model.contrast)
+    found, after = gradients(model), torch.rand(1)
+    model.zero_grad()
+    torch.manual_seed(5)
+    parts = [model(part) for part in data]  # all graphs at once
+    expected = model.contrast({k: torch.cat([p[k] for p in parts]) for k in parts[0]})
+    assert torch.rand(1) == after  # generators are where one pass leaves them
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert (found - gradients(model)).norm() <= 1e-12 * found.norm()
+
+
+def test_five_steps_of_an_accumulator() -> None:
+    """Scaled, divided, clipped: the steps are those of the whole batch."""
+    model, large = Towers(), Towers()
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, large))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    accumulator = GradAccumulator(mine, model, max_norm=0.5, divisor=4, scaler=scaler)
+    for seed in range(5):
+        data = pairs(20, seed)
+        loss = joint_backward(model, cut(data, [7, 7, 6]), model.contrast, accumulator)
+        assert accumulator.stepped
+        assert accumulator.last.loss == pytest.approx(loss.item(), rel=1e-12)
+        large.contrast(large(data)).backward()
+        nn.utils.clip_grad_norm_(large.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    assert difference(model, large) <= 1e-12
+
+
+def test_buffers_are_updated_once() -> None:
+    """Running statistics are those of one pass over the micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+    once = copy.deepcopy(model)
+    parts = torch.randn(12, 6).split(4)
+    joint_backward(model, parts, lambda z: (z @ z.T).logsumexp(1).mean())
+    for part in parts:
+        once(part)
+    assert model[1].num_batches_tracked == 3
+    assert torch.equal(model[1].running_mean, once[1].running_mean)
+
+
+def test_the_peak_is_that_of_one_micro_batch() -> None:
+    """Eight micro-batches need at most 1.1 times what one does, by the bytes that live."""
+
+    def peak(number: int) -> int:
+        model = Towers(0.1, width=65_536)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(data: Any) -> None:
+            joint_backward(model, cut(data, [64] * number), model.contrast)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return trace_peak_bytes(step, pairs(64 * number))
+
+    assert peak(8) <= 1.1 * peak(1)
+
+
+RANKS = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.large_steps import difference
+from tests.train.test_joint import Towers, cut, pairs
+from torchbudget import GradAccumulator, joint_backward
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+model, large = Towers(), Towers()
+ddp = DistributedDataParallel(model)
+accumulator = GradAccumulator(torch.optim.AdamW(ddp.parameters(), lr=0.01), ddp)
+theirs = torch.optim.AdamW(large.parameters(), lr=0.01)
+sizes = [4, 9, 2][:ranks]  # unequal numbers of pairs
+losses = []
+for seed in range(5):
+    data = pairs(sum(sizes), seed)
+    mine = cut(data, sizes)[rank]
+    parts = cut(mine, [1] * (len(mine[0]) - 1) + [1])
+    loss = joint_backward(ddp, parts, model.contrast, accumulator)
+    expected = large.contrast(large(data))
+    losses.append(abs(loss.item() / expected.item() - 1))
+    losses.append(abs(accumulator.last.loss / expected.item() - 1))
+    expected.backward()
+    theirs.step()
+    theirs.zero_grad()
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([difference(model, large), max(losses)]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_representations_of_all_ranks(ranks: int, tmp_path: Path) -> None:
+    """Each rank contrasts its pairs with everybody's, its temperature learns once: 1e-12."""
+    for worst, losses in torchrun(RANKS, tmp_path, ranks):
+        assert worst <= 1e-12
+        assert losses <= 1e-12
+
+
+def test_bad_input() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="at least one micro-batch"):
+        joint_backward(model, [], lambda z: z.sum())
+    with pytest.raises(OptionError, match="a scalar"):
+        joint_backward(model, [torch.ones(2, 2)], lambda z: z)
