@@ -74,7 +74,7 @@ class Examples(pytest.Item):
             # torchdata 0.11 calls it on importing its StatefulDataLoader with newer torch.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
             # A step that needs a thousandth more than was predicted: said, and planned for.
-            warnings.filterwarnings("ignore", ".*replan", torchbudget.MeasureWarning)
+            warnings.filterwarnings("ignore", ".*replan", torchbudget.errors.MeasureWarning)
             if self.path.suffix == ".py":
                 self._run_docstrings()
             else:

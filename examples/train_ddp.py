@@ -21,16 +21,16 @@ from torch.utils.data import DataLoader
 from train_text import ByteData, at_least, docstrings, loss_sum, measured_cost, new_model
 
 from torchbudget import (
-    Epoch,
     GradAccumulator,
     MemoryBudgetBatchSampler,
     PadCollate,
     PaddedBatch,
-    Step,
     fit,
     parse_bytes,
     sizes_of,
 )
+from torchbudget.train.fit import Epoch
+from torchbudget.train.stepping import Step
 
 
 def num_tokens(batch: PaddedBatch) -> int:

@@ -45,8 +45,6 @@ from torch.utils.data import DataLoader, Dataset
 from torchbudget import (
     MeasuredCost,
     MemoryBudgetBatchSampler,
-    MissingExtraError,
-    OptionError,
     PadCollate,
     PaddedBatch,
     TorchBudgetError,
@@ -55,6 +53,7 @@ from torchbudget import (
     parse_bytes,
     sizes_of,
 )
+from torchbudget.errors import MissingExtraError, OptionError
 
 T = TypeVar("T")
 

@@ -40,7 +40,8 @@ import torch
 from _common import Results, alternate, median, options, ratio
 from torch.nn.utils.rnn import pad_sequence
 
-from torchbudget import JaggedCollate, PackCollate, PadCollate
+from torchbudget import PackCollate, PadCollate
+from torchbudget.data.collate.pack import JaggedCollate
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 

@@ -51,13 +51,8 @@ from typing import Any
 import numpy as np
 from _common import Batches, Results, Sizes, flat, options, padded_sizes, timed
 
-from torchbudget import (
-    MemoryBudgetBatchSampler,
-    OptionError,
-    PackedCost,
-    PaddedCost,
-    UnevenRanksError,
-)
+from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
+from torchbudget.errors import OptionError, UnevenRanksError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import problems
 from tests.support.torchrun import torchrun
-from torchbudget import (
-    MeasuredCost,
-    MeasureWarning,
-    MemoryBudgetBatchSampler,
-    OptionError,
-    PaddedCost,
-    UnevenRanksError,
-)
+from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.errors import MeasureWarning, OptionError, UnevenRanksError
 
 
 @st.composite

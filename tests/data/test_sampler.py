@@ -22,19 +22,21 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.oracles import chi_square
 from tests.support.torchrun import torchrun
 from torchbudget import (
-    BudgetError,
-    CostError,
-    DiscardedStateWarning,
     MemoryBudget,
     MemoryBudgetBatchSampler,
-    OptionError,
     OversizeError,
     PackedCost,
     PaddedCost,
-    SizesError,
-    StateError,
     StateMismatchError,
     TorchBudgetError,
+)
+from torchbudget.errors import (
+    BudgetError,
+    CostError,
+    DiscardedStateWarning,
+    OptionError,
+    SizesError,
+    StateError,
     UnevenRanksError,
 )
 

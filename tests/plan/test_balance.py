@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget import (
-    MeasuredCost,
-    MemoryBudgetBatchSampler,
-    OptionError,
-    PackedCost,
-    PaddedCost,
-    Probe,
-)
+from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PackedCost, PaddedCost
+from torchbudget.cost.models.measured import Probe
+from torchbudget.errors import OptionError
 
 # Bytes are linear in the length, and time is quadratic: 1 µs a sample and squared unit.
 SHAPES = [(1, 8), (8, 64), (4, 100), (16, 256), (2, 512), (32, 128)]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support import oracles
 from tests.support.strategies import problems
-from torchbudget import MemoryBudgetBatchSampler, OptionError, PaddedCost, UnevenRanksError
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import cut
 from torchbudget.plan.dealing import deal, lowest_budget, split_to
 from torchbudget.plan.rules import BatchRules

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracles import chi_square
-from torchbudget import OptionError
+from torchbudget.errors import OptionError
 from torchbudget.plan.order import Order
 
 NONE = np.empty(0, np.int64)

@@ -11,15 +11,9 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from tests.support.strategies import problems, rules
-from torchbudget import (
-    BatchFigures,
-    MemoryBudgetBatchSampler,
-    OptionError,
-    PackedCost,
-    PaddedCost,
-    PlanReport,
-    UnevenRanksError,
-)
+from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
+from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget.plan.report import BatchFigures, PlanReport
 
 TOKENS = PaddedCost(unit_bytes=1)
 

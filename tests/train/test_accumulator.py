@@ -26,19 +26,16 @@ from tests.support.large_steps import (
     loss_sum,
     make_model,
 )
-from torchbudget import (
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost, trace_peak_bytes
+from torchbudget.errors import (
     BatchNormWarning,
     ChangedParametersWarning,
     ForeignStepWarning,
     ForgottenStepWarning,
-    GradAccumulator,
-    MemoryBudgetBatchSampler,
     OptionError,
-    PaddedCost,
     ReductionWarning,
     StateError,
     StepError,
-    trace_peak_bytes,
 )
 
 EXACT = 1e-12

@@ -222,7 +222,7 @@ def test_the_samplers_plan_over_ranks(tmp_path: Path) -> None:
 BUFFERS = (
     COMMON
     + """
-from torchbudget import BatchNormWarning, UnsynchronizedWarning
+from torchbudget.errors import BatchNormWarning, UnsynchronizedWarning
 
 kind = name = ""
 warnings.simplefilter("always")

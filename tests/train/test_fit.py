@@ -18,20 +18,19 @@ from tests.support.large_steps import CLASSES, Data, make_model
 from tests.support.torchrun import torchrun
 from torchbudget import (
     BudgetedIterableDataset,
-    Epoch,
     GradAccumulator,
     MemoryBudgetBatchSampler,
-    OptionError,
     PadCollate,
     PaddedBatch,
     PaddedCost,
-    StateError,
-    Step,
     evaluate,
     fit,
-    largest_difference,
     train_epoch,
 )
+from torchbudget.errors import OptionError, StateError
+from torchbudget.train.determinism import largest_difference
+from torchbudget.train.fit import Epoch
+from torchbudget.train.stepping import Step
 
 
 class Tagger(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tests.support.large_steps import difference
 from tests.support.torchrun import torchrun
-from torchbudget import GradAccumulator, OptionError, joint_backward, trace_peak_bytes
+from torchbudget import GradAccumulator, joint_backward, trace_peak_bytes
+from torchbudget.errors import OptionError
 
 
 class Towers(nn.Module):

@@ -14,7 +14,8 @@ from torch import nn
 
 from tests.support.large_steps import Data, loss_sum, make_model
 from tests.support.torchrun import ROOT, torchrun
-from torchbudget import GradAccumulator, MeasuredCost, OptionError, PaddedCost, StepError
+from torchbudget import GradAccumulator, MeasuredCost, PaddedCost
+from torchbudget.errors import OptionError, StepError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 
@@ -33,7 +34,8 @@ from torch import nn
 
 import torchbudget.train.retry as retry
 from tests.support.large_steps import difference
-from torchbudget import BatchNormWarning, GradAccumulator, SampleTooLargeError, trim_malloc
+from torchbudget import GradAccumulator, trim_malloc
+from torchbudget.errors import BatchNormWarning, SampleTooLargeError
 
 trim_malloc()  # or else the heap has blocks of before
 # The first square root of a process (AdamW's) is not always the same where two threads take it at

@@ -9,7 +9,8 @@ import sys
 import torch
 from torch import nn
 
-from torchbudget import determinize, memory_summary
+from torchbudget import memory_summary
+from torchbudget.train.determinism import determinize
 
 
 def test_every_tensor_counts_once() -> None:

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.training_cases import CASES, tokens
 from torchbudget import (
     MemoryBudgetBatchSampler,
-    OptionError,
     PackedCost,
     PadCollate,
     PaddedBatch,
     PaddedCost,
     warm_up,
 )
+from torchbudget.errors import OptionError
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):

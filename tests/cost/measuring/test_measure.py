@@ -21,12 +21,9 @@ from tests.support import training_cases
 from tests.support.memory_groups import memory_group
 from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import (
-    CostError,
     MeasuredCost,
-    MeasureWarning,
     MemoryBudgetBatchSampler,
     PaddedCost,
-    Peak,
     TableCost,
     describe_step,
     load_cost,
@@ -36,7 +33,8 @@ from torchbudget import (
 from torchbudget.cost.measuring.fitting import features, fit_peaks, non_negative, num_coefficients
 from torchbudget.cost.measuring.tracing import StepTracer
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.machine import process_memory
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.machine import Peak, process_memory
 
 
 def other_shapes(training: Training, count: int) -> tuple[list[int], list[Any]]:
@@ -285,7 +283,7 @@ def test_truth_values_are_taken_for_false() -> None:
 
 
 # What else this process holds comes and goes; peaks are compared in processes of their own.
-@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.MeasureWarning")
+@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
 def test_a_step_that_looks_at_values_falls_back_to_running() -> None:
     training = CASES["encoder, fused attention"]()
 

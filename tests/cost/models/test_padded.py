@@ -16,14 +16,9 @@ from hypothesis import strategies as st
 
 from tests.support import oracles
 from tests.support.strategies import formulas
-from torchbudget import (
-    AdditiveCost,
-    CostError,
-    CostModel,
-    CostOverflowError,
-    PackedCost,
-    PaddedCost,
-)
+from torchbudget import CostModel, PackedCost, PaddedCost
+from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.errors import CostError, CostOverflowError
 
 UNLIMITED = 2**63 - 1
 BOTH = pytest.mark.parametrize("kind", [PaddedCost, PackedCost])

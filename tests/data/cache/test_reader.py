@@ -14,17 +14,15 @@ from torch.utils.data import DataLoader
 
 from torchbudget import (
     BudgetedIterableDataset,
-    HookedCollate,
     MemoryBudgetBatchSampler,
-    OptionError,
     PadCollate,
     PaddedCost,
-    ReaderDataset,
     SampleCache,
-    SampleError,
     sizes_of,
     transforms,
 )
+from torchbudget.errors import OptionError, SampleError
+from torchbudget.readers import HookedCollate, ReaderDataset
 
 TOKENS = PaddedCost(unit_bytes=1)
 RATE = 4

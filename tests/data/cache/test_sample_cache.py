@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 from torch.utils.data import DataLoader, get_worker_info
 
-from torchbudget import BudgetError, OptionError, SampleCache
+from torchbudget import SampleCache
+from torchbudget.errors import BudgetError, OptionError
 
 
 class Audio(NamedTuple):

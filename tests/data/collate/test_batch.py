@@ -14,16 +14,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.support.sample_strategies import Samples, at, batches_of_samples
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import (
-    CollateError,
-    JaggedBatch,
-    JaggedCollate,
-    OptionError,
-    PackCollate,
-    PackedBatch,
-    PadCollate,
-    PaddedBatch,
-)
+from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
+from torchbudget.data.collate.jagged import JaggedBatch
+from torchbudget.data.collate.pack import JaggedCollate
+from torchbudget.errors import CollateError, OptionError
 
 dicts = [{"x": [1, 2], "y": 1, "s": "a"}, {"x": [3], "y": 2, "s": "bc"}, {"x": [], "y": 3, "s": ""}]
 tuples = [tuple(sample.values()) for sample in dicts]

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import JaggedCollate, PackCollate, PadCollate
+from torchbudget import PackCollate, PadCollate
+from torchbudget.data.collate.pack import JaggedCollate
 
 COLLATES = (
     PadCollate(padding_value={"tokens": -1}, side="left", size_multiple=4, mask="mask"),

@@ -9,7 +9,9 @@ from hypothesis import given
 
 from tests.support.sample_strategies import Samples, at, batches_of_samples, expected_tensors
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import CollateError, JaggedBatch, JaggedCollate
+from torchbudget.data.collate.jagged import JaggedBatch
+from torchbudget.data.collate.pack import JaggedCollate
+from torchbudget.errors import CollateError
 
 
 @given(batches_of_samples(same_trailing=True))

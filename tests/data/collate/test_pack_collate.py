@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.support.sample_strategies import Samples, at, batches_of_samples, expected_tensors
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import CollateError, PackCollate, PadCollate
+from torchbudget import PackCollate, PadCollate
+from torchbudget.errors import CollateError
 
 
 @given(batches_of_samples(same_trailing=True))

@@ -21,7 +21,8 @@ from tests.support.sample_strategies import (
     pad_naively,
 )
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import CollateError, OptionError, PadCollate
+from torchbudget import PadCollate
+from torchbudget.errors import CollateError, OptionError
 
 sides = st.sampled_from(["right", "left", 0.5, 0.25, 1 / 3])
 

@@ -14,15 +14,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.data.stream.test_stream import TOKENS, Numbered, numbers, size_of
-from torchbudget import (
-    BudgetedIterableDataset,
-    SampleError,
-    SizesError,
-    StateError,
-    StateMismatchError,
-    transforms,
-)
+from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
 from torchbudget.data.stream.sample_bytes import held_bytes
+from torchbudget.errors import SampleError, SizesError, StateError
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
 

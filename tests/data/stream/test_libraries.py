@@ -11,7 +11,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.data.stream.test_stream import TOKENS
-from torchbudget import BudgetedIterableDataset, OptionError
+from torchbudget import BudgetedIterableDataset
+from torchbudget.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",

@@ -20,14 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.data.stream.test_stream import TOKENS, Numbered, numbers, shards_of, size_of
 from tests.support.torchrun import torchrun
-from torchbudget import (
-    BudgetedIterableDataset,
-    MemoryBudget,
-    PaddedCost,
-    SampleError,
-    transforms,
-    trim_malloc,
-)
+from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost, transforms, trim_malloc
+from torchbudget.errors import SampleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

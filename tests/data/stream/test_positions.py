@@ -19,13 +19,9 @@ from torch.utils.data import DataLoader
 
 from tests.data.stream.test_stream import TOKENS, Numbered, size_of
 from tests.data.stream.test_workers import source_of
-from torchbudget import (
-    BudgetedIterableDataset,
-    StateError,
-    StateMismatchError,
-    transforms,
-)
+from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
 from torchbudget.data.stream.positions import _in_turn
+from torchbudget.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

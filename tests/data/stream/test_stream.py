@@ -15,20 +15,16 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import problems
 from torchbudget import (
-    AdditiveCost,
     BudgetedIterableDataset,
-    BudgetError,
     CostModel,
-    OptionError,
     OversizeError,
     PaddedCost,
-    SampleError,
-    StateError,
     StateMismatchError,
-    UnevenRanksError,
 )
+from torchbudget.cost.models.protocol import AdditiveCost
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.source import WorkerSlot
+from torchbudget.errors import BudgetError, OptionError, SampleError, StateError, UnevenRanksError
 
 TOKENS = PaddedCost(unit_bytes=1)
 

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from torchbudget import (
-    BudgetedIterableDataset,
-    OptionError,
-    PadCollate,
-    PaddedCost,
-    sample_forever,
-    transforms,
-)
+from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost, transforms
+from torchbudget.errors import OptionError
+from torchbudget.readers import sample_forever
 
 TOKENS = PaddedCost(unit_bytes=1)
 

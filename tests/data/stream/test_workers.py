@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from tests.data.stream.test_stream import TOKENS, Numbered, bytes_of, numbers, shards_of, size_of
 from tests.support.strategies import problems
-from torchbudget import BudgetedIterableDataset, UnevenRanksError, transforms
+from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget.errors import UnevenRanksError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",

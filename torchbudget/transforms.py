@@ -1,0 +1,25 @@
+"""Transforms of a stream's samples, each a function that gives a picklable object."""
+
+from torchbudget.data.stream.transforms import (
+    apply_at,
+    expand,
+    keep_if,
+    multiply,
+    random_apply,
+    rng,
+    sample_args,
+    unpack_args,
+    zip_apply,
+)
+
+__all__ = [
+    "apply_at",
+    "expand",
+    "keep_if",
+    "multiply",
+    "random_apply",
+    "rng",
+    "sample_args",
+    "unpack_args",
+    "zip_apply",
+]
