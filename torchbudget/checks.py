@@ -1,26 +1,59 @@
-"""Checks of arguments that many functions take: ints, flags, choices."""
+"""Checks of arguments that many functions take: ints, flags, and where a size multiple stands."""
 
 from __future__ import annotations
+
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
 from torchbudget.errors import OptionError
 
 
-def natural(name: str, value: int) -> int:
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether it is an integer of Python's or NumPy's, which a bool is not."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def natural(name: str, value: Any) -> int:
     """The value as an int, which must be one of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise OptionError(f"{name} must be an int of at least 0, got {value!r}")
-    return int(value)
+    return _at_least(name, value, 0)
 
 
-def at_least_one(name: str, value: int) -> int:
+def at_least_one(name: str, value: Any) -> int:
     """The value as an int, which must be one of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise OptionError(f"{name} must be an int of at least 1, got {value!r}")
+    return _at_least(name, value, 1)
+
+
+def optional(name: str, value: Any) -> int | None:
+    """The value as an int of at least 1, or `None`."""
+    return None if value is None else _at_least(name, value, 1)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise an `OptionError` where a flag is not a bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise OptionError(f"{name} must be a bool, got {flag!r}")
+
+
+@runtime_checkable
+class HasSizeMultiple(Protocol):
+    """What rounds padded sizes up: a sampler or a stream, whose collate must round alike."""
+
+    @property
+    def size_multiple(self) -> int:
+        """Padded sizes are multiples of it."""
+        ...
+
+
+def size_multiple_of(source: int | HasSizeMultiple) -> int:
+    """A size multiple, given as an int or read from the sampler or stream that has it."""
+    if isinstance(source, HasSizeMultiple):
+        return source.size_multiple
+    return at_least_one("size_multiple", source)
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    if not is_int(value) or value < least:
+        raise OptionError(f"{name} must be an int of at least {least}, got {value!r}")
     return int(value)
-
-
-def optional(name: str, value: int | None) -> int | None:
-    """Likewise, or `None`."""
-    return None if value is None else at_least_one(name, value)
