@@ -18,7 +18,8 @@ from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset, stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
-from torchbudget.machine import peak_memory, trim_malloc
+from torchbudget.machine.allocators import configure_allocators, trim_malloc
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
@@ -52,6 +53,7 @@ __all__ = [
     "TableCost",
     "TorchBudgetError",
     "__version__",
+    "configure_allocators",
     "describe_step",
     "errors",
     "evaluate",

@@ -9,7 +9,9 @@ from fractions import Fraction
 import torch
 
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.machine import MemoryPool, cuda_memory, host_memory, shared_memory
+from torchbudget.machine.device import cuda_memory
+from torchbudget.machine.host import host_memory, shared_memory
+from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import Amount, exact, format_bytes, parse_bytes
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
-from torchbudget.machine import peak_memory
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.plan.plan import Plan
 
 

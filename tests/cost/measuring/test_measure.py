@@ -34,7 +34,8 @@ from torchbudget.cost.measuring.fitting import features, fit_peaks, non_negative
 from torchbudget.cost.measuring.tracing import StepTracer
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine import Peak, process_memory
+from torchbudget.machine.peaks import Peak
+from torchbudget.machine.process import process_memory
 
 
 def other_shapes(training: Training, count: int) -> tuple[list[int], list[Any]]:
@@ -693,7 +694,7 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.machine import process_memory, reset_peak_memory
+from torchbudget.machine.process import process_memory, reset_peak_memory
 
 name, budget, method, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 training = CASES[name]()

@@ -23,7 +23,7 @@ from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import Form, MeasuredCost, Probe, columns
 from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine import trim_malloc
+from torchbudget.machine.allocators import trim_malloc
 from torchbudget.units import format_bytes
 
 # Less than this cannot be told from what a process gains and loses by itself.

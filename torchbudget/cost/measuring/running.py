@@ -14,7 +14,8 @@ import torch
 from torchbudget.cost.measuring.shapes import one_size
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import Probe
-from torchbudget.machine import Peak, peak_memory, process_memory
+from torchbudget.machine.peaks import Peak, peak_memory
+from torchbudget.machine.process import process_memory
 
 # What is said without a class of its own: by torch's allocator on the CPU, and by CUDA's libraries.
 _TELLS: Final = (

@@ -17,7 +17,7 @@ from torchbudget.cost.models.padded import UNLIMITED, PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
 from torchbudget.errors import CostError, MeasureWarning, MissingExtraError
-from torchbudget.machine import Peak
+from torchbudget.machine.peaks import Peak
 from torchbudget.units import format_bytes
 
 if TYPE_CHECKING:
