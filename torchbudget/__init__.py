@@ -7,7 +7,7 @@ from torchbudget.cost.measuring.tracing import trace_peak_bytes
 from torchbudget.cost.models.dense import DenseCost
 from torchbudget.cost.models.measured import MeasuredCost, load_cost
 from torchbudget.cost.models.padded import PackedCost, PaddedCost
-from torchbudget.cost.models.protocol import CostModel
+from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost
 from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.pack import PackCollate
@@ -31,6 +31,7 @@ from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdditiveCost",
     "BudgetedIterableDataset",
     "CostModel",
     "DenseCost",

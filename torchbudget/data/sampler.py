@@ -291,7 +291,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        margin = used.corrected().margin  # observations are shared with the cost that was given
+        margin = (
+            used.with_observed_margin().margin
+        )  # observations are shared with the cost that was given
         behind = 0 if self._drawing is None else self._drawing.windows_begun
         if self.num_replicas > 1:
             margin, behind = _largest_of_all_ranks(self.num_replicas, margin, behind)
@@ -299,7 +301,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             return used.margin
         left = self.plan.left_of(self._position)
         self._position = replace(self._position, left=left, rounds=0)
-        self.plan = self.plan.with_cost(used.granted(margin))
+        self.plan = self.plan.with_cost(used.with_margin(margin))
         if self._drawing is not None:
             self._drawing.go_on_with(self.plan, behind=behind)
         return margin

@@ -60,7 +60,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
         )
     state = TrainingState(step)
     ran: list[WarmUp] = []
-    with state.kept(contents=True):
+    with state.restored(contents=True):
         for name, indices in plan.extremes(sampler.epoch).items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
             if not ran:

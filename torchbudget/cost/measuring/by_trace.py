@@ -1,4 +1,4 @@
-"""A cost found by tracing the step."""
+"""A cost measured by tracing the step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torchbudget.cost.measuring.judging import table_unless_it_fits
 from torchbudget.cost.measuring.shapes import Domain, Size, check_shape, one_size, traced_shapes
 from torchbudget.cost.measuring.tracing import StepTracer, Trace
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.cost.models.measured import Form, Probe, columns
+from torchbudget.cost.models.measured import Form
 from torchbudget.cost.models.padded import PaddedCost
+from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.errors import MeasureWarning
 from torchbudget.units import format_bytes
 
@@ -23,10 +24,10 @@ class Traced:
     """What tracing found.
 
     Attributes:
-        forms: of which the largest counts, or a table.
+        forms: those whose maximum counts, or a table.
         probes: what was traced.
         notes: what the user should know.
-        aligned: whether every moment of the step was fitted; else the peaks alone.
+        aligned: whether each moment of the step was fitted; otherwise only the peaks.
     """
 
     forms: tuple[Form, ...]
@@ -41,16 +42,16 @@ def trace_probes(
     state: TrainingState,
     domain: Domain,
 ) -> Traced:
-    """Trace the step on a few shapes, and fit what it took.
+    """Trace the step on a few shapes, and fit its live bytes.
 
     Args:
         step: the full training step.
         make_batch: makes a batch of n samples padded to a size.
         state: what the step trains.
-        domain: the sizes that there are.
+        domain: the range of sizes.
 
     Raises:
-        BatchError: `make_batch` ignores what it is asked for.
+        BatchError: `make_batch` ignores its arguments.
         CostError: the step cannot be traced.
     """
     shapes = traced_shapes(domain)
@@ -67,7 +68,7 @@ def trace_probes(
     notes = []
     if any(trace.kept_bytes > 0 for trace in traces):
         kept = max(trace.kept_bytes for trace in traces)
-        text = f"a step leaves up to {format_bytes(kept)} behind that nobody frees: a leak?"
+        text = f"a step leaves up to {format_bytes(kept)} allocated when it ends: a leak?"
         warnings.warn(text, MeasureWarning, stacklevel=3)
         notes.append(text)
     elif again.peak_bytes != traces[0].peak_bytes:
@@ -79,8 +80,8 @@ def trace_probes(
         notes.append(text)
     if traces[0].assumed:
         notes.append(
-            f"the step asked tensors for {traces[0].assumed} truth values; the trace takes all of "
-            "them for False"
+            f"the step asked tensors for {traces[0].assumed} truth values; the trace assumes that "
+            "all of them are False"
         )
     probes = tuple(
         Probe(n, size, trace.peak_bytes, held_out, "trace")
