@@ -25,7 +25,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_number(path: Path) -> int | None:
-    """A file that holds one number; None where there is no such file, or it says "max"."""
+    """A file with one number; None where there is no such file, or it says "max"."""
     text = "".join(read_lines(path))
     return int(text) if text.isdecimal() else None
 
