@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Final
 
+from torchbudget.cost.measuring.subject import Subject
 from torchbudget.cost.models.measured import Form, MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.cost.models.table import TableCost
-from torchbudget.errors import MeasureWarning
 from torchbudget.units import format_bytes
 
 # A form whose error on any probe is larger is not the step's.
@@ -18,7 +17,7 @@ _FITS: Final = 0.1
 
 
 def table_unless_it_fits(
-    forms: tuple[PaddedCost, ...], probes: Sequence[Probe], notes: list[str]
+    forms: tuple[PaddedCost, ...], probes: Sequence[Probe], subject: Subject
 ) -> tuple[Form, ...]:
     """The forms; or, where one probe is far off, a table of the probes, a warning and a note."""
     errors = MeasuredCost(forms=forms, margin=0, probes=tuple(probes)).errors()
@@ -26,13 +25,11 @@ def table_unless_it_fits(
     if abs(worst) <= _FITS:
         return forms
     probe = probes[errors.index(worst)]
-    text = (
+    subject.warn(
         f"no formula fits: {probe.n} samples of size {probe.size} took "
         f"{format_bytes(probe.peak_bytes)}, the fitted form is off by {worst:+.1%}; a table of the "
         "measured batches is used instead, which is safe but coarse"
     )
-    warnings.warn(text, MeasureWarning, stacklevel=4)
-    notes.append(text)
     n, sizes, peaks = columns(probes)
     return (TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=tuple(peaks)),)
 

@@ -13,10 +13,11 @@ import torch
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.by_run import run_probes
-from torchbudget.cost.measuring.by_trace import Traced, trace_probes
+from torchbudget.cost.measuring.by_trace import trace_probes
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.judging import margin_of
 from torchbudget.cost.measuring.shapes import BatchError, Domain
+from torchbudget.cost.measuring.subject import Subject
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost
@@ -102,27 +103,25 @@ def measure_cost(
     state = TrainingState(step)
     if device is not None and torch.device(device).type != state.device.type:
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
-    notes: list[str] = []
+    subject = Subject(step, make_batch, domain, state)
     if method == "trace" or room is None:
-        traced = trace_probes(step, make_batch, state, domain)
-        notes += traced.notes
+        traced = trace_probes(subject)
         forms, probes = traced.forms, traced.probes
         least = _LEAST_TRACE_MARGIN if traced.aligned else _LEAST_PEAKS_MARGIN
     else:
-        known = None if method == "run" else _trace_or_note(step, make_batch, state, domain, notes)
-        forms, probes = run_probes(step, make_batch, state, domain, room, known, notes)
+        known = () if method == "run" else _traced_forms(subject)
+        forms, probes = run_probes(subject, room, known)
         least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)
-        blind = known is None or not isinstance(known.forms[0], PaddedCost)
-        if blind and len(domain.largest) > 1:
+        if not known and len(domain.largest) > 1:
             least = max(least, _BLIND_MARGIN)
-            notes.append("several axes without a trace: few runs separate them poorly")
+            subject.notes.append("several axes without a trace: few runs separate them poorly")
     measured = MeasuredCost(
         forms=forms,
         margin=0,
         time_form=fit_time(probes),
         probes=probes,
         measured_on=describe_step(step),
-        notes=tuple(notes),
+        notes=tuple(subject.notes),
     )
     return replace(measured, margin=margin_of(measured, least))
 
@@ -150,20 +149,13 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     }
 
 
-def _trace_or_note(
-    step: Callable[[Any], object],
-    make_batch: Callable[[int, Any], Any],
-    state: TrainingState,
-    domain: Domain,
-    notes: list[str],
-) -> Traced | None:
-    """A step that cannot be traced can still be run."""
+def _traced_forms(subject: Subject) -> tuple[PaddedCost, ...]:
+    """The forms of the trace; none if no form fits, or the step cannot be traced but only run."""
     try:
-        traced = trace_probes(step, make_batch, state, domain)
+        forms = trace_probes(subject).forms
     except BatchError:
         raise
     except CostError as error:
-        notes.append(f"only run, not traced: {error}")
-        return None
-    notes += traced.notes
-    return traced
+        subject.notes.append(f"only run, not traced: {error}")
+        return ()
+    return tuple(form for form in forms if isinstance(form, PaddedCost))

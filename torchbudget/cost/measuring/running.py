@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from torchbudget.cost.measuring.shapes import one_size
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.measuring.subject import Subject
 from torchbudget.cost.models.probe import Probe
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process import process_memory
@@ -35,9 +34,7 @@ class StepRunner:
     """Runs the step and reads its peak; to be used inside `TrainingState.restored(contents=True)`.
 
     Args:
-        step: the full training step.
-        make_batch: makes a batch of n samples padded to a size.
-        state: what the step trains.
+        subject: the step and its batches.
 
     Attributes:
         idle_bytes: memory in use while no step runs.
@@ -45,18 +42,13 @@ class StepRunner:
         not_finite: whether a step returned a number that is not finite.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Any], object],
-        make_batch: Callable[[int, Any], Any],
-        state: TrainingState,
-    ) -> None:
-        self._step = step
-        self._make_batch = make_batch
-        self._state = state
-        if state.device.type == "cuda":
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._state = subject.state
+        self._device = subject.state.device
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()  # blocks that earlier work left reserved do not count
-        with peak_memory(state.device) as idle:
+        with peak_memory(self._device) as idle:
             pass
         self.idle_bytes = idle.bytes
         self._resident_bytes: list[int] = []  # before the second step of each probe
@@ -80,19 +72,19 @@ class StepRunner:
         for parameter in self._state.parameters():
             parameter.grad = None
         gc.collect()
-        if self._state.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
         raise ProbeOutOfMemoryError
 
     def _run(self, n: int, size: tuple[int, ...], *, held_out: bool) -> Probe:
         gc.collect()
-        with self._state.checked(), peak_memory(self._state.device) as peak:
+        with self._state.checked(), peak_memory(self._device) as peak:
             for _ in range(2):
                 resident_bytes = self._read_resident_bytes()
-                batch = self._make_batch(n, one_size(size))
+                batch = self._subject.batch(n, size)
                 self._wait()
                 start_s = time.perf_counter()
-                result = self._step(batch)
+                result = self._subject.step(batch)
                 self._check_finite(result)
                 self._wait()
                 seconds = time.perf_counter() - start_s
@@ -116,11 +108,11 @@ class StepRunner:
         ]
 
     def _wait(self) -> None:
-        if self._state.device.type == "cuda":
-            torch.cuda.synchronize(self._state.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _read_resident_bytes(self) -> int:
-        cpu = self._state.device.type == "cpu"
+        cpu = self._device.type == "cpu"
         return process_memory().resident_bytes if cpu else 0
 
     def _check_finite(self, result: object) -> None:

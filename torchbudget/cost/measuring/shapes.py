@@ -151,11 +151,6 @@ def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]
     ]
 
 
-def one_size(size: Size) -> int | Size:
-    """A size as `make_batch` takes it: an int where there is one axis."""
-    return size if len(size) > 1 else size[0]
-
-
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:
     """Raise a `BatchError` if two shapes that were asked for gave tensors of the same shapes."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)

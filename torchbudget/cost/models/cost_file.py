@@ -20,16 +20,9 @@ _FORMAT: Final = 2
 
 def write_cost(path: str | Path, cost: MeasuredCost) -> None:
     """Write a cost as JSON, with its probes and what it was measured on."""
-    written = {
-        "format": _FORMAT,
-        "kind": "table" if isinstance(cost.forms[0], TableCost) else "formula",
-        "forms": [asdict(form) for form in cost.forms],
-        "margin": cost.margin,
-        "time": None if cost.time_form is None else asdict(cost.time_form),
-        "probes": [asdict(probe) for probe in cost.probes],
-        "measured_on": dict(cost.measured_on),
-        "notes": list(cost.notes),
-    }
+    kind = "table" if isinstance(cost.forms[0], TableCost) else "formula"
+    attributes = {name: value for name, value in asdict(cost).items() if not name.startswith("_")}
+    written = {"format": _FORMAT, "kind": kind, **attributes}
     Path(path).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
 
@@ -44,10 +37,11 @@ def read_cost(path: str | Path) -> dict[str, Any]:
         saved_format = read["format"]
         if saved_format == _FORMAT:
             make = _table if read["kind"] == "table" else PaddedCost
+            time_form = read["time_form"]
             return {
                 "forms": tuple(make(**form) for form in read["forms"]),
                 "margin": read["margin"],
-                "time_form": None if read["time"] is None else PaddedCost(**read["time"]),
+                "time_form": None if time_form is None else PaddedCost(**time_form),
                 "probes": tuple(Probe(**p | {"size": tuple(p["size"])}) for p in read["probes"]),
                 "measured_on": read["measured_on"],
                 "notes": tuple(read["notes"]),
