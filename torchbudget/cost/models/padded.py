@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
@@ -21,7 +22,7 @@ _EXACT: Final = float(2**53)
 
 def _coefficient(name: str, value: object) -> float:
     """`value` as a finite, non-negative float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if not (is_int(value) or isinstance(value, (float, np.floating))):
         raise CostError(f"{name} must be a number of bytes, got {value!r}")
     # Compared before it is converted, since an int may be past every float; NaN is no less.
     if not 0 <= value < _EXACT:
