@@ -23,6 +23,7 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     Yields:
         A function that copies the values back into the tensors.
     """
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes to view
     with tempfile.TemporaryFile() as file:
         for tensor in tensors:
             values = tensor.detach().cpu().contiguous().reshape(-1)
