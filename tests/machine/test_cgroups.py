@@ -81,14 +81,14 @@ def test_version_2_memory_high_is_a_limit(tmp_path):
     [
         ("/", "/"),  # a cgroup namespace of its own
         ("/kubepods/pod1/abc", "/kubepods/pod1/abc"),  # the host's namespace, its own group mounted
-        ("/docker/abc", "/"),  # told the host's path, which is not visible here
+        ("/docker/abc", "/"),  # the host's path, which is not visible here
         ("/docker/abc", "/../.."),  # a mount that was made outside the namespace
         ("/../sibling", "/"),  # moved out of the namespace
     ],
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_container_finds_its_group_at_the_mount(tmp_path, version, path, mount_root):
-    """However the container is told its path, the limit at the mount's root binds it."""
+    """Whatever path the container sees, the limit at the mount's root binds it."""
     cgroup = f"4:cpu,memory:{path}\n0::/\n" if version == 1 else f"0::{path}\n"
     mount = (V1_MOUNT if version == 1 else V2_MOUNT).format(root=mount_root, point="/sys/fs/cgroup")
     group = v1 if version == 1 else v2
