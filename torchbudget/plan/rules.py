@@ -71,8 +71,8 @@ class BatchRules:
             sizes: before rounding, shape `(…)` or `(…, d)`.
             budget_bytes: shape `(…)`, broadcast.
         """
-        n = self.cost.capacity(self.padded(sizes), budget_bytes)
-        return np.clip(n, 1, self.max_batch_size)
+        n = np.maximum(self.cost.capacity(self.padded(sizes), budget_bytes), 1)
+        return n if self.max_batch_size is None else np.minimum(n, self.max_batch_size)
 
     def rounded(self, n: IntArray) -> IntArray:
         """Numbers of samples, rounded down to `batch_size_multiple` where they reach it."""
@@ -81,12 +81,13 @@ class BatchRules:
         return np.where(n >= self.batch_size_multiple, n - n % self.batch_size_multiple, n)
 
     def table(self, largest: int) -> IntArray | None:
-        """Capacities under the whole budget for the sizes 0 … largest of one axis.
+        """Rounded capacities under the whole budget for the sizes 0 … largest of one axis.
 
         `None` where the sizes are too large for a table. Evaluated once: O(largest).
         """
         if largest >= _TABLE_SIZES:
             return None
         if not self._table or len(self._table[0]) <= largest:
-            self._table[:] = [self.capacity(np.arange(largest + 1), self.budget_bytes)]
+            capacities = self.capacity(np.arange(largest + 1), self.budget_bytes)
+            self._table[:] = [self.rounded(capacities)]
         return self._table[0]
