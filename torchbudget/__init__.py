@@ -19,6 +19,7 @@ from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset, stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
 from torchbudget.machine import peak_memory, trim_malloc
+from torchbudget.plan.step import plan_step
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
@@ -63,6 +64,7 @@ __all__ = [
     "memory_summary",
     "parse_bytes",
     "peak_memory",
+    "plan_step",
     "readers",
     "sizes_of",
     "stop_together",

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import Sampler
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, check_flags, natural, optional
+from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.distributed import ranks_of
-from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
+from torchbudget.errors import DiscardedStateWarning, OptionError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
@@ -115,12 +115,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        _check_cost("cost", cost)
-        if balance is not None:
-            _check_cost("balance", balance)
-        device_bytes = MemoryBudget.of(budget).device
-        if device_bytes is None:
-            raise BudgetError(f"the budget must limit the device, got {budget!r}")
         if samples_per_step is not None and window is not None:
             raise OptionError(
                 "with samples_per_step a window is one step: leave window out, "
@@ -129,19 +123,15 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         table = SizeTable.of(sizes)
-        rules = BatchRules(
-            cost=cost,
-            budget_bytes=device_bytes,
-            size_multiple=at_least_one("size_multiple", size_multiple),
-            max_batch_size=optional("max_batch_size", max_batch_size),
-            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
+        rules = BatchRules.of(
+            cost,
+            budget,
+            size_multiple=size_multiple,
+            max_batch_size=max_batch_size,
+            batch_size_multiple=batch_size_multiple,
             balance=balance,
         )
-        if np.ndim(cost.batch_bytes(1, table.values[0])):
-            raise SizesError(
-                f"the cost takes sizes of one axis, got sizes of shape {table.values.shape}; "
-                "give it unit_bytes or pair_bytes for every axis"
-            )
+        rules.check_axes(table)
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),
@@ -328,11 +318,6 @@ def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float
     torch.distributed.all_gather_object(told, (margin, behind))
     margins, places = zip(*told, strict=True)
     return max(margins), max(places)
-
-
-def _check_cost(name: str, cost: object) -> None:
-    if isinstance(cost, type) or not isinstance(cost, CostModel):
-        raise OptionError(f"{name} must be a cost model such as PaddedCost, got {cost!r}")
 
 
 def _floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -40,16 +40,24 @@ class Windows(Protocol):
         """
         ...
 
+    def least(self, micro_batches: IntArray) -> IntArray:
+        """Bytes below which no budget gives so few micro-batches; both of shape `(windows,)`."""
+        ...
+
 
 class _Arranged:
     """Windows whose samples are put in an order."""
 
     def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
-        windows, self._length = sizes.shape[:2]
-        self._rules = rules
-        self.samples = (order + np.arange(windows)[:, None] * self._length).reshape(-1)
-        flat = sizes.reshape(windows * self._length, *sizes.shape[2:])
+        windows, self.length = sizes.shape[:2]
+        self.rules = rules
+        self.samples = (order + np.arange(windows)[:, None] * self.length).reshape(-1)
+        flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
+
+    def least(self, micro_batches: IntArray) -> IntArray:
+        """See `Windows.least`: of padded batches nothing is known."""
+        return np.zeros_like(micro_batches)
 
 
 class SortedWindows(_Arranged):
@@ -70,20 +78,21 @@ class SortedWindows(_Arranged):
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`."""
-        return [np.array(self._starts(row, one)) for row, one in enumerate(budgets.tolist())]
+        return [np.array(self.starts(row, one)) for row, one in enumerate(budgets.tolist())]
 
-    def _starts(self, row: int, budget: int) -> list[int]:
-        rules = self._rules
+    def starts(self, row: int, budget: int) -> list[int]:
+        """Where the micro-batches of one window start under a budget."""
+        rules = self.rules
         if self._table is not None and budget == rules.budget_bytes:
             which, most = self.sizes[row], self._table
         else:
             values, which = self._kinds_of(row)
             most = rules.rounded(rules.capacity(values, budget))
-        starts = _jumps(which.data, most.data, self._length)
+        starts = _jumps(which.data, most.data, self.length)
         # The last run ends with the window, where its length need not be a multiple.
-        last = self._length - starts[-1]
+        last = self.length - starts[-1]
         rest = last - int(rules.rounded(np.array(last)))
-        return [*starts, self._length - rest] if rest else starts
+        return [*starts, self.length - rest] if rest else starts
 
     def _kinds_of(self, row: int) -> tuple[npt.NDArray[Any], IntArray]:
         """The distinct sizes of a window, and which of them each sample has."""
@@ -127,8 +136,8 @@ class TiledWindows(_Arranged):
         super().__init__(sizes, order, rules)
         axes = range(sizes.shape[2])
         smallest = np.array([self.sizes[..., axis].min() for axis in axes])
-        self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self._length)
-        middle = self.sizes[:, self._length // 2]
+        self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self.length)
+        middle = self.sizes[:, self.length // 2]
         self._usual = float(rules.capacity(middle, rules.budget_bytes).mean())
         levels = self._longest.bit_length()
         self._maxima = np.empty((levels, *self.sizes.shape), self.sizes.dtype)
@@ -140,23 +149,23 @@ class TiledWindows(_Arranged):
         # Both give the same: in lockstep each call of NumPy is on one sample of each window,
         # otherwise on all samples of one.
         if len(budgets) * self._usual >= LOCKSTEP:
-            return [starts[starts < self._length] for starts in self._lockstep(budgets).T]
+            return [starts[starts < self.length] for starts in self._lockstep(budgets).T]
         return [np.array(self._starts(row, budget)) for row, budget in enumerate(budgets.tolist())]
 
     def _starts(self, row: int, budget: int) -> list[int]:
         """Cut one window: the longest run from every sample on, and the chain through them."""
-        left = self._length - np.arange(self._length)
-        at = row * self._length + np.arange(self._length)
+        left = self.length - np.arange(self.length)
+        at = row * self.length + np.arange(self.length)
         low = np.ones_like(left)
         high = tried = np.minimum(left, self._longest)
         runs = np.empty_like(left)
         while at.size:
             low, high = self._bounds(at, tried, low, high, budget)
             found = low >= high
-            runs[at[found] - row * self._length] = low[found]
+            runs[at[found] - row * self.length] = low[found]
             at, low, high = at[~found], low[~found], high[~found]
             tried = (low + high + 1) // 2
-        return _jumps(range(self._length), self._rules.rounded(runs).data, self._length)
+        return _jumps(range(self.length), self.rules.rounded(runs).data, self.length)
 
     def _lockstep(self, budgets: IntArray) -> IntArray:
         """Starts in all windows, ascending, shape `(trials, windows)`; S where none was found.
@@ -164,7 +173,7 @@ class TiledWindows(_Arranged):
         A run's first guess is the one before it, the next one what that has the capacity for. Every
         window goes on to its next run as soon as it knows the last one, whatever the others do.
         """
-        length = self._length
+        length = self.length
         first = np.arange(len(budgets)) * length
         start = np.zeros_like(first)
         found = np.ones_like(first, np.bool_)
@@ -176,7 +185,7 @@ class TiledWindows(_Arranged):
             low, high = self._bounds(at, tried, low, high, budgets)
             guessed, found = found, low >= high
             if found.any():
-                run = np.where(found, self._rules.rounded(low), run)
+                run = np.where(found, self.rules.rounded(low), run)
                 # A window that is done stays at its end.
                 start = np.where(found, np.minimum(start + run, length), start)
                 starts.append(np.where(found, start, length))
@@ -192,7 +201,7 @@ class TiledWindows(_Arranged):
         self, at: IntArray, tried: IntArray, low: IntArray, high: IntArray, budget: IntArray | int
     ) -> tuple[IntArray, IntArray]:
         """Bounds on the longest runs from `at` on, closer by runs that are tried; shapes `(k,)`."""
-        capacity = self._rules.capacity(self._maximum(at, tried), budget)
+        capacity = self.rules.capacity(self._maximum(at, tried), budget)
         above = np.where(capacity < tried, tried - 1, capacity)
         return np.maximum(low, np.minimum(capacity, tried)), np.minimum(high, above)
 
@@ -206,7 +215,7 @@ class TiledWindows(_Arranged):
             wide[:, -reach:] = narrow[:, -reach:]
             self._levels += 1
         flat = self._maxima.reshape(-1, self._maxima.shape[3])
-        row = level * (self.sizes.shape[0] * self._length) + at
+        row = level * (self.sizes.shape[0] * self.length) + at
         one = flat.take(row, axis=0)
         other = flat.take(row + runs - (1 << level), axis=0)
         longest: npt.NDArray[Any] = np.maximum(one, other)

@@ -48,6 +48,10 @@ class PackedWindow:
         self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
         return [starts]
 
+    def least(self, micro_batches: IntArray) -> IntArray:
+        """See `Windows.least`: bins that are all full."""
+        return self._base + -(-int(self._items @ self._counts) // micro_batches)
+
 
 def pack(
     sizes: IntArray, counts: IntArray, room: int, most: int | None = None

@@ -18,6 +18,7 @@ from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
 from torchbudget.plan.dealing import Ranks, deal, lowest_budgets, rotate, split_to
+from torchbudget.plan.level import level
 from torchbudget.plan.pack import PackedWindow
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules
@@ -25,6 +26,8 @@ from torchbudget.plan.rules import BatchRules
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
 _ONE_RANK: Final = Ranks()
+# Ranks whose costliest one is within this of the mean are even enough.
+_EVEN: Final = 1.002
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,9 +185,9 @@ def solve(
     """
     windows, length = sizes.shape[:2]
     arranged = _arranged(sizes, rules, strips)
-    together = ranks.together
-    if together == 1:
-        cuts = arranged.cut(np.full(windows, rules.budget_bytes))
+    budgets = np.full(windows, rules.budget_bytes)
+    if ranks.together == 1:
+        cuts = arranged.cut(budgets)
     else:
         budgets, target = lowest_budgets(
             arranged,
@@ -206,7 +209,13 @@ def solve(
     flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
     rounds = np.arange(len(starts))[:, None]
     if ranks.number > 1:
-        rounds = _dealt(run_work(flat, starts, stops, rules), counts, ranks, key)
+        work = run_work(flat, starts, stops, rules)
+        rounds = _dealt(work, counts, ranks)
+        if ranks.even_sums and isinstance(arranged, SortedWindows):
+            _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
+            stops = np.append(starts[1:], windows * length)
+        if key is not None:
+            rounds = rotate(rounds, np.repeat(key.turns(ranks.number), counts // ranks.number))
     if key is not None and key.shuffle:
         rounds = rounds[_shuffled(counts // ranks.number, key)]
     number = rounds.reshape(-1)
@@ -219,18 +228,40 @@ def solve(
     )
 
 
-def _dealt(work: IntArray, counts: IntArray, ranks: Ranks, key: WindowKey | None) -> IntArray:
+def _dealt(work: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
     """Numbers of micro-batches by round and rank, window after window, shape `(rounds, ranks)`."""
     real = np.arange(counts.max()) < counts[:, None]
     costs = np.full(real.shape, -1)
     costs[real] = work
     rounds = deal(costs, ranks.number, even_sums=ranks.even_sums)
-    if key is not None:
-        rounds = rotate(rounds, key.turns(ranks.number))
     rounds += (np.cumsum(counts) - counts)[:, None, None]
     exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
     dealt: IntArray = rounds[exists]
     return dealt
+
+
+def _even_out(
+    windows: SortedWindows,
+    budgets: IntArray,
+    ranks: Ranks,
+    counts: IntArray,
+    work: IntArray,
+    starts: IntArray,
+    rounds: IntArray,
+) -> None:
+    """Cut the windows anew, in `starts` and `rounds`, whose ranks still differ; see `level`."""
+    last = 0
+    for row, count in enumerate(counts.tolist()):
+        first, last = last, last + count
+        dealt = slice(first // ranks.number, last // ranks.number)
+        sums = work[rounds[dealt]].sum(axis=0)
+        if sums.max() * ranks.number <= sums.sum() * _EVEN:
+            continue
+        most, budget = int(sums.max()), int(budgets[row])
+        found = level(windows, row, work[first:last], most, budget, ranks.number)
+        if found is not None:
+            starts[first:last] = found[0] + row * windows.length
+            rounds[dealt] = found[1] + first
 
 
 def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:

@@ -234,12 +234,9 @@ class BudgetedIterableDataset(IterableDataset[Any]):
     ) -> Grouping:
         shared = Ranks(number=ranks)
         if not isinstance(cost, type) and isinstance(cost, CostModel):
-            device_bytes = None if self.budget is None else self.budget.device
-            if device_bytes is None:
-                raise BudgetError(f"the budget must limit the device, got {self.budget!r}")
-            return ByCost(
-                BatchRules(cost=cost, budget_bytes=device_bytes, **rules), oversize, shared
-            )
+            if self.budget is None:
+                raise BudgetError("with a cost, the budget must limit the device, got None")
+            return ByCost(BatchRules.of(cost, self.budget, **rules), oversize, shared)
         if isinstance(cost, type) or not callable(cost):
             raise OptionError(
                 f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}"
