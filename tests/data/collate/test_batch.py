@@ -15,14 +15,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from tests.support.sample_strategies import Samples, at, batches_of_samples
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
-from torchbudget.data.collate.jagged import JaggedBatch
-from torchbudget.data.collate.pack import JaggedCollate
 from torchbudget.errors import CollateError, OptionError
 
 dicts = [{"x": [1, 2], "y": 1, "s": "a"}, {"x": [3], "y": 2, "s": "bc"}, {"x": [], "y": 3, "s": ""}]
 tuples = [tuple(sample.values()) for sample in dicts]
 bare = [sample["x"] for sample in dicts]
-kinds = {PadCollate(): PaddedBatch, PackCollate(): PackedBatch, JaggedCollate(): JaggedBatch}
+kinds = {PadCollate(): PaddedBatch, PackCollate(): PackedBatch}
 collates = pytest.mark.parametrize("collate", kinds, ids=lambda c: type(c).__name__)
 
 
@@ -195,14 +193,7 @@ class TestSplit:
     def test_it_covers_all_samples_once_in_order(self, drawn: Samples, data: st.DataObject) -> None:
         n = data.draw(st.integers(1, len(drawn.samples)))
         collate = data.draw(
-            st.sampled_from(
-                [
-                    PadCollate(),
-                    PadCollate(side=0.3, size_multiple=3),
-                    PackCollate(),
-                    JaggedCollate(),
-                ]
-            )
+            st.sampled_from([PadCollate(), PadCollate(side=0.3, size_multiple=3), PackCollate()])
         )
         batch = collate(drawn.samples)
         parts = batch.split(n)

@@ -9,12 +9,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PadCollate
-from torchbudget.data.collate.pack import JaggedCollate
 
 COLLATES = (
     PadCollate(padding_value={"tokens": -1}, side="left", size_multiple=4, mask="mask"),
     PackCollate(),
-    JaggedCollate(),
 )
 
 
@@ -69,8 +67,6 @@ def test_workers_make_the_same_batches_straight_in_shared_memory(context: str | 
             assert bitwise(came.lengths, here.lengths)
             assert came["name"] == here["name"]
             assert came.nbytes == here.nbytes
-        jagged = batches[2]
-        assert (jagged["tokens"] + jagged["tokens"]).is_nested
         assert batches[0].mask.sum() == batches[0].num_tokens
         seen += batches[0].num_samples
     assert seen == len(dataset)

@@ -112,7 +112,7 @@ def test_what_cannot_be_packed(samples: list[Any], match: str) -> None:
 def test_more_than_32_bits_count_is_refused() -> None:
     """Zero-width rows: 2³¹ positions without a byte."""
     row = torch.empty(2**30, 0)
-    with pytest.raises(CollateError, match=r"past what offsets of torch\.int32 count"):
+    with pytest.raises(CollateError, match=r"more than the offsets, torch\.int32, can count"):
         PackCollate()([row, row])
 
 

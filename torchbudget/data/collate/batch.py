@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import find_path, leaves_of, put_together
+from torchbudget.data.collate.structure import Path, fields_of, find_path, put_together
 from torchbudget.errors import CollateError, OptionError
 
 BatchT = TypeVar("BatchT", bound="Batch")
@@ -32,7 +33,7 @@ BatchT = TypeVar("BatchT", bound="Batch")
 class Batch(ABC):
     """Tensors of n ragged samples, and where each sample lies in them.
 
-    What is common to `PaddedBatch`, `PackedBatch` and `JaggedBatch`. A collate makes it. A batch
+    What is common to `PaddedBatch` and `PackedBatch`. A collate makes it. A batch
     of dict samples is a `Mapping` from field to tensor, so that `model(**batch)` works; one of
     tuple samples is a `Sequence`, so that `x, y = batch` works; one of bare samples has its tensor
     in `data`. It cannot be changed; `dict(batch)` can. Two batches are equal where they are the
@@ -40,10 +41,13 @@ class Batch(ABC):
 
     Attributes:
         num_samples: n.
+        data: the plain structure: a dict, a tuple (a named tuple where the samples were) or a
+            tensor, nested as the samples were. Texts are lists of `str`.
     """
 
     num_samples: int
-    _stored: Any
+    data: Any
+    _paths: tuple[Path, ...]  # per field, in the order of `fields_of`
     _layouts: tuple[Any, ...]  # per field, how the samples lie in its tensor; None for texts
     _length_field: int  # whose lengths are the batch's: a place in _layouts
 
@@ -64,14 +68,6 @@ class Batch(ABC):
     # Mapping compares by content, which tensors have no truth value for.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    @property
-    def data(self) -> Any:
-        """The plain structure: a dict, a tuple (a named tuple where the samples were) or a tensor.
-
-        Nested as the samples were. Texts are lists of `str`.
-        """
-        return self._stored
 
     @property
     def lengths(self) -> Tensor:
@@ -95,9 +91,8 @@ class Batch(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors' elements, padding included, and of the texts."""
-        tensors = sum(t.nbytes for t in self._tensors())
-        texts = (v for _, v in leaves_of(self._stored) if not isinstance(v, Tensor))
-        return tensors + sum(sys.getsizeof(text) for column in texts for text in column)
+        texts = (text for text in tree_leaves(self.data) if not isinstance(text, Tensor))
+        return sum(t.nbytes for t in self._tensors()) + sum(map(sys.getsizeof, texts))
 
     @property
     def _host_lengths(self) -> IntArray:
@@ -112,14 +107,10 @@ class Batch(ABC):
         return layout
 
     def _tensors(self) -> Iterator[Tensor]:
-        return (value for _, value in leaves_of(self._stored) if isinstance(value, Tensor))
+        return (value for value in tree_leaves(self.data) if isinstance(value, Tensor))
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-        mapped = (
-            function(value) if isinstance(value, Tensor) else value
-            for _, value in leaves_of(self._stored)
-        )
-        return replace(self, _stored=put_together(self._stored, mapped))
+        return replace(self, data=tree_map_only(Tensor, function, self.data))
 
     def to(
         self: BatchT, device: torch.device | str | int | None = None, *, non_blocking: bool = False
@@ -147,8 +138,7 @@ class Batch(ABC):
         Raises:
             CollateError: there is no such field, or it is not ragged.
         """
-        paths = [path for path, _ in leaves_of(self._stored)]
-        index = find_path(field, paths, "measured_by")
+        index = find_path(field, self._paths, "measured_by")
         layout = self._layouts[index]
         if layout is None or layout.lengths.shape[1] == 0:
             raise CollateError(f"field {field!r} has no ragged axis")
@@ -185,9 +175,9 @@ class Batch(ABC):
             f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
             if isinstance(v, Tensor)
             else f"text[{len(v)}]"
-            for _, v in leaves_of(self._stored)
+            for v in fields_of(self.data)
         )
-        fields = str(put_together(self._stored, shown)).replace("'", "")
+        fields = str(put_together(self.data, shown)).replace("'", "")
         return f"{type(self).__name__}(num_samples={self.num_samples}, {fields})"
 
 
@@ -235,23 +225,12 @@ MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kin
 
 
 def _check_same(mine: Any, given: Any) -> None:
-    """Raise a `TypeError` unless it is the same, perhaps in another container."""
-    if isinstance(mine, Tensor) and isinstance(given, Tensor) and mine.is_nested == given.is_nested:
-        # Of a nested tensor every look is another view.
-        mine, given = (one.values() if one.is_nested else one for one in (mine, given))
-        if mine.is_set_to(given):
-            return
-    if mine is given:
-        return
-    if isinstance(mine, dict) and isinstance(given, dict) and mine.keys() == given.keys():
-        for key, value in mine.items():
-            _check_same(value, given[key])
-    elif isinstance(mine, (tuple, list)) and isinstance(given, (tuple, list)):
-        if len(mine) != len(given):
-            raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
-        for one, other in zip(mine, given, strict=True):
-            _check_same(one, other)
-    elif not isinstance(mine, str) or mine != given:
+    """Raise a `TypeError` unless all leaves are the same objects, perhaps in other containers."""
+    ours, theirs = tree_leaves_with_path(mine), tree_leaves_with_path(given)
+    if len(ours) != len(theirs) or any(
+        at != place or one is not other
+        for (at, one), (place, other) in zip(ours, theirs, strict=True)
+    ):
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
 
 
@@ -259,6 +238,7 @@ def make_batch(
     kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
     data: Any,
     num_samples: int,
+    paths: Sequence[Path],
     layouts: Sequence[Any],
     length_field: int,
 ) -> BatchT:
@@ -268,14 +248,16 @@ def make_batch(
         kinds: for data that is neither a dict nor a tuple, for a dict, for a tuple.
         data: tensors and texts, structured as the samples were.
         num_samples: n.
-        layouts: one per field, in the order of `take_apart`; None for texts.
+        paths: one per field, in the order of `take_apart`.
+        layouts: likewise; None for texts.
         length_field: the place, in that order, of the field whose lengths are the batch's.
     """
     plain, mapping, sequence = kinds
     kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
     return kind(
         num_samples=num_samples,
-        _stored=data,
+        data=data,
+        _paths=tuple(paths),
         _layouts=tuple(layouts),
         _length_field=length_field,
     )

@@ -133,7 +133,8 @@ class PadCollate:
         data = put_together(structure, iter(values))
         if self.mask is not None:
             layouts.append(self._add_mask(data, layouts[index]))
-        return make_batch(PADDED_KINDS, data, len(samples), layouts, index)
+            paths.append((self.mask,))
+        return make_batch(PADDED_KINDS, data, len(samples), paths, layouts, index)
 
     def _check_names(self, paths: Sequence[Path]) -> None:
         for option in _PER_FIELD:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchbudget.errors import CollateError
 
@@ -226,23 +227,18 @@ def choose_length_field(
     return index
 
 
-def put_together(structure: Any, leaves: Iterator[Any]) -> Any:
-    """The structure with the next of `leaves` in each field's place."""
+def put_together(structure: Any, fields: Iterator[Any]) -> Any:
+    """The structure with the next of `fields` in each field's place."""
+    # By hand: torch's tree_map takes five times as long, and this runs once per batch and sample.
     if isinstance(structure, dict):
-        return {key: put_together(value, leaves) for key, value in structure.items()}
+        return {key: put_together(value, fields) for key, value in structure.items()}
     if isinstance(structure, tuple):
-        parts = [put_together(part, leaves) for part in structure]
+        parts = [put_together(part, fields) for part in structure]
         return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
-    return next(leaves)
+    return next(fields)
 
 
-def leaves_of(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Path and value of every field of a batch, in the order of `take_apart`."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from leaves_of(value, (*path, key))
-    elif isinstance(data, tuple):
-        for position, value in enumerate(data):
-            yield from leaves_of(value, (*path, position))
-    else:
-        yield path, data
+def fields_of(data: Any) -> list[Any]:
+    """The value of every field of a batch, in the order of `take_apart`."""
+    # A list is a field of strings, one per sample.
+    return tree_leaves(data, is_leaf=lambda value: isinstance(value, list))
