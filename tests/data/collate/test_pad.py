@@ -258,6 +258,19 @@ class TestOptionsPerField:
     def test_a_size_multiple_rounds_even_where_all_are_equal(self) -> None:
         assert PadCollate(size_multiple=8)([[1, 2, 3]]).data.shape == (1, 8)
 
+    def test_a_size_multiple_is_read_from_what_has_one(self) -> None:
+        """From a sampler or a stream, whose number the collate keeps, and nothing else of it."""
+
+        class Sampler:
+            size_multiple = 8
+            sizes = np.zeros(100_000)
+
+        for source in (Sampler(), {"x": Sampler()}):
+            collate = PadCollate(size_multiple=source)
+            assert collate([{"x": [1, 2, 3]}])["x"].shape == (1, 8)
+            assert len(pickle.dumps(collate)) < 1000
+        assert PadCollate(size_multiple=Sampler()) == PadCollate(size_multiple=8)
+
     def test_the_length_field_is_the_first_ragged_one_or_the_named(self) -> None:
         samples = [{"id": 1, "a": [1, 2], "b": [1]}]
         assert PadCollate()(samples).lengths.tolist() == [2]

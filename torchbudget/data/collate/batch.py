@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
+from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.structure import Path, fields_of, find_path, put_together
 from torchbudget.errors import CollateError, OptionError
@@ -150,7 +151,7 @@ class Batch(ABC):
         Raises:
             OptionError: n is no int from 1 to `num_samples`.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= self.num_samples:
+        if not is_int(n) or not 1 <= n <= self.num_samples:
             raise OptionError(
                 f"a batch of {self.num_samples} samples splits into 1 to {self.num_samples} "
                 f"batches, got n={n!r}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from torchbudget.errors import CollateError
 
 _CPU = torch.device("cpu")
 _TYPECODES = {"int": "q", "float": "d"}
+
+LayoutT = TypeVar("LayoutT")
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
@@ -115,6 +117,21 @@ def read_column(field: Field) -> Column:
     if field.kind == "list":
         return _read_lists(field.path, field.values)
     return _read_numbers(field.path, field.kind, field.values)
+
+
+def write_fields(
+    fields: Iterable[Field], write: Callable[[Column], tuple[Tensor, LayoutT]]
+) -> tuple[list[Any], list[LayoutT | None]]:
+    """Each field's value in the batch, and how the samples lie in it; texts become lists.
+
+    Raises:
+        CollateError: as in `read_column` and `write`.
+    """
+    written = [
+        (list(field.values), None) if field.kind == "text" else write(read_column(field))
+        for field in fields
+    ]
+    return [value for value, _ in written], [layout for _, layout in written]
 
 
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes

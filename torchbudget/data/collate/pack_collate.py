@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import read_column
+from torchbudget.data.collate.columns import write_fields
 from torchbudget.data.collate.packed_batch import PACKED_KINDS, PackedBatch
-from torchbudget.data.collate.packing import PackedLayout, Packer
+from torchbudget.data.collate.packing import Packer
 from torchbudget.data.collate.structure import choose_length_field, put_together, take_apart
 
 
@@ -40,24 +40,9 @@ class PackCollate:
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
         structure, fields = take_apart(samples)
-        packer = Packer()
-        values: list[Any] = []
-        layouts: list[PackedLayout | None] = []
-        with torch.no_grad():  # out= writes into a batch's memory, which has no history
-            for field in fields:
-                value, layout = (
-                    (list(field.values), None)
-                    if field.kind == "text"
-                    else packer.pack(read_column(field))
-                )
-                values.append(value)
-                layouts.append(layout)
         paths = [field.path for field in fields]
-        index = choose_length_field(
-            self.length_field,
-            paths,
-            [layout is not None and layout.offsets is not None for layout in layouts],
-            [layout is None for layout in layouts],
-        )
+        with torch.no_grad():  # out= writes into a batch's memory, which has no history
+            values, layouts = write_fields(fields, Packer().pack)
+        index = choose_length_field(self.length_field, paths, layouts)
         data = put_together(structure, iter(values))
         return make_batch(PACKED_KINDS, data, len(samples), paths, layouts, index)

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import Column, new_tensor, read_column
+from torchbudget.data.collate.columns import Column, new_tensor, write_fields
 from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch
 from torchbudget.data.collate.padding import PaddedLayout, Padder, PaddingRule, PaddingValue
 from torchbudget.data.collate.structure import (
@@ -24,6 +25,7 @@ from torchbudget.errors import CollateError, OptionError
 
 Side: TypeAlias = str | float
 Axes: TypeAlias = int | tuple[int, ...]
+Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
 
 # What these fields mean to models: F.cross_entropy ignores -100, and attention what is 0.
 _OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
@@ -56,8 +58,9 @@ class PadCollate:
         length_axes: the axes, counted without the batch's, whose lengths the batch reports and
             whose padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height,
             width, channels, -1 for channels by time. A field that lacks such an axis goes without.
-        size_multiple: padded lengths are rounded up to a multiple of it, as the sampler's are:
-            an int for all of `length_axes`, or a tuple of one per axis.
+        size_multiple: padded lengths are rounded up to a multiple of it: the sampler or stream
+            whose batches these are, which has the number, an int for all of `length_axes`, or a
+            tuple of one per axis. The number is read once; the sampler is not kept.
         length_field: the field, by name or position, whose lengths are the batch's `lengths`,
             `mask` and `num_tokens`; by default the first that has one of the `length_axes`.
         mask: a name, such as "attention_mask", under which a batch of dict samples gets the length
@@ -89,7 +92,7 @@ class PadCollate:
     padding_value: PaddingValue | Mapping[Any, PaddingValue] = 0
     side: Side | Mapping[Any, Side] = "right"
     length_axes: Axes | Mapping[Any, Axes] = 0
-    size_multiple: Axes | Mapping[Any, Axes] = 1
+    size_multiple: Multiple | Mapping[Any, Multiple] = 1
     length_field: Any | None = None
     mask: str | None = None
     _rules: dict[tuple[Path, int], PaddingRule] = field(
@@ -98,13 +101,14 @@ class PadCollate:
 
     def __post_init__(self) -> None:
         """Read every option once, so that a wrong one fails here and not in a worker."""
-        for option, check in _PER_FIELD.items():
+        for option, read in _PER_FIELD.items():
             given = getattr(self, option)
             if isinstance(given, Mapping):
                 # A copy: what the caller does to the mapping later must not reach a frozen value.
-                object.__setattr__(self, option, dict(given))
-            for value in given.values() if isinstance(given, Mapping) else [given]:
-                check(value)
+                kept = {name: read(value) for name, value in given.items()}
+            else:
+                kept = read(given)
+            object.__setattr__(self, option, kept)
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
@@ -114,22 +118,12 @@ class PadCollate:
         paths = [entry.path for entry in fields]
         self._check_names(paths)
         padder = Padder()
-        values: list[Any] = []
-        layouts: list[PaddedLayout | None] = []
-        for entry in fields:
-            value, layout = (
-                (list(entry.values), None)
-                if entry.kind == "text"
-                else self._pad(padder, read_column(entry))
-            )
-            values.append(value)
-            layouts.append(layout)
-        index = choose_length_field(
-            self.length_field,
-            paths,
-            [layout is not None and bool(layout.length_axes) for layout in layouts],
-            [layout is None for layout in layouts],
-        )
+
+        def write(column: Column) -> tuple[torch.Tensor, PaddedLayout]:
+            return padder.pad(column, self._rule(column.path, column.shapes.shape[1]))
+
+        values, layouts = write_fields(fields, write)
+        index = choose_length_field(self.length_field, paths, layouts)
         data = put_together(structure, iter(values))
         if self.mask is not None:
             layouts.append(self._add_mask(data, layouts[index]))
@@ -142,9 +136,6 @@ class PadCollate:
             if isinstance(given, dict):
                 for name in given:
                     find_path(name, paths, option)
-
-    def _pad(self, padder: Padder, column: Column) -> tuple[torch.Tensor, PaddedLayout]:
-        return padder.pad(column, self._rule(column.path, column.shapes.shape[1]))
 
     def _rule(self, path: Path, ndim: int) -> PaddingRule:
         """What the options mean for a field, worked out once."""
@@ -200,15 +191,12 @@ def _as_tuple(axes: Axes) -> tuple[int, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_value(value: Any) -> None:
+def _read_value(value: Any) -> Any:
     if not callable(value) and not isinstance(value, (int, float, complex)):
         raise OptionError(
             f"padding_value must be a number, a function or a mapping of those, got {value!r}"
         )
+    return value
 
 
 def _left_share(side: Any) -> float:
@@ -225,22 +213,27 @@ def _left_share(side: Any) -> float:
     return float(side)
 
 
-def _check_axes(axes: Any) -> None:
+def _read_side(side: Any) -> Any:
+    _left_share(side)
+    return side
+
+
+def _read_axes(axes: Any) -> Any:
     named = _as_tuple(axes)
-    if not all(map(_is_int, named)) or len(set(named)) < len(named):
+    if not all(map(is_int, named)) or len(set(named)) < len(named):
         raise OptionError(f"length_axes must be an int or a tuple of different ints, got {axes!r}")
+    return axes
 
 
-def _check_multiple(multiple: Any) -> None:
-    if not all(_is_int(m) and m >= 1 for m in _as_tuple(multiple)):
-        raise OptionError(
-            f"size_multiple must be a positive int or a tuple of those, got {multiple!r}"
-        )
+def _read_multiple(multiple: Any) -> int | tuple[int, ...]:
+    if isinstance(multiple, tuple):
+        return tuple(map(size_multiple_of, multiple))
+    return size_multiple_of(multiple)
 
 
-_PER_FIELD: dict[str, Callable[[Any], object]] = {
-    "padding_value": _check_value,
-    "side": _left_share,
-    "length_axes": _check_axes,
-    "size_multiple": _check_multiple,
+_PER_FIELD: dict[str, Callable[[Any], Any]] = {
+    "padding_value": _read_value,
+    "side": _read_side,
+    "length_axes": _read_axes,
+    "size_multiple": _read_multiple,
 }

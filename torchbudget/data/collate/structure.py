@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CollateError
 
 Path: TypeAlias = tuple[Any, ...]
@@ -38,6 +39,15 @@ class Field(NamedTuple):
     path: Path
     kind: str
     values: Sequence[Any]
+
+
+class HasLengths(Protocol):
+    """How the samples of one field stand in a batch's tensor."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Each sample's length on the field's k ragged axes, `(n, k)`."""
+        ...
 
 
 def as_path(name: Any) -> Path:
@@ -206,7 +216,7 @@ def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
 
 
 def choose_length_field(
-    name: Any | None, paths: Sequence[Path], is_ragged: Sequence[bool], is_text: Sequence[bool]
+    name: Any | None, paths: Sequence[Path], layouts: Sequence[HasLengths | None]
 ) -> int:
     """The place of the field whose lengths are the batch's: the named or the first ragged one.
 
@@ -215,12 +225,11 @@ def choose_length_field(
     Raises:
         CollateError: no field has that name, or it is not ragged.
     """
+    axes = [-1 if layout is None else layout.lengths.shape[1] for layout in layouts]
     if name is None:
-        if True in is_ragged:
-            return is_ragged.index(True)
-        return is_text.index(False) if False in is_text else 0
+        return next((i for i, k in enumerate(axes) if k > 0), axes.index(max(axes)))
     index = find_path(name, paths, "length_field")
-    if not is_ragged[index]:
+    if axes[index] <= 0:
         raise CollateError(
             f"length_field names {show(paths[index])}, which has no ragged axis; name one that has"
         )

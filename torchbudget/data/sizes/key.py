@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchbudget.checks import is_int
 from torchbudget.errors import OptionError, SizesError
 
 Field: TypeAlias = str | int
@@ -23,7 +24,7 @@ def check_key(key: SizeKey) -> None:
     if key is None or callable(key):
         return
     fields = key if isinstance(key, tuple) and key else (key,)
-    if any(isinstance(field, bool) or not isinstance(field, (str, int)) for field in fields):
+    if not all(isinstance(field, str) or is_int(field) for field in fields):
         raise OptionError(
             f"expected None, a str, an int, a tuple of those or a callable as key, got {key!r}"
         )
