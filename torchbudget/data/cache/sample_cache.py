@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from torchbudget.data.cache.frozen import freeze, thaw
 from torchbudget.data.cache.shared_file import SharedFile
-from torchbudget.data.sizes.sizes_of import MapStyle
+from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import format_bytes, parse_bytes
 
@@ -63,7 +63,7 @@ class SampleCache(Dataset[Any]):
     """
 
     def __init__(self, dataset: MapStyle, budget: int | str) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        if not isinstance(dataset, MapStyle):
             raise OptionError(f"a cache needs a map-style data set, got {type(dataset).__name__}")
         self.dataset = dataset
         self.budget = parse_bytes(budget)

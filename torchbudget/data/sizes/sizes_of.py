@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from torchbudget.cost.models.protocol import Sizes
+from torchbudget.data.map_style import MapStyle
 from torchbudget.data.sizes.disk_cache import describe_key, load_sizes, save_sizes
 from torchbudget.data.sizes.key import Size, SizeKey, check_key, size_of
 from torchbudget.data.sizes.quick import is_exactly, quick_sizes
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 
 _CHUNK: Final = 64  # samples that a worker measures per message: a kilobyte instead of the samples
 _PROBES: Final = 64
-
-
-class MapStyle(Protocol):
-    """A dataset that has a length and gives a sample for each index below it."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
-    def __len__(self) -> int: ...
 
 
 def sizes_of(
@@ -87,9 +81,7 @@ def sizes_of(
     array([[32, 48]], dtype=int32)
     """
     check_key(key)
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle):
         raise SizesError(
             "expected a map-style dataset, with __getitem__ and __len__, "
             f"got {type(dataset).__name__}"

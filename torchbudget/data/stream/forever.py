@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
 from torchbudget.checks import natural
-from torchbudget.data.sizes.sizes_of import MapStyle
+from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError
 from torchbudget.plan.order import Order
 

@@ -24,18 +24,6 @@ from torchbudget.errors import OptionError
 
 Transform: TypeAlias = Callable[[Any], Any]
 
-__all__ = [
-    "apply_at",
-    "expand",
-    "keep_if",
-    "multiply",
-    "random_apply",
-    "rng",
-    "sample_args",
-    "unpack_args",
-    "zip_apply",
-]
-
 
 class SampleRandom:
     """What is random about one sample.

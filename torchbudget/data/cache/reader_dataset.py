@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -121,33 +120,3 @@ class Reads(Dataset[list[Any]]):
 
     def __getitem__(self, place: int) -> list[Any]:
         return self._reader._samples(place)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HookedCollate:
-    """A collate with hooks on the batch of inputs and on that of targets.
-
-    Args:
-        collate_fn: makes a batch of samples.
-        on_input: of the batch, or of its first field where samples are pairs, makes what comes.
-        on_target: of its second field, likewise.
-
-    >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
-    >>> collate([([1.0, 2.0], 3)])
-    (tensor([[0.1000, 0.2000]]), tensor([3]))
-    """
-
-    collate_fn: Callable[[list[Any]], Any]
-    on_input: Callable[[Any], Any] | None = None
-    on_target: Callable[[Any], Any] | None = None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """The hooked batch: a pair where samples are pairs."""
-        batch = self.collate_fn(samples)
-        if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
-            return batch if self.on_input is None else self.on_input(batch)
-        inputs, targets = batch
-        return (
-            inputs if self.on_input is None else self.on_input(inputs),
-            targets if self.on_target is None else self.on_target(targets),
-        )
