@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from tests.support.sample_strategies import Samples, at, batches_of_samples
+from tests.support.sample_strategies import Samples, at, batches_of_samples, tensors_of
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
 from torchbudget.errors import CollateError, OptionError
@@ -103,11 +102,6 @@ class TestReading:
         batch.lengths.zero_()
         assert batch.lengths.tolist() == [2, 1, 0]
 
-    def test_pack_padded_sequence_takes_the_lengths(self) -> None:
-        batch = PadCollate()([torch.ones(3, 2), torch.ones(1, 2)])
-        packed = pack_padded_sequence(batch.data, batch.lengths, batch_first=True)
-        assert packed.data.shape == (4, 2)
-
     @collates
     def test_measured_by_another_field(self, collate: Any) -> None:
         batch = collate([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
@@ -134,7 +128,7 @@ class TestMoving:
     def test_to_another_device(self, collate: Any, samples: list[Any]) -> None:
         batch = collate(samples).to("meta", non_blocking=True)
         assert type(batch) is type(collate(samples))
-        assert {tensor.device.type for tensor in batch._tensors()} == {"meta"}
+        assert {tensor.device.type for tensor in tensors_of(batch)} == {"meta"}
         assert batch.lengths.device.type == "cpu"
         assert batch.lengths.tolist() == [2, 1, 0]
         if collate == PadCollate():
@@ -159,7 +153,7 @@ class TestMoving:
         monkeypatch.setattr(torch.Tensor, "pin_memory", record)
         batch = pin_memory(collate(samples))
         assert type(batch) is type(collate(samples))
-        assert {id(t) for t in batch._tensors()} == set(pinned)
+        assert {id(t) for t in tensors_of(batch)} == set(pinned)
 
     @collates
     @pytest.mark.gpu
@@ -170,13 +164,13 @@ class TestMoving:
         )
         for batch in loader:
             assert isinstance(batch, kinds[collate])
-            assert all(tensor.is_pinned() for tensor in batch._tensors())
+            assert all(tensor.is_pinned() for tensor in tensors_of(batch))
             moved = batch.to("cuda", non_blocking=True)
-            assert all(tensor.is_cuda for tensor in moved._tensors())
+            assert all(tensor.is_cuda for tensor in tensors_of(moved))
             back = moved.to("cpu")
-            assert all(map(bitwise, back._tensors(), collate(dicts)._tensors()))
+            assert all(map(bitwise, tensors_of(back), tensors_of(collate(dicts))))
             again = collate(moved.samples())
-            assert all(tensor.is_cuda for tensor in again._tensors())
+            assert all(tensor.is_cuda for tensor in tensors_of(again))
 
     @collates
     @pytest.mark.parametrize("samples", [dicts, tuples, bare])
@@ -184,7 +178,7 @@ class TestMoving:
         batch = collate(samples)
         again = pickle.loads(pickle.dumps(batch))  # noqa: S301  (our own bytes)
         assert type(again) is type(batch)
-        assert all(map(bitwise, again._tensors(), batch._tensors()))
+        assert all(map(bitwise, tensors_of(again), tensors_of(batch)))
         assert bitwise(again.lengths, batch.lengths)
 
 
@@ -207,35 +201,6 @@ class TestSplit:
             for a, b in zip(came, batch.samples(), strict=True):
                 x, y = at(a, path), at(b, path)
                 assert bitwise(x, y) if isinstance(x, torch.Tensor) else x == y
-
-    @given(
-        batches_of_samples(texts=False),
-        st.sampled_from(["right", "left", 0.5]),
-        st.integers(1, 4),
-        st.integers(1, 3),
-    )
-    def test_parts_are_trimmed_to_what_they_would_be_alone(
-        self, drawn: Samples, side: str | float, multiple: int, n: int
-    ) -> None:
-        collate = PadCollate(side=side, size_multiple=multiple, padding_value=1)
-        batch = collate(drawn.samples)
-        start = 0
-        for part in batch.split(min(n, batch.num_samples)):
-            alone = collate(batch.samples()[start : start + part.num_samples])
-            start += part.num_samples
-            assert bitwise(part.lengths, alone.lengths)
-            assert part.mask.sum() == part.num_tokens
-            for path in drawn.paths:
-                field, expected = at(part.data, path), at(alone.data, path)
-                assert field.is_contiguous()
-                if side == 0.5:  # rounding may put neighbours one position apart
-                    assert all(
-                        a <= b + multiple for a, b in zip(field.shape, expected.shape, strict=True)
-                    )
-                else:
-                    assert bitwise(field, expected)
-            if side != 0.5:
-                assert bitwise(part.mask, alone.mask)
 
     def test_what_is_not_trimmed_is_not_copied(self) -> None:
         batch = PadCollate()([{"x": [1, 2], "y": 0}, {"x": [3, 4], "y": 1}])
