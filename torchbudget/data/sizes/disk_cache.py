@@ -9,17 +9,45 @@ import pickle
 import uuid
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes.quick import is_exactly
+from torchbudget.data.sizes.size_dataset import SizeDataset
 from torchbudget.errors import OptionError
 
 Fingerprint: TypeAlias = dict[str, Any]
 
+_PROBES: Final = 64
+
 logger = logging.getLogger(__name__)
+
+
+def fingerprint_of(dataset: Any, sizes: SizeDataset) -> Fingerprint:
+    """What a cached file must agree in: the dataset's type and length, the key, the content.
+
+    The content is that of up to 64 samples, read here and spread evenly.
+
+    Raises:
+        OptionError: a callable key cannot be described.
+        SizesError: one of those samples has no size.
+    """
+    # Only of the library itself: a wrapper may hand on the fingerprint of what it then changes.
+    # It vouches for the samples, but not for what a callable makes of them.
+    if is_exactly(dataset, "datasets", "Dataset") and not callable(sizes.key):
+        content = dataset._fingerprint
+    else:
+        spread = np.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset)))
+        content = sizes[spread.astype(np.int64).tolist()].tolist()
+    return {
+        "dataset": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        "length": len(dataset),
+        "key": describe_key(sizes.key),
+        "content": content,
+    }
 
 
 def load_sizes(path: Path, fingerprint: Fingerprint) -> Sizes | None:

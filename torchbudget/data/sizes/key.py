@@ -60,7 +60,8 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
         ) from error
 
 
-_SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
+SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
+"""Types whose `len` is their size, which a subclass may change."""
 
 
 def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArray[np.int64]:
@@ -104,7 +105,7 @@ def _quick(samples: Sequence[Any], key: SizeKey) -> list[Any]:
         return list(zip(*columns, strict=True))
     values = samples if key is None else list(map(operator.itemgetter(key), samples))
     kinds = set(map(type, values))
-    if not kinds <= _SIZED or (key is None and tuple in kinds):
+    if not kinds <= SIZED or (key is None and tuple in kinds):
         raise TypeError("not the kinds whose length is their size beyond doubt")
     return list(map(len, values))
 

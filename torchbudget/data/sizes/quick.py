@@ -8,14 +8,12 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from torchbudget.data.sizes.key import Field, SizeKey
+from torchbudget.data.sizes.key import SIZED, Field, SizeKey
 from torchbudget.errors import SizesError
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 
-_PLAIN: Final = frozenset({str, bytes, list, tuple, np.ndarray, torch.Tensor})
 # Columns that a sample holds as they are stored; others (images, say) are decoded when read.
 _STORED: Final = frozenset({"Value", "List", "LargeList", "Sequence", "list"})
 
@@ -70,7 +68,7 @@ def _items(samples: Sequence[Any], field: Field | None) -> Lengths | None:
 
 
 def _lengths(values: Sequence[Any]) -> Lengths | None:
-    if not set(map(type, values)) <= _PLAIN:
+    if not set(map(type, values)) <= SIZED:
         return None
     try:
         return np.fromiter(map(len, values), dtype=np.int64, count=len(values))

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.map_style import MapStyle
-from torchbudget.data.sizes.disk_cache import describe_key, load_sizes, save_sizes
-from torchbudget.data.sizes.key import Size, SizeKey, check_key, size_of
-from torchbudget.data.sizes.quick import is_exactly, quick_sizes
+from torchbudget.data.sizes.disk_cache import fingerprint_of, load_sizes, save_sizes
+from torchbudget.data.sizes.key import SizeKey, check_key
+from torchbudget.data.sizes.quick import quick_sizes
+from torchbudget.data.sizes.size_dataset import SizeDataset, check_axes
 from torchbudget.errors import OptionError, SizesError
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
 _CHUNK: Final = 64  # samples that a worker measures per message: a kilobyte instead of the samples
-_PROBES: Final = 64
 
 
 def sizes_of(
@@ -86,7 +85,7 @@ def sizes_of(
             "expected a map-style dataset, with __getitem__ and __len__, "
             f"got {type(dataset).__name__}"
         )
-    measured = _Measured(dataset, key)
+    measured = SizeDataset(dataset, key)
 
     def measure() -> Sizes:
         sizes: Sizes | None = quick_sizes(dataset, key)
@@ -100,7 +99,7 @@ def sizes_of(
     if path.is_dir():
         raise OptionError(f"expected a file for the cache of sizes, got the directory {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fingerprint = _fingerprint(dataset, measured)
+    fingerprint = fingerprint_of(dataset, measured)
     sizes = load_sizes(path, fingerprint)
     if sizes is None:
         sizes = measure()
@@ -108,65 +107,12 @@ def sizes_of(
     return sizes
 
 
-def _fingerprint(dataset: Any, measured: _Measured) -> dict[str, Any]:
-    # Only of the library itself: a wrapper may hand on the fingerprint of what it then changes.
-    # It vouches for the samples, but not for what a callable makes of them.
-    if is_exactly(dataset, "datasets", "Dataset") and not callable(measured.key):
-        content = dataset._fingerprint
-    else:
-        spread = np.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset)))
-        content = measured[spread.astype(np.int64).tolist()].tolist()
-    return {
-        "dataset": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
-        "length": len(dataset),
-        "key": describe_key(measured.key),
-        "content": content,
-    }
-
-
-class _Measured(Dataset[npt.NDArray[np.int64]]):
-    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
-
-    def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
-        self.dataset = dataset
-        self.key = key
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        sizes: list[Size] = []
-        for index, sample in self._samples(list(indices)):
-            sizes.append(size_of(sample, self.key, index))
-            _check_axes(np.shape(sizes[-1]), index, np.shape(sizes[0]), indices[0])
-        return np.array(sizes, dtype=np.int64)
-
-    def _samples(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
-        rows: Any = getattr(self.dataset, "iloc", self.dataset)
-        if hasattr(rows, "__getitems__"):  # as in DataLoader: many at once
-            try:
-                samples = rows.__getitems__(indices)
-            except Exception:  # noqa: BLE001, S110  (which sample it was: found one by one, below)
-                pass
-            else:
-                yield from zip(indices, samples, strict=True)
-                return
-        for index in indices:
-            try:
-                sample = rows[index]
-            except Exception as error:
-                raise SizesError(
-                    f"sample {index} cannot be read: {type(error).__name__}: {error}"
-                ) from error
-            yield index, sample
-
-
 def _as_it_is(sizes: Any) -> Any:
     return sizes  # the default would make a tensor in shared memory out of every few numbers
 
 
 def _one_pass(
-    measured: _Measured,
+    measured: SizeDataset,
     num_workers: int,
     progress: bool,
     multiprocessing_context: str | BaseContext | None,
@@ -183,7 +129,7 @@ def _one_pass(
     chunks: list[Sizes] = []
     for chunk in _with_bar(loader, len(measured)) if progress else loader:
         chunks.append(chunk)
-        _check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
+        check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
     if not chunks:
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
@@ -200,12 +146,3 @@ def _with_bar(chunks: Iterable[Sizes], total: int) -> Iterator[Sizes]:
         for chunk in chunks:
             yield chunk
             bar.update(len(chunk))
-
-
-def _check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:
-    if shape != expected:
-        came, first = (f"a tuple of {s[0]}" if s else "an int" for s in (shape, expected))
-        raise SizesError(
-            f"every sample has the same ragged axes: the size of sample {index} is {came}, "
-            f"of sample {before} {first}"
-        )
