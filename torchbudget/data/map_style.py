@@ -1,4 +1,4 @@
-"""What a map-style data set is, as in `torch.utils.data`."""
+"""Map-style datasets, as in `torch.utils.data`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A data set that has a length and gives a sample for each index below it."""
+    """A dataset that has a length and returns a sample for each index below it."""
 
     def __getitem__(self, index: int, /) -> Any: ...
     def __len__(self) -> int: ...

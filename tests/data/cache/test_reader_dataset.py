@@ -128,5 +128,5 @@ def test_what_cannot_be() -> None:
         ReaderDataset([], two)
     with pytest.raises(OptionError, match="read_target"):
         ReaderDataset([1], two, read_target=3)  # type: ignore[arg-type]
-    with pytest.raises(SampleError, match="the read of 1 gave 2 variants, 3 were expected"):
+    with pytest.raises(SampleError, match="expected 3 variants of 1, its read returned 2"):
         ReaderDataset([1], two, variants_per_read=3)[0]

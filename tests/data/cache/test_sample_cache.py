@@ -194,7 +194,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(OptionError, match="map-style"):
         SampleCache(iter([1]), "1MiB")  # type: ignore[arg-type]
     cache = SampleCache(Reads([1, 2]), "1MiB")
-    with pytest.raises(IndexError, match="no sample of 2"):
+    with pytest.raises(IndexError, match="out of range for 2 samples"):
         cache[2]
     assert cache[-1]["number"] == 1
     assert "1 of 2 samples" in repr(cache)

@@ -1,4 +1,4 @@
-"""What every batch of ragged samples knows and can do."""
+"""The base of all batches of ragged samples."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ BatchT = TypeVar("BatchT", bound="Batch")
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Batch(ABC):
-    """Tensors of n ragged samples, and where each sample lies in them.
+    """Tensors of n ragged samples, and the position of each sample in them.
 
-    What is common to `PaddedBatch` and `PackedBatch`. A collate makes it. A batch
-    of dict samples is a `Mapping` from field to tensor, so that `model(**batch)` works; one of
-    tuple samples is a `Sequence`, so that `x, y = batch` works; one of bare samples has its tensor
-    in `data`. It cannot be changed; `dict(batch)` can. Two batches are equal where they are the
-    same object.
+    The base of `PaddedBatch` and `PackedBatch`, made by a collate. A batch of dict samples is a
+    `Mapping` from field to tensor, so that `model(**batch)` works. A batch of tuple samples is a
+    `Sequence`, so that `x, y = batch` works. A batch of bare samples has its tensor in `data`.
+    Batches are immutable; `dict(batch)` is not. A batch equals only itself.
 
     Attributes:
         num_samples: n.
@@ -49,11 +48,12 @@ class Batch(ABC):
     num_samples: int
     data: Any
     _paths: tuple[Path, ...]  # per field, in the order of `fields_of`
-    _layouts: tuple[Any, ...]  # per field, how the samples lie in its tensor; None for texts
-    _length_field: int  # whose lengths are the batch's: a place in _layouts
+    _layouts: tuple[Any, ...]  # per field, where the samples are in its tensor; None for texts
+    _length_field: int  # index in _layouts of the field whose lengths are the batch's
 
     if TYPE_CHECKING:
-        # A batch reads as its samples do, which no type can tell: a checker allows all of it.
+        # Whether a batch is a mapping or a sequence depends on its samples, which no type knows:
+        # a checker allows both.
         def __getitem__(self, key: Any) -> Any: ...
         def __iter__(self) -> Iterator[Any]: ...
         def __len__(self) -> int: ...
@@ -66,7 +66,7 @@ class Batch(ABC):
             """The fields and their tensors, of a batch of dict samples."""
             ...
 
-    # Mapping compares by content, which tensors have no truth value for.
+    # Mapping compares by content, but `tensor == tensor` has no truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -74,18 +74,18 @@ class Batch(ABC):
     def lengths(self) -> Tensor:
         """Each sample's length in the length field, without padding.
 
-        Int64 and on the CPU wherever the batch is, so that reading it waits for no device and
-        `torch.nn.utils.rnn.pack_padded_sequence` takes it: `(n,)`, or `(n, k)` for k ragged axes.
-        Where no field is ragged: `(n, 0)`.
+        Int64, shape `(n,)`, or `(n, k)` for k ragged axes; `(n, 0)` if no field is ragged. Always
+        on the CPU: reading it does not wait for the device, and
+        `torch.nn.utils.rnn.pack_padded_sequence` takes it.
         """
         lengths = self._host_lengths
         return torch.from_numpy((lengths[:, 0] if lengths.shape[1] == 1 else lengths).copy())
 
     @property
     def num_tokens(self) -> int:
-        """Positions that are no padding: Σ lengths, over k ragged axes Σ of their products.
+        """Positions without padding: Σ lengths, or for k ragged axes Σ of their products.
 
-        The weight of the batch in a mean over positions.
+        It is the weight of the batch in a mean over positions.
         """
         return int(self._host_lengths.prod(axis=1).sum())
 
@@ -104,7 +104,7 @@ class Batch(ABC):
     def _length_layout(self) -> Any:
         layout = self._layouts[self._length_field]
         if layout is None:
-            raise CollateError("this batch holds texts alone, which have no lengths")
+            raise CollateError("this batch has only texts, which have no lengths")
         return layout
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -125,13 +125,14 @@ class Batch(ABC):
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: BatchT) -> BatchT:
-        """The batch in page-locked memory; `DataLoader(pin_memory=True)` calls this."""
+        """The batch in page-locked memory; called by `DataLoader(pin_memory=True)`."""
         return self._map(lambda t: t.pin_memory())
 
     def measured_by(self: BatchT, field: Any) -> BatchT:
-        """The same batch, with the lengths, and all that follows from them, of another field.
+        """The same batch with the lengths of another field.
 
-        Of a batch of sources and targets, `batch.mask` and `batch.measured_by("target").mask`.
+        `mask`, `num_tokens` and the like follow: of a batch of sources and targets, `batch.mask` is
+        the mask of the sources and `batch.measured_by("target").mask` that of the targets.
 
         Args:
             field: a name or a position; a tuple of those where samples are nested.
@@ -149,7 +150,7 @@ class Batch(ABC):
         """The batch as n batches of nearly equal numbers of samples, in order.
 
         Raises:
-            OptionError: n is no int from 1 to `num_samples`.
+            OptionError: n is not an int from 1 to `num_samples`.
         """
         if not is_int(n) or not 1 <= n <= self.num_samples:
             raise OptionError(
@@ -163,7 +164,7 @@ class Batch(ABC):
     def samples(self) -> list[Any]:
         """The n samples as they were before collating, their fields as views of the batch.
 
-        Tensors stand for arrays, lists and numbers. What comes can be collated again, also by
+        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
 
@@ -183,7 +184,7 @@ class Batch(ABC):
 
 
 class MappingView(Batch, Mapping[Any, Any]):
-    """A batch of dict samples, read as the mapping that its data is."""
+    """A batch of dict samples: a mapping from field to tensor."""
 
     def __getitem__(self, key: Any) -> Any:
         return self.data[key]
@@ -195,20 +196,20 @@ class MappingView(Batch, Mapping[Any, Any]):
         return len(self.data)
 
     def update(self, fields: Mapping[Any, Any]) -> None:
-        """Nothing changes: the fields must be those that are there already.
+        """Accept the batch's own fields, and change nothing.
 
-        A `DataLoader` with `batch_size=None` copies a mapping, and updates the copy with each field
-        once more; of one that cannot be updated it makes a plain dict.
+        A `DataLoader` with `batch_size=None` copies each mapping and updates the copy with its own
+        fields. Without this method it would return a plain dict instead.
 
         Raises:
-            TypeError: they are others.
+            TypeError: the fields are not those of the batch.
         """
         for key, value in fields.items():
             _check_same(self.data.get(key), value)
 
 
 class SequenceView(Batch, Sequence[Any]):
-    """A batch of tuple samples, read as the tuple that its data is."""
+    """A batch of tuple samples: a sequence of tensors."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
@@ -220,7 +221,7 @@ class SequenceView(Batch, Sequence[Any]):
         return len(self.data)
 
 
-# So that `torch.utils.data.default_convert` lets them be what they are.
+# `torch.utils.data.default_convert` keeps the type of mutable containers only.
 MutableMapping.register(MappingView)  # type: ignore[type-abstract]  # its kinds are not
 MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kinds are not
 
@@ -243,15 +244,15 @@ def make_batch(
     layouts: Sequence[Any],
     length_field: int,
 ) -> BatchT:
-    """The batch of the kind that reads as its data does.
+    """A batch of the class that fits its data.
 
     Args:
-        kinds: for data that is neither a dict nor a tuple, for a dict, for a tuple.
+        kinds: the classes for data that is neither a dict nor a tuple, for a dict, for a tuple.
         data: tensors and texts, structured as the samples were.
         num_samples: n.
         paths: one per field, in the order of `take_apart`.
         layouts: likewise; None for texts.
-        length_field: the place, in that order, of the field whose lengths are the batch's.
+        length_field: the index, in that order, of the field whose lengths are the batch's.
     """
     plain, mapping, sequence = kinds
     kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain

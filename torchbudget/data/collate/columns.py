@@ -1,4 +1,4 @@
-"""One field of all samples, read into a form that every collate can write from."""
+"""One field of all samples, in a form that padding and packing can write from."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LayoutT = TypeVar("LayoutT")
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
     """An uninitialised tensor; inside a `DataLoader` worker, in shared memory.
 
-    A tensor that is shared from the start travels to the main process as a file descriptor. Any
-    other is copied into shared memory when the worker sends it.
+    A tensor in shared memory is sent to the main process as a file descriptor. Any other tensor is
+    copied into shared memory when the worker sends it.
     """
     if get_worker_info() is None or device.type != "cpu" or 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)
-    # What default_collate does too; share_memory_() would copy the uninitialised bytes.
-    # torch leaves these two without types.
+    # As default_collate does; share_memory_() would copy the uninitialised bytes. Both calls are
+    # untyped in torch.
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
@@ -43,12 +43,12 @@ class Column(NamedTuple):
     """One field of n samples.
 
     Attributes:
-        path: where the field stands in a sample.
+        path: the field's path in a sample.
         shapes: each sample's shape, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
         device: where the samples' tensors are; the CPU for everything else.
-        values: n tensors, or n NumPy arrays; None where `flat` holds all.
-        flat: the values of all samples, one after the other, `(total,)`; only for d ≤ 1.
+        values: n tensors, or n NumPy arrays; None if there is `flat`.
+        flat: the values of all samples, concatenated, `(total,)`; only for d ≤ 1.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class Column(NamedTuple):
         """The value of each sample, as tensors or as NumPy arrays.
 
         Raises:
-            CollateError: a tensor is not dense, or not where the first one is.
+            CollateError: a tensor is not dense, or not on the device of the first.
         """
         if self.flat is not None:
             if self.shapes.shape[1] == 0:
@@ -70,21 +70,21 @@ class Column(NamedTuple):
             return torch.split(self.flat, self.shapes[:, 0].tolist())
         assert self.values is not None  # noqa: S101  (a column has one of the two)
         if isinstance(self.values[0], Tensor):
-            # The first one was looked at, the type checker wants all.
+            # mypy does not see that all values have the type of the first.
             _check_dense(self.path, self.values)  # type: ignore[arg-type]
         return self.values
 
     def join(self, out: Tensor | None = None) -> Tensor:
-        """All samples in one tensor: concatenated along axis 0, or stacked where d is 0.
+        """All samples in one tensor: concatenated along axis 0, or stacked if d is 0.
 
         The samples must agree in every other axis.
 
         Args:
-            out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, what comes
-                is not for writing: it may be the column's own.
+            out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, the result
+                may share memory with the samples: do not write to it.
 
         Raises:
-            CollateError: a tensor is not dense, or not where the first one is.
+            CollateError: a tensor is not dense, or not on the device of the first.
         """
         if self.flat is not None:
             return self.flat if out is None else out.copy_(self.flat)
@@ -104,11 +104,11 @@ class Column(NamedTuple):
 
 
 def read_column(field: Field) -> Column:
-    """Read one field, and hold every sample to the first one's dtype, axes and device.
+    """Read one field; every sample must have the dtype, axes and device of the first.
 
     Raises:
-        CollateError: a sample differs, a list is ragged or holds no numbers, or torch has no
-            such dtype.
+        CollateError: a sample differs, a list is ragged or not of numbers, or torch has no such
+            dtype.
     """
     if field.kind == "tensor":
         return _read_tensors(field.path, field.values)
@@ -122,7 +122,7 @@ def read_column(field: Field) -> Column:
 def write_fields(
     fields: Iterable[Field], write: Callable[[Column], tuple[Tensor, LayoutT]]
 ) -> tuple[list[Any], list[LayoutT | None]]:
-    """Each field's value in the batch, and how the samples lie in it; texts become lists.
+    """Each field's value in the batch, and the layout of the samples in it; texts become lists.
 
     Raises:
         CollateError: as in `read_column` and `write`.
@@ -148,8 +148,8 @@ def _shapes(path: Path, shapes: Sequence[tuple[int, ...]]) -> IntArray:
 
 
 def _read_tensors(path: Path, values: Sequence[Tensor]) -> Column:
-    # Every check costs as much as copying short samples does, so only what torch.cat would let
-    # pass is looked for here; Column.join explains what torch.cat refuses.
+    # For short samples a check takes as long as the copy. So only what torch.cat would accept
+    # wrongly is checked here; Column.join explains what torch.cat refuses.
     if len({t.dtype for t in values}) > 1:
         fail_at_odd_one(path, values, lambda t: t.dtype, "dtype {}".format)
     try:
@@ -214,8 +214,8 @@ def _numbers(kind: str, values: Iterable[Any]) -> Tensor:
     """Numbers as one tensor, an order of magnitude faster than `torch.tensor`.
 
     Raises:
-        TypeError: a value is no number of this kind; above all, no int where one is asked.
-        OverflowError: an int is past 64 bits.
+        TypeError: a value is not a number of this kind.
+        OverflowError: an int exceeds 64 bits.
     """
     numbers = array(_TYPECODES[kind], values)
     dtype = torch.int64 if kind == "int" else torch.float64
@@ -233,7 +233,7 @@ def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
         try:
             flat = _numbers(kind, list(chain.from_iterable(values)))
         except (TypeError, OverflowError):
-            pass  # [1, 0.5], or a mistake: the slow way reads the first and explains the second
+            pass  # [1, 0.5] or a mistake: the slow way below reads the one, explains the other
         else:
             lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
             return Column(path=path, shapes=lengths[:, None], dtype=flat.dtype, flat=flat)

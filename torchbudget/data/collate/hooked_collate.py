@@ -9,12 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookedCollate:
-    """A collate with hooks on the batch of inputs and on that of targets.
+    """A collate with hooks on the batch of inputs and on the batch of targets.
 
     Args:
-        collate_fn: makes a batch of samples.
-        on_input: of the batch, or of its first field where samples are pairs, makes what comes.
-        on_target: of its second field, likewise.
+        collate_fn: makes a batch of a list of samples.
+        on_input: applied to the batch, or to its first field if samples are pairs; its result is
+            used instead.
+        on_target: likewise for the second field of pairs.
 
     >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
     >>> collate([([1.0, 2.0], 3)])
@@ -26,7 +27,7 @@ class HookedCollate:
     on_target: Callable[[Any], Any] | None = None
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The hooked batch: a pair where samples are pairs."""
+        """The batch after the hooks: a pair if samples are pairs."""
         batch = self.collate_fn(samples)
         if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
             return batch if self.on_input is None else self.on_input(batch)

@@ -23,12 +23,12 @@ class PackCollate:
     fields are what `PadCollate` takes.
 
     Args:
-        length_field: the field, by name or position (a tuple of those where samples are nested),
+        length_field: the field, by name or position (a tuple of those if samples are nested),
             whose lengths are the batch's `lengths`, `cu_seqlens` and `max_seqlen`; by default the
             first ragged one.
 
     Raises:
-        CollateError: when it is called with samples that cannot form one batch.
+        CollateError: when called with samples that cannot form one batch.
 
     >>> batch = PackCollate()([torch.ones(2, 4), torch.zeros(3, 4)])
     >>> batch.data.shape, batch.cu_seqlens
@@ -41,7 +41,7 @@ class PackCollate:
         """Collate n ≥ 1 samples, in time linear in their elements."""
         structure, fields = take_apart(samples)
         paths = [field.path for field in fields]
-        with torch.no_grad():  # out= writes into a batch's memory, which has no history
+        with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
             values, layouts = write_fields(fields, Packer().pack)
         index = choose_length_field(self.length_field, paths, layouts)
         data = put_together(structure, iter(values))

@@ -39,7 +39,7 @@ class PackedBatch(Batch):
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """0 and the end of each sample, those of the length field: int32, `(n + 1,)`.
+        """0 and the end of each sample in the length field: int32, `(n + 1,)`.
 
         On the batch's device.
 
@@ -111,7 +111,7 @@ class PackedBatch(Batch):
 def _each_once(
     layouts: tuple[PackedLayout | None, ...], function: Callable[[PackedLayout], PackedLayout]
 ) -> tuple[PackedLayout | None, ...]:
-    """The function of every layout; fields that shared a layout share the new one."""
+    """Apply a function to every layout; fields that shared a layout share its result."""
     done: dict[int, PackedLayout] = {}
     for layout in layouts:
         if layout is not None and id(layout) not in done:

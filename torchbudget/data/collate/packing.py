@@ -1,4 +1,4 @@
-"""The packing of one field: where each sample ends in the batch's tensor, and the writing."""
+"""The packing of one field: the end of each sample in the batch's tensor, and the writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchbudget.errors import CollateError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Where n samples end in a concatenated tensor.
+    """The ends of n samples in a concatenated tensor.
 
     Attributes:
         lengths: each sample's length, `(n, 1)`; `(n, 0)` for a field of numbers, which is stacked.
@@ -40,11 +40,11 @@ class Packer:
         self._layouts: dict[tuple[bytes, torch.device], PackedLayout] = {}
 
     def pack(self, column: Column) -> tuple[Tensor, PackedLayout]:
-        """One tensor `(total, …)` of all samples, `(n,)` of numbers, and where each ends.
+        """One tensor of all samples, `(total, …)`, or `(n,)` of numbers, and the end of each.
 
         Raises:
-            CollateError: the samples differ in an axis after the first, or have together more
-                positions than int32 can count.
+            CollateError: samples differ in an axis after the first, or have more positions in all
+                than int32 can count.
         """
         shapes = column.shapes
         n = len(shapes)

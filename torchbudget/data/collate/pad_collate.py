@@ -27,7 +27,7 @@ Side: TypeAlias = str | float
 Axes: TypeAlias = int | tuple[int, ...]
 Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
 
-# What these fields mean to models: F.cross_entropy ignores -100, and attention what is 0.
+# By convention: F.cross_entropy ignores -100, and attention ignores what is masked with 0.
 _OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
 
 
@@ -35,42 +35,42 @@ _OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
 class PadCollate:
     """Collates ragged samples into a `PaddedBatch`: every field padded to one shape.
 
-    **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested as deep as
-    they like, all alike. **Fields** are tensors, NumPy arrays, lists of numbers (of lists of
-    numbers for more axes), numbers, or strings. A field keeps its dtype; Python's ints become
-    int64, floats the default dtype, bools bool, as in `torch.tensor`. Every axis in which samples
-    differ is padded to the longest; numbers are stacked; strings become a list. What the samples
-    leave open is an error rather than a guess: another dtype, another number of axes or a missing
-    key in one sample raises, with its field and position.
+    **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested to any depth,
+    all of the same structure. **Fields** are tensors, NumPy arrays, lists of numbers (nested lists
+    for more axes), numbers, or strings. A field keeps its dtype; Python's ints become int64,
+    floats the default dtype, bools bool, as in `torch.tensor`. Every axis in which samples differ
+    is padded to the longest; numbers are stacked; strings become a list. Nothing is guessed: a
+    sample with another dtype, another number of axes or a missing key raises an error that names
+    the field and the sample's position.
 
-    Each option is one value for all fields, or a mapping from field to value, where a field is
-    named by its key or position, and by a tuple of those where samples are nested. A field that
-    the mapping leaves out has the default.
+    Each option is one value for all fields, or a mapping from field to value. A field is named by
+    its key or position, and by a tuple of those if samples are nested. A field that is not in the
+    mapping has the default.
 
-    Inside a `DataLoader` worker the batch is written straight into shared memory.
+    Inside a `DataLoader` worker the batch is written directly into shared memory.
 
     Args:
         padding_value: a number, or a function of a sample's own value: `torch.min` for tensors and
             lists, `np.min` for arrays. The fields `labels` and `attention_mask` pad with -100,
             which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them.
-        side: where padding stands: "right", "left", or the share of it that stands on the left,
-            from 0 to 1; 0.5 centres samples.
-        length_axes: the axes, counted without the batch's, whose lengths the batch reports and
-            whose padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height,
-            width, channels, -1 for channels by time. A field that lacks such an axis goes without.
-        size_multiple: padded lengths are rounded up to a multiple of it: the sampler or stream
-            whose batches these are, which has the number, an int for all of `length_axes`, or a
-            tuple of one per axis. The number is read once; the sampler is not kept.
+        side: the side of the padding: "right", "left", or the share of it on the left, from 0 to 1;
+            0.5 centres samples.
+        length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
+            padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
+            channels, -1 for channels by time. A field without such an axis has no length.
+        size_multiple: padded lengths are rounded up to a multiple of it. It must be that of the
+            sampler or stream: give an int for all of `length_axes`, a tuple of one per axis, or
+            the sampler or stream itself, from which the int is read once.
         length_field: the field, by name or position, whose lengths are the batch's `lengths`,
             `mask` and `num_tokens`; by default the first that has one of the `length_axes`.
-        mask: a name, such as "attention_mask", under which a batch of dict samples gets the length
-            field's mask, as the int64 ones and zeros that tokenizers give and models of Hugging
-            Face take. `PaddedBatch.mask` is the same as bool.
+        mask: the name, such as "attention_mask", of a field that is added to a batch of dict
+            samples: the length field's mask as int64 ones and zeros, as Hugging Face models take
+            it. `PaddedBatch.mask` is the same as bool.
 
     Raises:
-        OptionError: an option is none of the above.
-        CollateError: when it is called with samples that cannot form one batch, or that lack a
-            field that an option names.
+        OptionError: an option is invalid.
+        CollateError: when called with samples that cannot form one batch, or without a field that
+            an option names.
 
     >>> collate = PadCollate(padding_value={"ids": 9}, side="left", mask="attention_mask")
     >>> batch = collate([{"ids": [1, 2, 3], "labels": [4, 5]}, {"ids": [6], "labels": [7]}])
@@ -100,11 +100,11 @@ class PadCollate:
     )
 
     def __post_init__(self) -> None:
-        """Read every option once, so that a wrong one fails here and not in a worker."""
+        """Read every option once, so that an invalid one fails here and not in a worker."""
         for option, read in _PER_FIELD.items():
             given = getattr(self, option)
             if isinstance(given, Mapping):
-                # A copy: what the caller does to the mapping later must not reach a frozen value.
+                # A copy: later changes to the caller's mapping must not change a frozen value.
                 kept = {name: read(value) for name, value in given.items()}
             else:
                 kept = read(given)
@@ -138,7 +138,7 @@ class PadCollate:
                     find_path(name, paths, option)
 
     def _rule(self, path: Path, ndim: int) -> PaddingRule:
-        """What the options mean for a field, worked out once."""
+        """How the options apply to a field, computed once."""
         if (path, ndim) not in self._rules:
             axes: list[int] = []
             multiples = [1] * ndim
@@ -171,7 +171,9 @@ class PadCollate:
 
     def _add_mask(self, data: Any, layout: PaddedLayout | None) -> PaddedLayout:
         if not isinstance(data, dict):
-            raise CollateError("mask= adds a field to dict samples; these are none: use batch.mask")
+            raise CollateError(
+                "mask= adds a field to dict samples, which these are not: use batch.mask"
+            )
         if self.mask in data:
             raise CollateError(f"mask={self.mask!r} would overwrite a field that the samples have")
         if layout is None or not layout.length_axes:

@@ -31,16 +31,16 @@ class PaddedBatch(Batch):
 
     @property
     def padded_size(self) -> tuple[int, ...]:
-        """What the length field's ragged axes are padded to, one length per axis."""
+        """The padded lengths of the length field's ragged axes."""
         layout: PaddedLayout = self._length_layout
         return tuple(layout.padded_shape[axis] for axis in layout.length_axes)
 
     @property
     def mask(self) -> Tensor:
-        """True where the length field holds a sample's own elements.
+        """False where the length field is padding.
 
         Bool, `(n, L)`, or `(n, L₁, …, Lₖ)` for k ragged axes, on the length field's device.
-        Computed at each access, so that a batch that is only passed on never holds it.
+        Computed at each access, so that a batch does not keep it in memory.
         """
         layout: PaddedLayout = self._length_layout
         return layout.mask(fields_of(self.data)[self._length_field].device)
@@ -48,7 +48,7 @@ class PaddedBatch(Batch):
     def samples(self) -> list[Any]:
         """The n samples without their padding, their fields as views of the batch.
 
-        Tensors stand for arrays, lists and numbers. What comes can be collated again, also by
+        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
         fields = fields_of(self.data)
@@ -64,9 +64,9 @@ class PaddedBatch(Batch):
         ]
 
     def _part(self: PaddedT, start: int, stop: int) -> PaddedT:
-        # Trimmed to its own longest sample, rounded up to the same size_multiple: a batch is split
-        # to save memory. What has nothing to trim stays a view; a trimmed tensor is copied, since
-        # models may ask for contiguous input.
+        # Trimmed to its own longest sample, rounded up to the same size_multiple, since a batch is
+        # split to save memory. A field without anything to trim stays a view; a trimmed one is
+        # copied, since some models need contiguous input.
         values: list[Any] = []
         layouts: list[PaddedLayout | None] = []
         for value, layout in zip(fields_of(self.data), self._layouts, strict=True):

@@ -1,4 +1,4 @@
-"""Samples taken apart into one column per field, and batches put together again."""
+"""The structure of samples: their fields as columns, and the same structure of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CollateError
 
 Path: TypeAlias = tuple[Any, ...]
-"""The keys and positions that lead from a sample to one of its fields; `()` is the sample."""
+"""The keys and positions from a sample to one of its fields; `()` is the sample itself."""
 
 NUMBERS = frozenset({"bool", "int", "float", "complex"})
 
@@ -34,7 +34,7 @@ _DESCRIPTIONS = {
 
 
 class Field(NamedTuple):
-    """One field of all samples: where it stands, what kind it is of, its value in each sample."""
+    """One field of all samples: its path, its kind, and its value in each sample."""
 
     path: Path
     kind: str
@@ -42,7 +42,7 @@ class Field(NamedTuple):
 
 
 class HasLengths(Protocol):
-    """How the samples of one field stand in a batch's tensor."""
+    """The layout of one field: what padded and packed layouts have in common."""
 
     @property
     def lengths(self) -> IntArray:
@@ -51,12 +51,12 @@ class HasLengths(Protocol):
 
 
 def as_path(name: Any) -> Path:
-    """The path that an option's key means: a tuple is one, anything else names a top field."""
+    """The path that an option's key means: a tuple is a path, anything else a top-level field."""
     return name if isinstance(name, tuple) else (name,)
 
 
 def show(path: Path) -> str:
-    """A path for people, spelled as the key that an option would take.
+    """A path in an error message, written as an option's key.
 
     >>> show(("labels",)), show(("text", 0)), show(())
     ("field 'labels'", "field ('text', 0)", 'the sample')
@@ -67,10 +67,10 @@ def show(path: Path) -> str:
 
 
 def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
-    """The place in `paths` of the field that an option names.
+    """The index in `paths` of the field that an option names.
 
     Raises:
-        CollateError: no field has that name.
+        CollateError: there is no such field.
     """
     path = as_path(name)
     try:
@@ -83,7 +83,7 @@ def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
 
 
 def fail(path: Path, position: int, expected: str, came: str) -> NoReturn:
-    """Raise the error of one sample that does not agree with the first."""
+    """Raise the error for one sample that differs from the first."""
     raise CollateError(
         f"sample {position} of the batch, {show(path)}: expected {expected}, got {came}"
     )
@@ -95,10 +95,10 @@ def fail_at_odd_one(
     key: Callable[[Any], Any],
     describe: Callable[[Any], str] = str,
 ) -> NoReturn:
-    """Find the first sample whose `key` differs from sample 0's, and raise its error.
+    """Raise the error for the first sample whose `key` differs from sample 0's.
 
-    Collating checks all samples at once, by the set of their keys; only a batch that fails pays
-    for the search.
+    Collating compares all samples at once, by the set of their keys; only after a difference is
+    the sample searched for.
     """
     keys = [key(value) for value in values]
     position = next(i for i, k in enumerate(keys) if k != keys[0])
@@ -106,14 +106,14 @@ def fail_at_odd_one(
 
 
 def kind_of(value: Any) -> str:
-    """What a value is to a collate: a key of the table of descriptions."""
+    """The kind of a value: a key of `_DESCRIPTIONS`."""
     return kind_of_type(type(value))  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.lru_cache(maxsize=1024)
 def kind_of_type(cls: Any) -> str:
-    """What the values of a type are to a collate."""
-    # The order matters: np.float64 is a float, np.str_ a str, and bool an int.
+    """The kind of the values of a type."""
+    # In this order, since np.float64 is a float, np.str_ a str, and bool an int.
     for kind, bases in (
         ("tensor", torch.Tensor),
         ("text", (str, bytes)),
@@ -132,7 +132,7 @@ def kind_of_type(cls: Any) -> str:
 
 
 def holds_numbers(values: list[Any]) -> bool:
-    """Whether a list is one field, of numbers or of lists of numbers, and no list of fields."""
+    """Whether a list is one field, of numbers or of lists of numbers, not a list of fields."""
     types = set(map(type, values))
     if all(kind_of_type(t) in NUMBERS or issubclass(t, np.generic) for t in types):
         return True
@@ -142,9 +142,8 @@ def holds_numbers(values: list[Any]) -> bool:
 def take_apart(samples: Sequence[Any]) -> tuple[Any, list[Field]]:
     """One column per field.
 
-    The first sample says what the fields are, and every other one must agree. A mapping or a
-    tuple is always a structure of fields; a list is one field where it holds numbers, and a
-    structure otherwise.
+    Every sample must have the structure of the first. A mapping or a tuple is always a structure
+    of fields; a list is one field if it is of numbers, else a structure.
 
     Args:
         samples: n samples, n ≥ 1.
@@ -176,8 +175,8 @@ def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
     (kind,) = kinds
     first = column[0]
     if kind == "mapping":
-        # As many keys as the first has, and none of those missing: the same keys. A defaultdict
-        # must not be asked for a key that it lacks.
+        # Dicts have the same keys if they have as many as the first and none of its keys is
+        # missing, which the loop below finds. A defaultdict would make up a missing key.
         if types == {dict}:
             alike = set(map(len, column)) == {len(first)}
         else:
@@ -218,12 +217,12 @@ def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
 def choose_length_field(
     name: Any | None, paths: Sequence[Path], layouts: Sequence[HasLengths | None]
 ) -> int:
-    """The place of the field whose lengths are the batch's: the named or the first ragged one.
+    """The index of the field whose lengths are the batch's: the named or the first ragged one.
 
-    Without a ragged field, the first that is no text.
+    Without a ragged field: the first that is not text.
 
     Raises:
-        CollateError: no field has that name, or it is not ragged.
+        CollateError: there is no such field, or it is not ragged.
     """
     axes = [-1 if layout is None else layout.lengths.shape[1] for layout in layouts]
     if name is None:
@@ -237,8 +236,8 @@ def choose_length_field(
 
 
 def put_together(structure: Any, fields: Iterator[Any]) -> Any:
-    """The structure with the next of `fields` in each field's place."""
-    # By hand: torch's tree_map takes five times as long, and this runs once per batch and sample.
+    """The structure with the next of `fields` in the place of each field."""
+    # By hand: torch's tree_map takes five times as long, and this runs for every sample too.
     if isinstance(structure, dict):
         return {key: put_together(value, fields) for key, value in structure.items()}
     if isinstance(structure, tuple):

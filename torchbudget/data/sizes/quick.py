@@ -1,4 +1,4 @@
-"""The sizes of columns and lists, whose lengths stand somewhere already: no sample is read."""
+"""The sizes of columns and lists, from their lengths, without reading a sample."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torchbudget.errors import SizesError
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 
-# Columns that a sample holds as they are stored; others (images, say) are decoded when read.
+# Columns whose values are stored as samples have them; others, such as images, are decoded.
 _STORED: Final = frozenset({"Value", "List", "LargeList", "Sequence", "list"})
 
 
 def is_exactly(dataset: object, library: str, name: str) -> bool:
-    """Whether the dataset is of that class; a subclass may read its samples in another way."""
+    """Whether the dataset is of that very class; a subclass may read its samples differently."""
     kind = getattr(sys.modules.get(library), name, None)
     return kind is not None and type(dataset) is kind
 
 
 def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
-    """What reading all samples would tell, shape `(N,)` or `(N, d)`; None where not certain.
+    """The sizes that reading all samples would give, `(N,)` or `(N, d)`; None if not certain.
 
     Raises:
-        SizesError: a column holds a null.
+        SizesError: a column has a null.
     """
     if callable(key):
         return None
@@ -77,7 +77,7 @@ def _lengths(values: Sequence[Any]) -> Lengths | None:
 
 
 def _arrow(dataset: Any, field: Field | None) -> Lengths | None:
-    """The lengths in a column of a `datasets.Dataset`, −1 where it is null."""
+    """The lengths in a column of a `datasets.Dataset`, −1 for a null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""The sizes of a data set as a data set of their own, which `DataLoader` workers can read."""
+"""The sizes of a dataset as a dataset of their own, for the workers of a `DataLoader`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
 
     def _samples(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
         rows: Any = getattr(self.dataset, "iloc", self.dataset)
-        if hasattr(rows, "__getitems__"):  # as in DataLoader: many at once
+        if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
             try:
                 samples = rows.__getitems__(indices)
-            except Exception:  # noqa: BLE001, S110  (which sample it was: found one by one, below)
+            except Exception:  # noqa: BLE001, S110  (the sample is found one by one, below)
                 pass
             else:
                 yield from zip(indices, samples, strict=True)
@@ -52,7 +52,7 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
 
 
 def check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:
-    """Raise a `SizesError` where sizes of samples `index` and `before` differ in their axes."""
+    """Raise a `SizesError` if the sizes of samples `index` and `before` differ in their axes."""
     if shape != expected:
         came, first = (f"a tuple of {s[0]}" if s else "an int" for s in (shape, expected))
         raise SizesError(

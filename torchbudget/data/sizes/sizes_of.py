@@ -1,4 +1,4 @@
-"""The sizes of a dataset's samples, measured once: `sizes_of(dataset, key)`."""
+"""`sizes_of`: the sizes of a dataset's samples, measured once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchbudget.errors import OptionError, SizesError
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
-_CHUNK: Final = 64  # samples that a worker measures per message: a kilobyte instead of the samples
+_CHUNK: Final = 64  # samples per message of a worker, which sends a kilobyte of sizes instead
 
 
 def sizes_of(
@@ -34,40 +34,40 @@ def sizes_of(
     progress: bool = True,
     multiprocessing_context: str | BaseContext | None = None,
 ) -> Sizes:
-    """What makes each sample of a map-style dataset ragged, as one array.
+    """The sizes of all samples of a map-style dataset, as one array.
 
-    A length is `shape[0]` of a tensor or an array, and `len()` of anything else; the length of a
-    mapping counts fields and is refused. Lists, tuples, pandas Series and DataFrames, and the text
-    and list columns of a Hugging Face `datasets.Dataset` are measured without a pass over their
-    samples, unless a transform stands between the column and the sample. What has an `iloc` is
-    read through it: by position, whatever its index.
+    A length is `shape[0]` of a tensor or an array, and `len()` of anything else. A mapping is
+    refused, since its length counts fields. Lists, tuples, pandas Series and DataFrames, and the
+    text and list columns of a Hugging Face `datasets.Dataset` are measured without reading their
+    samples, unless a transform is applied to the column. A dataset with an `iloc` is read through
+    it: by position, not by index.
 
     Args:
         dataset: N samples; the size of a sample must depend on its index alone.
-        key: where the size stands:
-            `None`, the sample itself is what is ragged;
-            a str or int, the field of that name or position is;
+        key: what is ragged:
+            `None`, the sample itself;
+            a str or int, the field of that name or position;
             a tuple of those, one ragged axis for each;
             a callable, `key(sample)` is the size: an int, or a tuple of one int per axis.
-        num_workers: processes that read samples, as in `DataLoader`, and send sizes back.
-        cache: a file that keeps the sizes for the next time (`.npz`). It is trusted as long as
-            type and length of the dataset, `key`, and the `datasets` fingerprint or else the
-            sizes of up to 64 samples, spread evenly and measured anew, are what they were. Of a
-            callable key its own code and the values it closes over count, not what it calls:
-            delete the file after changing that.
-        progress: show a progress bar while samples are read, where tqdm is installed.
+        num_workers: processes that read samples, as in `DataLoader`, and send back sizes.
+        cache: a file that keeps the sizes for the next call (`.npz`). It is used if the dataset's
+            type and length and `key` are the same, and also the `datasets` fingerprint or else
+            the sizes of up to 64 evenly spread samples, which are measured again. A callable key
+            is compared by its own code and closed-over values, not by the functions that it
+            calls: delete the file after changing those.
+        progress: show a progress bar while samples are read, if tqdm is installed.
         multiprocessing_context: how workers start, as in `DataLoader`.
 
     Returns:
         Shape `(N,)`, or `(N, d)` for a tuple of d keys and for a callable that returns tuples;
-        int32 where that holds every size, else int64.
+        int32 if every size fits into that, else int64.
 
     Raises:
         SizesError: a sample cannot be read or has no size, or the dataset is not map-style.
-        OptionError: `key` is of another kind, or `cache` is a directory.
+        OptionError: `key` is none of the above, or `cache` is a directory.
 
     Complexity:
-        O(N) reads. Columns and lists touch no sample, only lengths: 100,000 of an Arrow list
+        O(N) reads. Of columns and lists only the lengths are read: 100,000 of an Arrow list
         column take 0.6 ms instead of 2.1 s, of a text column 8 ms instead of 1.7 s.
 
     >>> sizes_of([[5, 3, 8], [1], []])
@@ -108,7 +108,7 @@ def sizes_of(
 
 
 def _as_it_is(sizes: Any) -> Any:
-    return sizes  # the default would make a tensor in shared memory out of every few numbers
+    return sizes  # the default would make a tensor in shared memory of each small array
 
 
 def _one_pass(
@@ -123,7 +123,7 @@ def _one_pass(
         sampler=BatchSampler(SequentialSampler(measured), _CHUNK, drop_last=False),
         num_workers=num_workers,
         collate_fn=_as_it_is,
-        generator=torch.Generator(),  # else each loader draws from the global random state
+        generator=torch.Generator(),  # without it the loader draws from the global generator
         multiprocessing_context=multiprocessing_context,
     )
     chunks: list[Sizes] = []
