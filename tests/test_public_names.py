@@ -191,7 +191,7 @@ import torch, torch.utils.data, torch.distributed, numpy, psutil
 class Watched(dict):
     def _note(self):
         frame = sys._getframe(2)
-        while frame:  # whoever asks for it, on the library's behalf or itself
+        while frame:  # also where other code reads it for the library
             if "/torchbudget/" in frame.f_code.co_filename:
                 reads.append(frame.f_code.co_filename)
                 return

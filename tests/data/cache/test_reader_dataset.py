@@ -83,7 +83,7 @@ def test_an_epoch_over_identities(workers: int, tmp_path: Path) -> None:
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     batches = list(loader)
     assert pairs(batches) == expected(40)
-    assert files.reads.tolist() == [1] * 40  # whatever the number of workers
+    assert files.reads.tolist() == [1] * 40  # with any number of workers
     stream.set_epoch(1)
     assert pairs(loader) == expected(40)
     assert max(inputs.numel() for inputs, _ in batches) <= 100

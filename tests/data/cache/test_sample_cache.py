@@ -63,9 +63,9 @@ def test_bytes_are_never_over(sizes: list[int], budget: int) -> None:
     ("share", "context"), [(0.25, "fork"), (0.5, "spawn"), (1.0, "forkserver"), (0.5, "fork")]
 )
 def test_workers_share_it(share: float, context: str) -> None:
-    """In later epochs the hit rate is that share, within 2 %, whoever asks: the best there is.
+    """In later epochs the hit rate is the kept share within 2 %, over all workers.
 
-    An epoch asks for every sample once, so no cache of so many bytes is hit more often.
+    An epoch reads every sample once, so no cache of so many bytes has more hits.
     """
     sizes = np.random.default_rng(0).integers(800, 1200, 400)
     data = Reads(sizes)

@@ -70,7 +70,7 @@ class TestReading:
     @collates
     @pytest.mark.parametrize("workers", [0, 1])
     def test_a_loader_without_batches_lets_it_be(self, collate: Any, workers: int) -> None:
-        """Torch converts what comes with `batch_size=None`, field by field; a batch stays one."""
+        """With `batch_size=None` torch converts each field; the batch keeps its type."""
         for samples in (dicts, tuples, bare, [{"x": s, "in": {"y": s["x"]}} for s in dicts]):
             batch = collate(samples)
             [found] = DataLoader([batch], batch_size=None, num_workers=workers)

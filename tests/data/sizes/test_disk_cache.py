@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.map_style import Bulk, Samples, example, of
+from tests.support.map_datasets import Bulk, Samples, example, of
 from torchbudget.data.sizes.size_dataset import SizeDataset
 from torchbudget.errors import OptionError
 
@@ -45,8 +45,8 @@ def test_the_cache_keeps_every_shape(path):
     assert of(Samples([]), cache=path).shape == of(Samples([]), cache=path).shape == (0,)
 
 
-def test_a_cache_of_something_else_is_measured_anew_and_said(path, caplog):
-    """Type, length, key or content: whatever changed is named, and the sizes are the new ones."""
+def test_a_cache_of_something_else_is_measured_again_and_said(path, caplog):
+    """A changed type, length, key or content is named, and the sizes are the new ones."""
     rows = [{"a": [1] * i, "b": "x" * (9 - i)} for i in range(9)]
     of(Samples(rows), "a", cache=path)
     changes = [
@@ -103,7 +103,7 @@ def test_a_callable_that_cannot_be_told_apart_is_refused(path):
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_a_torn_cache_is_measured_anew(path, data):
+def test_a_broken_cache_is_measured_again(path, data):
     """Cut off anywhere, or with any byte changed: never an error, never another answer."""
     samples = Samples([[0] * (i % 5) for i in range(70)])
     expected = of(samples, cache=path).tolist()
@@ -118,7 +118,7 @@ def test_a_torn_cache_is_measured_anew(path, data):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a zip", pickle.dumps([1, 2, 3])])
-def test_a_file_of_another_kind_is_measured_anew(path, content, caplog):
+def test_a_file_of_another_kind_is_measured_again(path, content, caplog):
     path.parent.mkdir()
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from tests.support.map_style import Bulk, Samples, fields
+from tests.support.map_datasets import Bulk, Samples, fields
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.errors import OptionError, SizesError
 

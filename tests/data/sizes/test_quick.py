@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.map_style import WHY, example, hugging_face, of, texts
+from tests.support.map_datasets import WHY, example, hugging_face, of, texts
 from torchbudget.data.sizes.quick import quick_sizes
 from torchbudget.errors import SizesError
 

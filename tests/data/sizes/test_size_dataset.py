@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from tests.support.map_style import WHY, Samples, example, of
+from tests.support.map_datasets import WHY, Samples, example, of
 from torchbudget.data.sizes.size_dataset import SizeDataset
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.errors import SizesError
@@ -45,7 +45,7 @@ def test_only_one_sample_is_kept_at_a_time():
 
 
 def test_a_subclass_of_a_list_is_read_as_it_says():
-    """What overrides `__getitem__` is not measured behind its back."""
+    """An overridden `__getitem__` is used."""
 
     class Doubled(list):
         def __getitem__(self, index):

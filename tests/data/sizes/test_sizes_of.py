@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from tests.support.map_style import Samples
+from tests.support.map_datasets import Samples
 from torchbudget.data.sizes.size_dataset import SizeDataset
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.errors import SizesError

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 
 from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import Path, fields_of, find_path, put_together
+from torchbudget.data.collate.structure import FieldPath, fields_of, find_path, put_together
 from torchbudget.errors import CollateError, OptionError
 
 BatchT = TypeVar("BatchT", bound="Batch")
@@ -47,7 +47,7 @@ class Batch(ABC):
 
     num_samples: int
     data: Any
-    _paths: tuple[Path, ...]  # per field, in the order of `fields_of`
+    _paths: tuple[FieldPath, ...]  # per field, in the order of `fields_of`
     _layouts: tuple[Any, ...]  # per field, where the samples are in its tensor; None for texts
     _length_field: int  # index in _layouts of the field whose lengths are the batch's
 
@@ -240,7 +240,7 @@ def make_batch(
     kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
     data: Any,
     num_samples: int,
-    paths: Sequence[Path],
+    paths: Sequence[FieldPath],
     layouts: Sequence[Any],
     length_field: int,
 ) -> BatchT:

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import Field, Path, fail, fail_at_odd_one, kind_of, show
+from torchbudget.data.collate.structure import (
+    Field,
+    FieldPath,
+    fail,
+    fail_at_odd_one,
+    kind_of,
+    show,
+)
 from torchbudget.errors import CollateError
 
 _CPU = torch.device("cpu")
@@ -51,7 +58,7 @@ class Column(NamedTuple):
         flat: the values of all samples, concatenated, `(total,)`; only for d ≤ 1.
     """
 
-    path: Path
+    path: FieldPath
     shapes: IntArray
     dtype: torch.dtype
     device: torch.device = _CPU
@@ -141,13 +148,13 @@ def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     return flat.reshape(len(shapes), len(shapes[0]))
 
 
-def _shapes(path: Path, shapes: Sequence[tuple[int, ...]]) -> IntArray:
+def _shapes(path: FieldPath, shapes: Sequence[tuple[int, ...]]) -> IntArray:
     if len(set(map(len, shapes))) > 1:
         fail_at_odd_one(path, shapes, len, "{} axes".format)
     return _shape_array(tuple(shapes))
 
 
-def _read_tensors(path: Path, values: Sequence[Tensor]) -> Column:
+def _read_tensors(path: FieldPath, values: Sequence[Tensor]) -> Column:
     # For short samples a check takes as long as the copy. So only what torch.cat would accept
     # wrongly is checked here; Column.join explains what torch.cat refuses.
     if len({t.dtype for t in values}) > 1:
@@ -166,7 +173,7 @@ def _read_tensors(path: Path, values: Sequence[Tensor]) -> Column:
     )
 
 
-def _check_dense(path: Path, values: Iterable[Tensor]) -> None:
+def _check_dense(path: FieldPath, values: Iterable[Tensor]) -> None:
     for position, tensor in enumerate(values):
         if tensor.is_nested:
             fail(path, position, "a dense tensor", "a nested one")
@@ -184,7 +191,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
         return None
 
 
-def _read_arrays(path: Path, values: Sequence[npt.NDArray[Any] | np.generic]) -> Column:
+def _read_arrays(path: FieldPath, values: Sequence[npt.NDArray[Any] | np.generic]) -> Column:
     arrays = [np.asarray(value) for value in values]
     if len({a.dtype for a in arrays}) > 1:
         fail_at_odd_one(path, arrays, lambda a: a.dtype, "dtype {}".format)
@@ -196,7 +203,7 @@ def _read_arrays(path: Path, values: Sequence[npt.NDArray[Any] | np.generic]) ->
     )
 
 
-def _read_numbers(path: Path, kind: str, values: Sequence[Any]) -> Column:
+def _read_numbers(path: FieldPath, kind: str, values: Sequence[Any]) -> Column:
     if kind in _TYPECODES:
         try:
             flat = _numbers(kind, values)
@@ -223,7 +230,7 @@ def _numbers(kind: str, values: Iterable[Any]) -> Tensor:
     return flat if kind == "int" else flat.to(torch.get_default_dtype())
 
 
-def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
+def _read_lists(path: FieldPath, values: Sequence[list[Any]]) -> Column:
     """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
 
     An empty list has no dtype of its own and takes the others'.
@@ -246,7 +253,7 @@ def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
     return _read_tensors(path, tensors)
 
 
-def _list_to_tensor(path: Path, position: int, values: list[Any]) -> Tensor:
+def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor:
     try:
         read = np.array(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:

@@ -14,7 +14,7 @@ from torchbudget.data.collate.columns import Column, new_tensor, write_fields
 from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch
 from torchbudget.data.collate.padding import PaddedLayout, Padder, PaddingRule, PaddingValue
 from torchbudget.data.collate.structure import (
-    Path,
+    FieldPath,
     choose_length_field,
     find_path,
     put_together,
@@ -95,7 +95,7 @@ class PadCollate:
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
     length_field: Any | None = None
     mask: str | None = None
-    _rules: dict[tuple[Path, int], PaddingRule] = field(
+    _rules: dict[tuple[FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -130,14 +130,14 @@ class PadCollate:
             paths.append((self.mask,))
         return make_batch(PADDED_KINDS, data, len(samples), paths, layouts, index)
 
-    def _check_names(self, paths: Sequence[Path]) -> None:
+    def _check_names(self, paths: Sequence[FieldPath]) -> None:
         for option in _PER_FIELD:
             given = getattr(self, option)
             if isinstance(given, dict):
                 for name in given:
                     find_path(name, paths, option)
 
-    def _rule(self, path: Path, ndim: int) -> PaddingRule:
+    def _rule(self, path: FieldPath, ndim: int) -> PaddingRule:
         """How the options apply to a field, computed once."""
         if (path, ndim) not in self._rules:
             axes: list[int] = []
@@ -163,7 +163,7 @@ class PadCollate:
             )
         return self._rules[path, ndim]
 
-    def _value(self, path: Path) -> Any:
+    def _value(self, path: FieldPath) -> Any:
         own = _OWN_PADDING.get(path[-1]) if path else None
         if isinstance(self.padding_value, dict):
             return _of_field(self.padding_value, path, 0 if own is None else own)
@@ -183,7 +183,7 @@ class PadCollate:
         return layout.select(layout.length_axes)
 
 
-def _of_field(option: Any, path: Path, default: Any) -> Any:
+def _of_field(option: Any, path: FieldPath, default: Any) -> Any:
     if not isinstance(option, dict):
         return option
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CollateError
 
-Path: TypeAlias = tuple[Any, ...]
+FieldPath: TypeAlias = tuple[Any, ...]
 """The keys and positions from a sample to one of its fields; `()` is the sample itself."""
 
 NUMBERS = frozenset({"bool", "int", "float", "complex"})
@@ -36,7 +36,7 @@ _DESCRIPTIONS = {
 class Field(NamedTuple):
     """One field of all samples: its path, its kind, and its value in each sample."""
 
-    path: Path
+    path: FieldPath
     kind: str
     values: Sequence[Any]
 
@@ -50,12 +50,12 @@ class HasLengths(Protocol):
         ...
 
 
-def as_path(name: Any) -> Path:
+def as_path(name: Any) -> FieldPath:
     """The path that an option's key means: a tuple is a path, anything else a top-level field."""
     return name if isinstance(name, tuple) else (name,)
 
 
-def show(path: Path) -> str:
+def show(path: FieldPath) -> str:
     """A path in an error message, written as an option's key.
 
     >>> show(("labels",)), show(("text", 0)), show(())
@@ -66,7 +66,7 @@ def show(path: Path) -> str:
     return f"field {path[0]!r}" if len(path) == 1 else f"field {path!r}"
 
 
-def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
+def find_path(name: Any, paths: Sequence[FieldPath], option: str) -> int:
     """The index in `paths` of the field that an option names.
 
     Raises:
@@ -82,7 +82,7 @@ def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
         ) from None
 
 
-def fail(path: Path, position: int, expected: str, came: str) -> NoReturn:
+def fail(path: FieldPath, position: int, expected: str, came: str) -> NoReturn:
     """Raise the error for one sample that differs from the first."""
     raise CollateError(
         f"sample {position} of the batch, {show(path)}: expected {expected}, got {came}"
@@ -90,7 +90,7 @@ def fail(path: Path, position: int, expected: str, came: str) -> NoReturn:
 
 
 def fail_at_odd_one(
-    path: Path,
+    path: FieldPath,
     values: Iterable[Any],
     key: Callable[[Any], Any],
     describe: Callable[[Any], str] = str,
@@ -167,7 +167,7 @@ def take_apart(samples: Sequence[Any]) -> tuple[Any, list[Field]]:
     return structure, fields
 
 
-def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
+def _walk(path: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
     types = set(map(type, column))
     kinds = {kind_of_type(t) for t in types}
     if len(kinds) > 1:
@@ -203,7 +203,7 @@ def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
     return None
 
 
-def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
+def _fail_at_keys(path: FieldPath, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
     keys = column[0].keys()
     position = next(i for i, sample in enumerate(column) if sample.keys() != keys)
     came = column[position].keys()
@@ -215,7 +215,7 @@ def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
 
 
 def choose_length_field(
-    name: Any | None, paths: Sequence[Path], layouts: Sequence[HasLengths | None]
+    name: Any | None, paths: Sequence[FieldPath], layouts: Sequence[HasLengths | None]
 ) -> int:
     """The index of the field whose lengths are the batch's: the named or the first ragged one.
 

@@ -14,9 +14,9 @@ import torch
 from torchbudget.checks import is_int
 from torchbudget.errors import OptionError, SizesError
 
-Field: TypeAlias = str | int
+FieldName: TypeAlias = str | int
 Size: TypeAlias = int | tuple[int, ...]
-SizeKey: TypeAlias = Field | tuple[Field, ...] | Callable[[Any], Size] | None
+SizeKey: TypeAlias = FieldName | tuple[FieldName, ...] | Callable[[Any], Size] | None
 
 
 def check_key(key: SizeKey) -> None:

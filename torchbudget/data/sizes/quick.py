@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.data.sizes.key import SIZED, Field, SizeKey
+from torchbudget.data.sizes.key import SIZED, FieldName, SizeKey
 from torchbudget.errors import SizesError
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
     return sizes if isinstance(key, tuple) else sizes[:, 0]
 
 
-def _axis(dataset: Any, field: Field | None) -> Lengths | None:
+def _axis(dataset: Any, field: FieldName | None) -> Lengths | None:
     if is_exactly(dataset, "datasets", "Dataset"):
         return _arrow(dataset, field)
     if is_exactly(dataset, "pandas", "DataFrame"):
@@ -55,7 +55,7 @@ def _axis(dataset: Any, field: Field | None) -> Lengths | None:
     return _items(dataset, field) if type(dataset) in (list, tuple) else None
 
 
-def _items(samples: Sequence[Any], field: Field | None) -> Lengths | None:
+def _items(samples: Sequence[Any], field: FieldName | None) -> Lengths | None:
     kinds = set(map(type, samples))
     if field is None:
         return None if tuple in kinds else _lengths(samples)
@@ -76,7 +76,7 @@ def _lengths(values: Sequence[Any]) -> Lengths | None:
         return None
 
 
-def _arrow(dataset: Any, field: Field | None) -> Lengths | None:
+def _arrow(dataset: Any, field: FieldName | None) -> Lengths | None:
     """The lengths in a column of a `datasets.Dataset`, −1 for a null."""
     import pyarrow as pa
     import pyarrow.compute as pc
