@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.collate.pad import PadCollate
+from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.positions import END, Positions
