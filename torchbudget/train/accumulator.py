@@ -11,14 +11,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import OptionError, SampleTooLargeError, StateError, StepError
 from torchbudget.train.inputs import is_number, several, weight_of
-from torchbudget.train.joining import Joined, notify_joined
 from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Attempt, Undo, halves, num_samples, ran_out
@@ -30,7 +28,7 @@ from torchbudget.train.wrapping import Wrapping
 T = TypeVar("T")
 
 
-class GradAccumulator(Joinable):
+class GradAccumulator:
     """Beside the optimizer, makes of micro-batches the step of the one large batch.
 
     At each step the gradient is Σ loss / Σ weight over all its micro-batches and all ranks,
@@ -94,7 +92,6 @@ class GradAccumulator(Joinable):
         divisor: float = 1.0,
         group: Any = None,
     ) -> None:
-        super().__init__()
         optimizers = several("optimizer", optimizer, Optimizer)
         one = () if scheduler is None else [scheduler]
         schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else list(one)
@@ -184,8 +181,6 @@ class GradAccumulator(Joinable):
         counted = weight_of(weight)
         if samples is None and self.needs_samples:
             raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
-        if self._attempt is None:
-            notify_joined(self)
         self.stepped = False
         pending = replace(self._pending)
         first = not pending.micro_batches and not pending.weight
@@ -277,7 +272,6 @@ class GradAccumulator(Joinable):
         if cost is not None and not hasattr(batch, "padded_size"):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         num_samples(batch)  # to be refused now, rather than when memory is out
-        notify_joined(self)
         parts = deque([batch])
         whole: Undo | None = None
         try:
@@ -464,34 +458,6 @@ class GradAccumulator(Joinable):
         """Put back what `training_state` gave."""
         self._stepping.load_state_dict(state)
         self.load_state_dict(state["accumulator"])
-
-    # ------------------------------------------------------------------ torch's Join
-
-    def join_hook(self, **_: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.Join`: ranks at their end have empty micro-batches.
-
-        Raises:
-            OptionError: steps are not of a number of micro-batches, so that a rank without data
-                cannot know when the others step; `flush` needs no such context.
-        """
-        if not isinstance(self._ending, Every):
-            raise OptionError("Join needs steps=k; without it, flush() joins the others' steps")
-        return Joined(self._empty_micro_batch, self.flush)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where Join's own counts lie."""
-        return self.ranks.device(self._stepping.parameters()[0].device)
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group of the ranks that join."""
-        return self.ranks.group or torch.distributed.group.WORLD
-
-    def _empty_micro_batch(self) -> None:
-        self._pending.micro_batches += 1
-        if self._ending.ends(self._pending.micro_batches, 0, 0):
-            self._take()
 
 
 @dataclass(slots=True)
