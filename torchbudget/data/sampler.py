@@ -16,7 +16,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.distributed import ranks_of
+from torchbudget.distributed import is_distributed, ranks_of
 from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
 from torchbudget.plan.cursor import Position
 from torchbudget.plan.fingerprint import order_identity
@@ -316,8 +316,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
 
 def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float, int]:
     """The largest of both, element by element, over all ranks of the default process group."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_world_size() != ranks:
+    if not is_distributed() or torch.distributed.get_world_size() != ranks:
         raise OptionError(
             f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
         )

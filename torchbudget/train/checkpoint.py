@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import StateError
+from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 
 _VERSION = 1
@@ -37,22 +37,15 @@ def run_state(
         batches_done: in the current loop over the loader; `None`: it is over.
         epoch: that this loop draws, or the coming one.
     """
-    mine = {"data": _data_state(loader, batches_done, epoch), **_generators()}
+    mine = {
+        "data": _data_state(loader, batches_done, epoch),
+        "random": asdict(RandomState.take()),
+    }
     return {
         "version": _VERSION,
         "model": model.state_dict(),
         "training": accumulator.training_state(),
         "ranks": accumulator.ranks.told(mine),
-    }
-
-
-def _generators() -> dict[str, Any]:
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (for those who draw from it)
-    return {
-        "python": random.getstate(),
-        "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None,
     }
 
 
@@ -94,14 +87,7 @@ def load_generators(whole: dict[str, Any], accumulator: GradAccumulator) -> None
 
     On another number of ranks they are those of other ranks.
     """
-    state = _of_rank(whole, accumulator)
-    random.setstate(state["python"])
-    inner = state["numpy"]["state"]
-    words = {**inner, "key": np.array(inner["key"], np.uint32)}
-    np.random.set_state({**state["numpy"], "state": words})  # noqa: NPY002 (as above)
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    RandomState(**_of_rank(whole, accumulator)["random"]).restore()
 
 
 def save(state: Any, path: Path) -> None:

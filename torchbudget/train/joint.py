@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from torchbudget.errors import OptionError
+from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Buffers
@@ -86,10 +87,10 @@ def _two_passes(
     states, parts = [], []
     with torch.no_grad():
         for micro_batch in micro_batches:
-            states.append(_random_state())
+            states.append(RandomState.take())
             parts.append(tree_map(lambda leaf: leaf.detach(), forward(micro_batch)))
     buffers.put_back()
-    after = _random_state()
+    after = RandomState.take()
     structure = tree_flatten(parts[0])[1]
     whole = [torch.cat(leaves) for leaves in zip(*(tree_flatten(p)[0] for p in parts), strict=True)]
     starts = [0] * len(whole)
@@ -103,7 +104,7 @@ def _two_passes(
     backward(loss)
     times = 1 if ranks is None else len(ranks)
     for micro_batch, state, part in zip(micro_batches, states, parts, strict=True):
-        _set_random_state(state)
+        state.restore()
         outputs, gradients = [], []
         numbers = [len(leaf) for leaf in tree_flatten(part)[0]]
         leaves = tree_flatten(forward(micro_batch))[0]
@@ -115,17 +116,5 @@ def _two_passes(
                 gradients.append(joined.grad[start : starts[number]] * times)
         torch.autograd.backward(outputs, gradients)
         del leaves, leaf, outputs, gradients
-    _set_random_state(after)
+    after.restore()
     return loss.detach()
-
-
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    on_gpu = torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)

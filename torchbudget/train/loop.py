@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from torchbudget.progress import with_bar
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import num_samples
@@ -57,7 +58,9 @@ def train_epoch(
     batches = iter(loader)
     if when_begun is not None:
         when_begun()
-    for done, batch in enumerate(_with_bar(batches, loader) if progress else batches, 1):
+    if progress:
+        batches = with_bar(batches, total=_length(loader), unit="batches", leave=False)
+    for done, batch in enumerate(batches, 1):
         samples = num_samples(batch) if accumulator.needs_samples else None
         with accumulator.micro_batch(weight(batch), samples=samples):
             accumulator.backward(criterion(model, _moved(batch, device)))
@@ -130,14 +133,8 @@ def _moved(batch: Any, device: torch.device | str | None) -> Any:
     )
 
 
-def _with_bar(batches: Iterator[Any], loader: Any) -> Iterable[Any]:
+def _length(loader: Any) -> int | None:
     try:
-        from tqdm.auto import tqdm
-    except ImportError:  # a bar is a courtesy: no training should fail for want of it
-        return batches
-    try:
-        total = len(loader)
-    except TypeError:  # a stream, whose length nobody knows
-        total = None
-    bar: Iterable[Any] = tqdm(batches, total=total, unit=" batches", disable=None, leave=False)
-    return bar
+        return len(loader)
+    except TypeError:  # of a stream, whose length is not known in advance
+        return None

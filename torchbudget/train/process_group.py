@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchbudget.distributed import is_distributed
+
 # Gradients are copied into buffers of this size, one collective each.
 _BUCKET_BYTES: Final = 64 * 2**20
 
@@ -22,9 +24,8 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
-        joined = dist.is_available() and dist.is_initialized()
         self.group = group
-        self.number = dist.get_world_size(group) if joined else 1
+        self.number = dist.get_world_size(group) if is_distributed() else 1
 
     def __len__(self) -> int:
         return self.number

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchbudget.cost.measuring.running import is_out_of_memory
 from torchbudget.errors import OptionError, TorchBudgetError
+from torchbudget.random_state import RandomState
 from torchbudget.train.totals import Pending
 
 
@@ -56,10 +57,7 @@ class Attempt:
     def __init__(self, parameters: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
         self.before = [(parameter, parameter.grad) for parameter in parameters]
         self._buffers = Buffers(modules)
-        self._cpu = torch.get_rng_state()
-        self._cuda: Tensor | None = None
-        if torch.cuda.is_initialized():
-            self._cuda = torch.cuda.get_rng_state()
+        self._random_state = RandomState.take()
         for parameter in parameters:
             parameter.grad = None
 
@@ -68,10 +66,9 @@ class Attempt:
         for parameter, gradient in self.before:
             parameter.grad = gradient
         self._buffers.put_back()
-        torch.set_rng_state(self._cpu)
+        self._random_state.restore()
         gc.collect()
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 

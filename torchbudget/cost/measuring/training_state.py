@@ -7,7 +7,7 @@ import functools
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchbudget.cost.measuring.copies import copied
 from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.random_state import RandomState
 
 # Deep enough for a trainer that holds a context that holds a model; a data set is not searched.
 _DEPTH: Final = 8
@@ -150,7 +151,8 @@ class TrainingState:
             for one in [*parts, *self.optimizers, *self.helpers]
             for kept in _containers(vars(one))
         ]
-        generators = _generator_states(self.generators)
+        random_state = RandomState.take()
+        own_states = [(one, _state_of(one)) for one in self.generators]
         with copied(written) as put_back, ExitStack() as stack:
             for accumulator in self.accumulators:
                 stack.enter_context(accumulator.kept())
@@ -162,7 +164,9 @@ class TrainingState:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
-                _set_generator_states(generators)
+                random_state.restore()
+                for generator, state in own_states:
+                    _set_state(generator, state)
 
 
 def _is_tensor(leaf: object) -> bool:
@@ -252,32 +256,16 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     return [*held, *vars(function).values()]
 
 
-def _generator_states(own: Sequence[Any]) -> tuple[Any, ...]:
-    devices = None
-    if torch.cuda.is_initialized():
-        devices = torch.cuda.get_rng_state_all()
-    numpy = np.random.get_state()  # noqa: NPY002 (the user's step may draw from it)
-    states = [(one, _state_of(one)) for one in own]
-    return random.getstate(), numpy, torch.get_rng_state(), devices, states
-
-
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_generator_states(states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, devices, own = states
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 (as above)
-    torch.set_rng_state(cpu)
-    if devices is not None:
-        torch.cuda.set_rng_state_all(devices)
-    for generator, state in own:
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.set_state(state)
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)

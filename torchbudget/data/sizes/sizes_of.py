@@ -17,6 +17,7 @@ from torchbudget.data.sizes.disk_cache import describe_key, load_sizes, save_siz
 from torchbudget.data.sizes.key import Size, SizeKey, check_key, size_of
 from torchbudget.data.sizes.quick import is_exactly, quick_sizes
 from torchbudget.errors import OptionError, SizesError
+from torchbudget.progress import with_bar
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -188,26 +189,17 @@ def _one_pass(
         generator=torch.Generator(),  # else each loader draws from the global random state
         multiprocessing_context=multiprocessing_context,
     )
+    read: Iterable[Sizes] = loader
+    if progress:
+        read = with_bar(loader, total=len(measured), unit="samples", description="sizes", count=len)
     chunks: list[Sizes] = []
-    for chunk in _with_bar(loader, len(measured)) if progress else loader:
+    for chunk in read:
         chunks.append(chunk)
         _check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
     if not chunks:
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
     return np.concatenate(chunks)
-
-
-def _with_bar(chunks: Iterable[Sizes], total: int) -> Iterator[Sizes]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:  # a bar is a courtesy: nobody's sizes should fail for want of it
-        yield from chunks
-        return
-    with tqdm(total=total, desc="sizes", unit=" samples", disable=None) as bar:
-        for chunk in chunks:
-            yield chunk
-            bar.update(len(chunk))
 
 
 def _check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:

@@ -22,7 +22,7 @@ from torchbudget.data.stream.positions import END, Positions
 from torchbudget.data.stream.source import Source, Split, WorkerSlot, is_indexed
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.data.stream.windows import Settings
-from torchbudget.distributed import ranks_of
+from torchbudget.distributed import is_distributed, ranks_of
 from torchbudget.errors import BudgetError, OptionError, StateError, StateMismatchError
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize
@@ -458,13 +458,13 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
         loader: of this rank.
         group: of processes. Default: all, where `torch.distributed` is initialized.
     """
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    distributed = is_distributed()
     batches = iter(loader)
     nothing = object()
     while True:
         batch = next(batches, nothing)
         there = torch.tensor(int(batch is not nothing))
-        if joined:
+        if distributed:
             if "nccl" in torch.distributed.get_backend(group):
                 there = there.cuda()
             torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MIN, group=group)
