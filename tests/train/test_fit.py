@@ -25,15 +25,14 @@ from torchbudget import (
     PaddedCost,
     evaluate,
     fit,
-    train_epoch,
 )
 from torchbudget.errors import OptionError, StateError
 from torchbudget.train.fit import Epoch
-from torchbudget.train.stepping import Step
+from torchbudget.train.step import Step
 
 
 class Tagger(nn.Module):
-    """Labels of positions, behind dropout."""
+    """Labels of positions, after dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +79,10 @@ class Training:
             data, batch_sampler=self.sampler, collate_fn=PadCollate(), num_workers=workers
         )
         self.model = Tagger()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.03)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.03)
+        schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
         self.accumulator = GradAccumulator(
-            optimizer, self.model, steps=self.sampler, max_norm=1.0, scheduler=schedule
+            self.optimizer, self.model, steps=self.sampler, max_norm=1.0, scheduler=schedule
         )
         self.validation = DataLoader(samples(20, 9), batch_size=7, collate_fn=PadCollate())
 
@@ -95,7 +94,7 @@ class Training:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [[1], [4, 5], [8], [3, 10, 13]])
 def test_stopped_and_resumed_is_uninterrupted(at: list[int], workers: int, tmp_path: Path) -> None:
-    """Behind any step, at the end of an epoch too, several times, dropout and all: bit for bit."""
+    """After any step, at the end of an epoch too, several times, dropout and all: bit for bit."""
     torch.manual_seed(11)
     whole = Training(workers)
     expected = whole.fit()
@@ -109,8 +108,8 @@ def test_stopped_and_resumed_is_uninterrupted(at: list[int], workers: int, tmp_p
         )
         torch.manual_seed(0)  # another process begins with other numbers
     assert_equal(part.model, whole.model)
-    told = [(e.number, e.validation, e.steps, e.skipped) for e in found]
-    assert told == [(e.number, e.validation, e.steps, e.skipped) for e in expected]
+    facts = [(e.number, e.validation, e.steps, e.skipped) for e in found]
+    assert facts == [(e.number, e.validation, e.steps, e.skipped) for e in expected]
     assert [e.loss for e in found] == pytest.approx([e.loss for e in expected], rel=1e-12)
     lines = list(map(json.loads, (tmp_path / "statistics.jsonl").read_text().splitlines()))
     assert [line["number"] for line in lines if line["kind"] == "step"] == list(range(1, 17))
@@ -140,7 +139,7 @@ def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> No
 
 
 class Streamed(Training):
-    """The same, of a stream that nobody knows the length of."""
+    """The same, of a stream, whose length is not known."""
 
     def __init__(self, workers: int, loader: Callable[..., Any]) -> None:
         super().__init__()
@@ -152,8 +151,7 @@ class Streamed(Training):
             window=30,
         )
         self.loader = loader(stream, batch_size=None, num_workers=workers)
-        optimizers = self.accumulator._stepping.optimizers
-        self.accumulator = GradAccumulator(optimizers, self.model, steps=5)
+        self.accumulator = GradAccumulator(self.optimizer, self.model, steps=5)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
@@ -202,9 +200,9 @@ def test_it_learns_and_keeps_the_best(tmp_path: Path) -> None:
 
 
 def test_patience(tmp_path: Path) -> None:
-    """A learning rate of 0 never gets better: two epochs behind the first it ends."""
+    """A learning rate of 0 never gets better: two epochs after the first it ends."""
     training = Training()
-    for group in training.accumulator._stepping.optimizers[0].param_groups:
+    for group in training.optimizer.param_groups:
         group["lr"] = 0.0
     assert len(training.fit(patience=2, epochs=9)) == 3
     with pytest.raises(OptionError, match="needs validation"):
@@ -233,38 +231,6 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
     torch.save({"run": {"version": 9}}, tmp_path / "last.pt")
     with pytest.raises(StateError, match="version"):
         Training().fit(folder=tmp_path)
-
-
-def test_an_evaluation_is_that_of_the_whole() -> None:
-    """Whatever the batches, in evaluation mode, which is then what it was."""
-    training = Training()
-    model = training.model
-    model.head.eval()
-    modes = [module.training for module in model.modules()]
-    found = evaluate(model, training.validation, loss_of, weight=tokens)
-    assert [module.training for module in model.modules()] == modes
-    [batch] = DataLoader(samples(20, 9), batch_size=20, collate_fn=PadCollate())
-    model.eval()
-    assert found == pytest.approx(loss_of(model, batch).item() / batch.num_tokens, rel=1e-6)
-    mean = evaluate(
-        model, training.validation, lambda m, b: loss_of(m, b) / tokens(b), weight=tokens, mean=True
-    )
-    assert mean == pytest.approx(found, rel=1e-6)
-    assert math.isnan(evaluate(model, [], loss_of))
-
-
-def test_tensors_and_a_last_incomplete_step() -> None:
-    """Plain tensors weigh their samples; what is left of a step is taken at the end."""
-    model = nn.Linear(3, 1)
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
-    steps = train_epoch(
-        model,
-        torch.ones(10, 3).split(4),
-        lambda m, batch: m(batch).square().sum(),
-        accumulator,
-        device="cpu",
-    )
-    assert [step.weight for step in steps] == [8, 2]
 
 
 RANKS = """

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.protocol import CostModel
+from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.distributed import is_distributed, ranks_of
 from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
 from torchbudget.plan.cursor import Position
@@ -28,9 +28,11 @@ from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.state import decode, encode
+from torchbudget.plan.step_source import ExtremeSource, StepSource
+from torchbudget.protocols import ResumableSource
 
 
-class MemoryBudgetBatchSampler(Sampler[list[int]]):
+class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, ExtremeSource):
     """Batches of ragged samples that fit a budget of bytes and fill it.
 
     Windows of samples are drawn uniformly at random, sorted by size and cut into micro-batches,
@@ -165,7 +167,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         self._order = order_identity(order, table.fingerprint)
         self._position = Position(epoch=0)
         self._drawing: PlanIterator | None = None
-        self._drawings = 0
+        self._iterations = 0
         self._length: tuple[Position, int] | None = None
 
     @property
@@ -202,7 +204,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
-        self._drawings += 1
+        self._iterations += 1
         self._drawing = PlanIterator(
             self.plan, self._position, rank=self.rank, when_finished=self._finish
         )
@@ -215,9 +217,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         return self._length[1]
 
     @property
-    def drawings(self) -> int:
+    def iterations(self) -> int:
         """How often `iter()` was called."""
-        return self._drawings
+        return self._iterations
 
     @property
     def steps(self) -> Iterator[int]:
@@ -228,6 +230,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         """
         drawing = self._drawing
         return self.plan.steps(self._position) if drawing is None else drawing.steps()
+
+    def extremes(self) -> dict[str, IntArray]:
+        """The micro-batches of the coming epoch that are likeliest to fail: see `warm_up`."""
+        return self.plan.extremes(self.epoch)
+
+    def batch_bytes(self, indices: IntArray) -> int:
+        """Predicted bytes of a micro-batch of these samples."""
+        return self.plan.batch_bytes(indices)
 
     def report(self) -> PlanReport:
         """What the coming epoch holds: fill, padding, imbalance; O(samples)."""

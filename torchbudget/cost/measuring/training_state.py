@@ -8,8 +8,8 @@ import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Final
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,6 +35,15 @@ _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
 _NESTED: Final = 3
 
 
+@runtime_checkable
+class AccumulatesGradients(Protocol):
+    """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
+
+    def single_steps(self) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
+        ...
+
+
 class TrainingState:
     """The modules, optimizers, schedulers, scalers and generators that a step refers to.
 
@@ -46,7 +55,7 @@ class TrainingState:
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
         generators: of random numbers, beside the global ones.
-        accumulators: what has a context `kept` that lets nothing inside count.
+        accumulators: of gradients, which must make single steps while the step is measured.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -155,7 +164,7 @@ class TrainingState:
         own_states = [(one, _state_of(one)) for one in self.generators]
         with copied(written) as put_back, ExitStack() as stack:
             for accumulator in self.accumulators:
-                stack.enter_context(accumulator.kept())
+                stack.enter_context(accumulator.single_steps())
             try:
                 yield
             finally:
@@ -173,9 +182,9 @@ def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _accumulates(one: Any) -> bool:
-    """Whether it is a `GradAccumulator`, which stands in a room above this one."""
-    return getattr(type(one), "accumulates_gradients", False) is True
+def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
+    # Of the type: an object that is found in a step may answer to any name in its __getattr__.
+    return issubclass(type(one), AccumulatesGradients)
 
 
 def _own(tensor: torch.Tensor) -> bool:

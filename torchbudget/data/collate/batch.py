@@ -24,6 +24,7 @@ from torch import Tensor
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.structure import find_path, leaves_of, put_together
 from torchbudget.errors import CollateError, OptionError
+from torchbudget.protocols import SplittableBatch
 
 BatchT = TypeVar("BatchT", bound="Batch")
 
@@ -253,6 +254,11 @@ def _check_same(mine: Any, given: Any) -> None:
             _check_same(one, other)
     elif not isinstance(mine, str) or mine != given:
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
+
+
+if TYPE_CHECKING:
+    # Training splits batches by this protocol, without importing them: mypy checks that it fits.
+    _SPLITTABLE: Callable[[Batch], SplittableBatch] = lambda batch: batch  # noqa: E731
 
 
 def make_batch(

@@ -27,6 +27,7 @@ from torchbudget.errors import BudgetError, OptionError, StateError, StateMismat
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize
 from torchbudget.plan.rules import BatchRules
+from torchbudget.protocols import ResumableSource
 from torchbudget.units import parse_bytes
 
 _WINDOW: Final = 4096  # samples of each rank
@@ -50,7 +51,7 @@ class SkippedSamples:
     failed: int
 
 
-class BudgetedIterableDataset(IterableDataset[Any]):
+class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     """Batches of a stream of ragged samples that fit a budget of bytes and fill it.
 
     Windows of consecutive samples are read, sorted by size and cut into micro-batches, each the
