@@ -170,8 +170,8 @@ def run(script: str, *arguments: Any) -> dict[str, Any]:
         cwd=ROOT,
     )
     assert not done.returncode, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
 
 
 @pytest.mark.parametrize("dropout", ["dropout", "none"])
@@ -183,12 +183,12 @@ def test_a_failed_allocation_is_undone(place: str, dropout: str) -> None:
     them they are, bit for bit, those of a run that was cut so from the start: random numbers and
     buffers of the failed attempt are gone.
     """
-    told = run(RANDOM, json.dumps([place] * 4), dropout)
-    assert told["failures"] == told["out_of_memory"] == 4
-    assert told["counted"]
-    assert (told["steps"], told["last"]) == (3, 12)
-    assert told["difference"] <= 1e-12
-    assert told["same"] or dropout == "none"
+    results = run(RANDOM, json.dumps([place] * 4), dropout)
+    assert results["failures"] == results["out_of_memory"] == 4
+    assert results["counted"]
+    assert (results["steps"], results["last"]) == (3, 12)
+    assert results["difference"] <= 1e-12
+    assert results["same"] or dropout == "none"
 
 
 HOPELESS = (
@@ -215,9 +215,9 @@ except SampleTooLargeError as error:
 
 def test_one_sample_that_does_not_fit() -> None:
     """4, 2 and 1 samples fail: a clear error, and everything is as it was."""
-    told = run(HOPELESS)
-    assert "out of memory with one sample" in told.pop("text")
-    assert told == {"tries": 3, "same": True, "clean": True, "random": True}
+    results = run(HOPELESS)
+    assert "out of memory with one sample" in results.pop("text")
+    assert results == {"tries": 3, "same": True, "clean": True, "random": True}
 
 
 RANKS = (
@@ -261,18 +261,18 @@ Path(folder, f"{rank}.json").write_text(json.dumps(told))
 @pytest.mark.distributed
 def test_one_rank_alone_runs_out_of_memory(tmp_path: Path) -> None:
     """Its parts are one micro-batch to the others: same steps, same parameters."""
-    told = torchrun(RANKS, tmp_path, 2, "twice")
-    assert [one["counted"] for one in told] == [36, 36]
-    assert [one["out_of_memory"] for one in told] == [0, 2]
-    assert max(one["difference"] for one in told) <= 1e-12
+    results = torchrun(RANKS, tmp_path, 2, "twice")
+    assert [one["counted"] for one in results] == [36, 36]
+    assert [one["out_of_memory"] for one in results] == [0, 2]
+    assert max(one["difference"] for one in results) <= 1e-12
 
 
 @pytest.mark.distributed
 def test_one_rank_that_gives_up_takes_the_others_along(tmp_path: Path) -> None:
     """No rank waits for ever for one that has failed."""
-    told = torchrun(RANKS, tmp_path, 2, "hopeless")
-    assert "on another rank" in told[0]["error"]
-    assert "with one sample" in told[1]["error"]
+    results = torchrun(RANKS, tmp_path, 2, "hopeless")
+    assert "on another rank" in results[0]["error"]
+    assert "with one sample" in results[1]["error"]
 
 
 def test_other_errors_are_let_through_and_undone() -> None:

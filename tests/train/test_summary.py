@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold, counted."""
+"""The memory of a model and its optimizer, counted."""
 
 from __future__ import annotations
 

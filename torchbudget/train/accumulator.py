@@ -26,7 +26,7 @@ from torchbudget.train.optimizers import Optimizers
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import SplitRun
 from torchbudget.train.step import OpenMicroBatch, Pending, Step, total_over_ranks
-from torchbudget.train.step_boundary import EveryMicroBatches, ReachingSamples, step_boundary_of
+from torchbudget.train.step_boundary import step_boundary_of
 
 
 class GradAccumulator(AccumulatesGradients):
@@ -64,6 +64,7 @@ class GradAccumulator(AccumulatesGradients):
         last: the latest `Step`, `None` before the first.
         stepped: whether the latest call took a step.
         out_of_memory: how often memory ran out in `run_or_split`.
+        needs_samples: whether each micro-batch must state its samples, since steps end by them.
         ranks: that share the steps.
 
     Raises:
@@ -104,6 +105,7 @@ class GradAccumulator(AccumulatesGradients):
         self.last: Step | None = None
         self.stepped = False
         self.out_of_memory = 0
+        self.needs_samples = samples is not None
         self._divisor = positive_number("divisor", divisor)
         self._optimizers = Optimizers(
             optimizers=several("optimizer", optimizer, Optimizer),
@@ -126,11 +128,6 @@ class GradAccumulator(AccumulatesGradients):
         """Whether FSDP shards a module."""
         return self._distributed.sharded
 
-    @property
-    def needs_samples(self) -> bool:
-        """Whether steps end by their number of samples, which each micro-batch must then state."""
-        return isinstance(self._boundary, ReachingSamples)
-
     @contextmanager
     def single_steps(self) -> Iterator[None]:
         """Make each micro-batch inside a step of its own, and forget all of them at the end.
@@ -139,7 +136,7 @@ class GradAccumulator(AccumulatesGradients):
         optimizers change.
         """
         before = vars(self).copy()
-        self._pending, self._boundary = Pending(), EveryMicroBatches(1)
+        self._pending, self._boundary = Pending(), step_boundary_of(1, None, None, ranks=1)
         try:
             with self._detector.muted():
                 yield
@@ -193,7 +190,7 @@ class GradAccumulator(AccumulatesGradients):
             with self._distributed.accumulating(last=ends):
                 yield
         except BaseException:
-            if opened.backwards and not (run is not None and run.is_attempting):
+            if opened.backwards and not (run is not None and run.attempt):
                 self._detector.micro_batch_failed()
             raise
         finally:
@@ -284,7 +281,7 @@ class GradAccumulator(AccumulatesGradients):
                     self._give_up()
         except BaseException:
             run.undo()
-            if run.was_split:  # parts that succeeded are undone, too
+            if run.whole is not None:  # parts that succeeded are undone, too
                 self._pending = before
             raise
         finally:

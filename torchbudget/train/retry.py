@@ -95,6 +95,10 @@ class SplitRun:
         batch: to be run.
         parameters: that are trained.
         modules: whose buffers the forward may change.
+
+    Attributes:
+        attempt: the run of a part that has not succeeded yet, and can be undone.
+        whole: the first run, where it failed: then parts are run, of which some may have succeeded.
     """
 
     def __init__(
@@ -103,29 +107,19 @@ class SplitRun:
         self._parts = deque([batch])
         self._parameters = parameters
         self._modules = modules
-        self._attempt: Attempt | None = None  # which has not succeeded yet
-        self._whole: Attempt | None = None  # the first one, where it failed
+        self.attempt: Attempt | None = None
+        self.whole: Attempt | None = None
 
     @property
     def parts_follow(self) -> bool:
         """Whether the part that is being run is not the last one."""
         return bool(self._parts)
 
-    @property
-    def is_attempting(self) -> bool:
-        """Whether the part that is being run has not succeeded yet, and can be undone."""
-        return self._attempt is not None
-
-    @property
-    def was_split(self) -> bool:
-        """Whether parts are run, of which some may have succeeded."""
-        return self._whole is not None
-
     def succeed(self) -> None:
         """The micro-batch of the part that is being run has succeeded: its gradients count."""
-        if self._attempt is not None:
-            self._attempt.merge()
-            self._attempt = None
+        if self.attempt is not None:
+            self.attempt.merge()
+            self.attempt = None
 
     def failures(
         self, function: Callable[[Any], object], before_attempt: Callable[[], object]
@@ -139,26 +133,27 @@ class SplitRun:
         while self._parts:
             part = self._parts.popleft()
             before_attempt()
-            self._attempt = attempt = Attempt(self._parameters, self._modules)
+            self.attempt = attempt = Attempt(self._parameters, self._modules)
             failed = ran_out_of_memory(function, part)
-            if failed and not self.is_attempting:
+            succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
+            if failed and succeeded:
                 raise SampleTooLargeError(
                     "out of memory in the optimizer's step, after the micro-batches"
                 )
-            if not failed and self.is_attempting:
+            if not failed and not succeeded:
                 raise StepError("run_or_split's function opened no micro_batch")
-            if not failed:
+            if succeeded:
                 continue
             attempt.undo()
-            if self._whole is None:
+            if self.whole is None:
                 attempt.copy_gradients()
-                self._whole = attempt
+                self.whole = attempt
             yield part
             self._parts.extendleft(reversed(halves(part)))
 
     def undo(self) -> None:
         """Undo the part that has not succeeded; of a batch that was split, all parts."""
-        for attempt in (self._attempt, self._whole):
+        for attempt in (self.attempt, self.whole):
             if attempt is not None:
                 attempt.undo()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from torchbudget.checks import at_least_one, is_int
 from torchbudget.errors import OptionError
@@ -26,37 +27,21 @@ class StepBoundary:
         return False
 
 
-class EveryMicroBatches(StepBoundary):
-    """Steps of a number of micro-batches on each rank."""
+class Reaching(StepBoundary):
+    """Steps of at least so many micro-batches or samples, or of at least a weight, on each rank.
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    Args:
+        amount: what is compared: the number of micro-batches, of samples, or the weight.
+        least: at which a step ends.
+    """
 
-    def ends(self, pending: Pending) -> bool:
-        """See `StepBoundary.ends`."""
-        return pending.micro_batches >= self._number
-
-
-class ReachingSamples(StepBoundary):
-    """Steps of at least a number of samples on each rank."""
-
-    def __init__(self, samples: float) -> None:
-        self._samples = samples
+    def __init__(self, amount: Callable[[Pending], float], least: float) -> None:
+        self._amount = amount
+        self._least = least
 
     def ends(self, pending: Pending) -> bool:
         """See `StepBoundary.ends`."""
-        return pending.samples >= self._samples
-
-
-class ReachingWeight(StepBoundary):
-    """Steps of at least a weight on each rank."""
-
-    def __init__(self, weight: float) -> None:
-        self._weight = weight
-
-    def ends(self, pending: Pending) -> bool:
-        """See `StepBoundary.ends`."""
-        return pending.weight >= self._weight
+        return self._amount(pending) >= self._least
 
 
 class Planned(StepBoundary):
@@ -119,9 +104,9 @@ def step_boundary_of(
                 "steps must be an int of at least 1, or a sampler that has `steps` and "
                 f"`iterations`, such as a MemoryBudgetBatchSampler; got {steps!r}"
             )
-        return EveryMicroBatches(int(steps))
+        return Reaching(attrgetter("micro_batches"), int(steps))
     if samples is not None:
-        return ReachingSamples(at_least_one("samples", samples) / ranks)
+        return Reaching(attrgetter("samples"), at_least_one("samples", samples) / ranks)
     if weight is not None:
-        return ReachingWeight(positive_number("weight", weight) / ranks)
+        return Reaching(attrgetter("weight"), positive_number("weight", weight) / ranks)
     return StepBoundary()

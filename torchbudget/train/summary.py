@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,18 +32,6 @@ class ModuleMemory:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-
-    def __add__(self, other: ModuleMemory) -> ModuleMemory:
-        """Both together, under the name of the first."""
-        return ModuleMemory(
-            name=self.name,
-            kind=self.kind,
-            parameters=self.parameters + other.parameters,
-            learnable=self.learnable + other.learnable,
-            weight_bytes=self.weight_bytes + other.weight_bytes,
-            gradient_bytes=self.gradient_bytes + other.gradient_bytes,
-            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +96,12 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
                 optimizer_bytes=sum(_state_bytes(optimizer, p) for p in own),
             )
         )
-    nothing = ModuleMemory(
-        name="total",
-        kind=type(model).__name__,
-        parameters=0,
-        learnable=0,
-        weight_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
+    numbers = [field.name for field in fields(ModuleMemory) if field.name not in ("name", "kind")]
+    total = {number: sum(getattr(one, number) for one in modules) for number in numbers}
+    return MemorySummary(
+        modules=tuple(modules),
+        total=ModuleMemory(name="total", kind=type(model).__name__, **total),
     )
-    return MemorySummary(modules=tuple(modules), total=sum(modules, nothing))
 
 
 def _state_bytes(optimizer: Optimizer | None, parameter: Tensor) -> int:
