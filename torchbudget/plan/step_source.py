@@ -17,7 +17,7 @@ class StepSource(Protocol):
 
     @property
     def iterations(self) -> int:
-        """How often `iter()` was called: where it has changed, `steps` is read anew."""
+        """How often `iter()` was called: where it has changed, `steps` is read again."""
         ...
 
     @property

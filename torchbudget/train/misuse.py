@@ -74,7 +74,7 @@ class MisuseDetector:
         """A micro-batch begins.
 
         Args:
-            restarted: the data began anew, so that what is pending is of an earlier epoch.
+            restarted: the data began again, so that what is pending is of an earlier epoch.
             without_gradients: parameters that must not have gradients yet.
         """
         if any(parameter.grad is not None for parameter in without_gradients):

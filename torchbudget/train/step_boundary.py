@@ -13,7 +13,7 @@ from torchbudget.train.step import Pending
 
 
 class StepBoundary:
-    """Decides whether a micro-batch completes a step. Of this class none does: the user steps."""
+    """Decides which micro-batch ends a step: here none, so that only `step` and `flush` do."""
 
     def ends(self, pending: Pending) -> bool:
         """Whether a step that has this much on this rank, the coming micro-batch included, ends."""
@@ -23,7 +23,7 @@ class StepBoundary:
         """Take note of a step that had so many micro-batches of this rank."""
 
     def restarted(self) -> bool:
-        """Whether the data began anew, so that what is pending is of an earlier epoch."""
+        """Whether the data began again, so that what is pending is of an earlier epoch."""
         return False
 
 
