@@ -94,11 +94,19 @@ def total_over_ranks(
     Raises:
         OptionError: a gradient is sparse, on any of several ranks.
     """
-    several = len(ranks) > 1
-    present = [float(parameter.grad is not None) for parameter in parameters if several]
+    if len(ranks) == 1:  # without tensors: `measure_cost` may trace the step on fake ones
+        return Total(
+            loss=float(pending.loss),
+            weight=pending.weight,
+            micro_batches=pending.micro_batches,
+            done=done,
+            failed=failed,
+            present=(),
+        )
+    present = [float(parameter.grad is not None) for parameter in parameters]
     sparse = any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters)
     numbers = torch.tensor(
-        [0.0, pending.weight, pending.micro_batches, done, failed, several and sparse, *present],
+        [0.0, pending.weight, pending.micro_batches, done, failed, sparse, *present],
         dtype=torch.float64,
     )
     numbers[0] = pending.loss  # may be on another device
