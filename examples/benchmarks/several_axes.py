@@ -2,8 +2,8 @@
 
 Question: (source, target) lengths, (height, width) of images, (nodes, edges) of graphs, three axes,
 and the functions of Python's standard library (words of the docstring, of the code): how much do
-micro-batches pad, along each axis and in all, beside the same windows cut in the order of the first
-axis alone, or of the samples' costs?
+micro-batches pad, along each axis and in all, compared with the same windows cut in the order of
+the first axis alone, or of the samples' costs?
 
 Command: python examples/benchmarks/several_axes.py [--samples N] [--window S] [--json PATH]
 
