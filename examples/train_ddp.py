@@ -11,6 +11,8 @@ and start it again with the same folder, and it continues with the next step.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from train_text import ByteData, Transformer, docstrings, loss_sum, measured_cos
 
 from torchbudget import (
     GradAccumulator,
+    MeasuredCost,
     MemoryBudgetBatchSampler,
     PadCollate,
     PaddedBatch,
@@ -67,8 +70,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = Transformer(options.max_length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Every rank measures, but all must plan with the same cost: they take the first rank's.
-    costs = [measured_cost(model, optimizer, options.max_length, options.budget)]
+    # All ranks must plan with the same cost: the first one measures it.
+    costs: list[MeasuredCost | None] = [None]
+    if dist.get_rank() == 0:
+        costs = [measured_cost(model, optimizer, options.max_length, options.budget)]
     dist.broadcast_object_list(costs)
 
     def loader_of(data: ByteData, **order: object) -> DataLoader[PaddedBatch]:
@@ -94,7 +99,11 @@ def main() -> None:
         checkpoint_steps=1,
         callbacks=[log],
     )
-    dist.destroy_process_group()
+    dist.barrier()
+    # Not through the interpreter's shutdown: torch 2.13 over gloo aborts there now and then, when a
+    # thread that DDP's group keeps alive frees tensors ("terminate called without …").
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

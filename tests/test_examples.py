@@ -113,7 +113,17 @@ def test_a_budget_that_cannot_be_read_is_refused():
 
 def test_text_is_learned_under_a_budget():
     """Two epochs of two steps; the real peak is within the budget."""
-    printed = example("train_text", "--samples", 64, "--samples-per-step", 32, "--max-length", 256)
+    printed = example(
+        "train_text",
+        "--samples",
+        64,
+        "--samples-per-step",
+        32,
+        "--max-length",
+        256,
+        "--budget",
+        "500MiB",
+    )
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
@@ -176,7 +186,8 @@ def test_volumes_pad_less():
 @pytest.mark.distributed
 def test_ranks_train_and_go_on(tmp_path):
     """Two ranks take the planned steps; called again with more epochs, they go on."""
-    small = ("--samples", 64, "--samples-per-step", 32, "--max-length", 256, "--folder", tmp_path)
+    small = ("--samples", 64, "--samples-per-step", 32, "--max-length", 256, "--budget", "500MiB")
+    small += ("--folder", tmp_path)
     first = example("train_ddp", *small, "--epochs", 1, ranks=2)
     again = example("train_ddp", *small, "--epochs", 2, ranks=2)
     assert re.findall(r"^(?:step|epoch) \d+", first, re.MULTILINE) == [
