@@ -25,10 +25,10 @@ from torchbudget import (
     GradAccumulator,
     PadCollate,
     PaddedBatch,
+    configure_allocators,
     format_bytes,
     joint_backward,
     peak_memory,
-    trim_malloc,
 )
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     add("--steps", type=int, default=4)
     add("--max-length", type=int, default=256, help="bytes at which halves are cut")
     options = parser.parse_args()
-    trim_malloc()
+    configure_allocators()
     torch.manual_seed(0)
     texts = (text for text in docstrings(0) if len(text) > 1)
     samples = [halves(t, options.max_length) for t in islice(texts, options.pairs * 2)]

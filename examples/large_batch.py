@@ -24,18 +24,18 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PadCollate,
     TorchBudgetError,
+    configure_allocators,
     memory_summary,
     parse_bytes,
     peak_memory,
     sizes_of,
-    trim_malloc,
 )
 
 HEADER = "step  samples    bytes  micro-batches    loss    norm  seconds  peak / budget"
 
 
 def train(options: argparse.Namespace) -> None:
-    trim_malloc()
+    configure_allocators()  # freed memory is returned: ragged batches need ever new shapes
     torch.manual_seed(options.seed)
     data = ByteData(islice(docstrings(options.seed), options.samples), options.max_length)
     model = Transformer(options.max_length)

@@ -33,6 +33,7 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PadCollate,
     TorchBudgetError,
+    configure_allocators,
     format_bytes,
     measure_cost,
     parse_bytes,
@@ -106,6 +107,7 @@ def load_model(max_length: int) -> tuple[nn.Module, Callable[[str], list[int]], 
 
 def train(options: argparse.Namespace) -> None:
     """Measure the step, train one epoch, and print predicted and real peaks."""
+    configure_allocators()
     torch.manual_seed(0)
     budget_bytes = parse_bytes(options.budget)
     model, tokenize, max_length = load_model(options.max_length)

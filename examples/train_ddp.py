@@ -28,9 +28,9 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PadCollate,
     PaddedBatch,
+    configure_allocators,
     fit,
     sizes_of,
-    trim_malloc,
 )
 from torchbudget.train.fit import Epoch
 from torchbudget.train.stepping import Step
@@ -65,7 +65,7 @@ def main() -> None:
     add("--folder", type=Path, help="for checkpoints and statistics, to continue from")
     options = parser.parse_args()
 
-    trim_malloc()
+    configure_allocators()  # freed memory is returned: ragged batches need ever new shapes
     dist.init_process_group("gloo")
     torch.manual_seed(options.seed)
     model = Transformer(options.max_length)

@@ -32,12 +32,12 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PadCollate,
     TorchBudgetError,
+    configure_allocators,
     format_bytes,
     measure_cost,
     parse_bytes,
     peak_memory,
     sizes_of,
-    trim_malloc,
 )
 
 # ---------------------------------------------------------------------- data
@@ -145,7 +145,7 @@ def measured_cost(
 
 
 def train(options: argparse.Namespace) -> None:
-    trim_malloc()
+    configure_allocators()  # freed memory is returned: ragged batches need ever new shapes
     torch.manual_seed(options.seed)
     data = ByteData(islice(docstrings(options.seed), options.samples), options.max_length)
     sizes = sizes_of(data, "ids")

@@ -9,7 +9,7 @@ Command: python examples/benchmarks/fairness.py [--samples N] [--epochs K] [--js
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
-    table
+    to be recorded: python examples/benchmarks/record.py fairness
 
 `samples` and `mean size` are those of a rank / those over all ranks, over all epochs together.
 """

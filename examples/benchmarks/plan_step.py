@@ -8,7 +8,7 @@ Command: python examples/benchmarks/plan_step.py [--samples N] [--seeds K] [--js
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
-    table
+    to be recorded: python examples/benchmarks/record.py plan_step
 
 The padded and the packed cost have a budget of 16,384 units, the quadratic one of 2 × 4,096².
 `excess` is the cost of the costliest rank / the mean over ranks, minus the least that this can be:
