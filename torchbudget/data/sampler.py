@@ -294,7 +294,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        margin = used.corrected().margin  # observations are shared with the cost that was given
+        # Observations are shared with the cost that was given.
+        margin = used.with_observed_margin().margin
         after = 0 if self._iterator is None else self._iterator.windows_begun
         if self.num_replicas > 1:
             margin, after = _largest_of_all_ranks(self.num_replicas, margin, after)
@@ -302,7 +303,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             return used.margin
         left = self.plan.left_of(self._cursor)
         self._cursor = replace(self._cursor, left=left, rounds=0)
-        self.plan = self.plan.with_cost(used.granted(margin))
+        self.plan = self.plan.with_cost(used.with_margin(margin))
         if self._iterator is not None:
             self._iterator.replan(self.plan, after=after)
         return margin

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
-from torchbudget.machine import peak_memory
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.plan.step_source import ExtremeSource
 
 
@@ -59,7 +59,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
         )
     state = TrainingState(step)
     runs: list[WarmUp] = []
-    with state.kept(contents=True):
+    with state.restored(contents=True):
         for name, indices in sampler.extremes().items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
             if not runs:
