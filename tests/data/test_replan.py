@@ -111,9 +111,9 @@ def test_ranks_that_drew_unequally_far_stay_together(
             epoch += islice(drawing, data.draw(st.integers(0, 6)))
         for more in range(1, 3):
             dearer = MeasuredCost(forms=cost.forms, margin=more * (factor - 1))
-            behind = max(sampler._drawing.windows_begun for sampler in those)
+            after = max(drawing.windows_begun for drawing in drawings)
             for sampler, epoch, drawing in zip(those, epochs, drawings, strict=True):
-                sampler._drawing.go_on_with(sampler.plan.with_cost(dearer), behind=behind)
+                drawing.replan(sampler.plan.with_cost(dearer), after=after)
                 epoch += islice(drawing, data.draw(st.integers(0, 3)))
         for epoch, drawing in zip(epochs, drawings, strict=True):
             epoch += drawing

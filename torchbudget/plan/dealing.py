@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
+import heapq
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
+from torchbudget.plan.cut import Windows
 
-# Halvings of the interval in which the lowered budget is searched: to 0.05 % of it.
-_HALVINGS: Final = 11
+# A lowered budget is found to this part of the budget.
+_PRECISION: Final = 2**11
 # Exchanges between the costliest and the cheapest rank; on measured data the eighth gains nothing.
 _EXCHANGES: Final = 12
 # Exchanges look at all pairs of micro-batches of two ranks. With more than this many on each rank
 # sums are even without them.
 _EXCHANGE_ROUNDS: Final = 64
 
-Starts: TypeAlias = Callable[[IntArray], IntArray]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How micro-batches are shared.
+
+    Attributes:
+        number: of ranks that share each window.
+        even_sums: ranks wait for each other once a window (it is one optimizer step), so that each
+            one's sum over the window counts; otherwise they wait once a round.
+        multiple: the number of micro-batches on each rank is a multiple of it.
+    """
+
+    number: int = 1
+    even_sums: bool = False
+    multiple: int = 1
+
+    @property
+    def together(self) -> int:
+        """The number of a window's micro-batches is a multiple of it."""
+        return self.number * self.multiple
 
 
-def lowest_budget(
-    starts: Starts, *, low: IntArray, high: int, length: int, ranks: int
+def lowest_budgets(
+    windows: Windows, *, low: IntArray, high: int, length: int, ranks: Ranks
 ) -> tuple[IntArray, IntArray]:
     """Lower each window's budget as far as its number of micro-batches allows.
 
@@ -31,12 +52,11 @@ def lowest_budget(
     micro-batches are as alike as can be, the last one too.
 
     Args:
-        starts: cuts the windows under a budget each, `(windows,)` to `(micro-batches, windows)`
-            offsets, filled with `length`.
+        windows: that are cut.
         low: bytes that no micro-batch of each window is below, shape `(windows,)`.
         high: the budget.
-        length: samples in each of them.
-        ranks: how many ranks.
+        length: samples in each window.
+        ranks: that share them.
 
     Returns:
         The lowered budgets and the numbers of micro-batches to reach, each of shape `(windows,)`.
@@ -45,101 +65,136 @@ def lowest_budget(
         UnevenRanksError: a window has fewer samples than micro-batches to reach.
     """
 
-    def count(budget: IntArray) -> IntArray:
-        number: IntArray = np.count_nonzero(starts(budget) < length, axis=0)
-        return number
+    def counts(budgets: IntArray) -> IntArray:
+        return np.array([len(starts) for starts in windows.cut(budgets)])
 
+    precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
-    least = count(feasible)
-    target = -(-least // ranks) * ranks
+    least = counts(feasible)
+    target = -(-least // ranks.together) * ranks.together
     if (target > length).any():
         raise UnevenRanksError(
             f"{length} samples that need {int(least.max())} micro-batches cannot be dealt evenly "
-            f"to {ranks} ranks without repeating or dropping one; raise the budget, use another "
-            "number of ranks, or drop_last=True"
+            f"to {ranks.number} ranks{_in_multiples(ranks)} without repeating or dropping one; use "
+            f"at least {int(target.max())} samples, another number of ranks or a larger budget, or "
+            "drop the rest (drop_last=True)"
         )
-    infeasible = low - 1
-    for _ in range(_HALVINGS):
+    infeasible = np.maximum(low, windows.least(target)) - 1
+    # Where the lower bound is tight the first trial already ends the search.
+    middle = np.minimum(infeasible + precision, feasible)
+    # A window that is done stays as it is, so that it does not depend on the others.
+    while (wide := feasible - infeasible > precision).any():
+        enough = counts(middle) <= target
+        feasible = np.where(wide & enough, middle, feasible)
+        infeasible = np.where(wide & ~enough, middle, infeasible)
         middle = (infeasible + feasible) // 2
-        enough = count(middle) <= target
-        feasible = np.where(enough, middle, feasible)
-        infeasible = np.where(enough, infeasible, middle)
     return feasible, target
 
 
+def _in_multiples(ranks: Ranks) -> str:
+    return f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
+
+
 def split_to(
-    starts: list[int], length: int, costs: list[int], target: int, *, multiple: int = 1
-) -> list[int]:
+    starts: IntArray, length: int, costs: IntArray, target: int, *, multiple: int = 1
+) -> IntArray:
     """Split the costliest runs in two until there are `target` of them.
 
     Args:
-        starts: where each run starts, ascending from 0.
+        starts: where each run starts, ascending from 0, shape `(runs,)`.
         length: where the last one ends; at least `target`.
-        costs: bytes of each run.
+        costs: bytes of each run, shape `(runs,)`.
         target: how many runs to reach.
         multiple: the first half of a run is a multiple of it wherever the run is longer.
 
     Returns:
-        Where the runs start now. A half counts as half its run's cost.
+        Where the runs start now, shape `(target,)`. A half counts as half its run's cost.
+        O(runs + splits·log(runs)).
     """
-    stops = [*starts[1:], length]
-    runs = [[cost, start, stop] for cost, start, stop in zip(costs, starts, stops, strict=True)]
-    while len(runs) < target:
-        cost, start, stop = run = max(
-            (run for run in runs if run[2] - run[1] > 1), key=lambda run: run[0]
-        )
+    stops = np.append(starts[1:], length)
+    columns = (-costs).tolist(), starts.tolist(), stops.tolist()
+    runs = [run for run in zip(*columns, strict=True) if run[2] - run[1] > 1]
+    heapq.heapify(runs)
+    more: list[int] = []
+    while len(starts) + len(more) < target:
+        cost, start, stop = heapq.heappop(runs)
         half = -(-(stop - start) // 2)
         rounded = -(-half // multiple) * multiple
         middle = start + (rounded if rounded < stop - start else half)
-        run[:] = [cost // 2, start, middle]
-        runs.append([cost // 2, middle, stop])
-    return sorted(start for _, start, _ in runs)
+        more.append(middle)
+        for piece in ((-(-cost // 2), start, middle), (-(-cost // 2), middle, stop)):
+            if piece[2] - piece[1] > 1:
+                heapq.heappush(runs, piece)
+    return np.sort(np.append(starts, np.array(more, np.int64)))
 
 
-def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
-    """Give every rank the same number of micro-batches at about the same cost.
+def deal_steps(costs: IntArray, ranks: int) -> IntArray:
+    """Give every rank as many micro-batches, and sums of costs that are as equal as can be.
 
-    The micro-batches, from the costliest down, form rounds of one per rank, so that what the ranks
-    do at the same time is alike. Rounds are dealt from the one of the widest spread down, the
-    costliest micro-batch to the rank with the least so far: the balanced largest-first differencing
-    of Michiels, Korst, Aarts and van Leeuwen ("Performance ratios for the Karmarkar–Karp
-    differencing method", 2003), by sums instead of differences. With `even_sums` the costliest and
-    the cheapest rank then exchange micro-batches while that brings them together.
+    For windows that are steps: ranks wait for each other once a window. Micro-batches are dealt in
+    rounds as `deal_rounds` does, by their costs; then the costliest and the cheapest rank exchange
+    micro-batches while that brings them together.
 
     Args:
         costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
         ranks: how many ranks.
-        even_sums: what counts is each rank's sum over the window, since the ranks wait for each
-            other once per window; otherwise each round, since they wait once per round.
+
+    Returns:
+        Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`; in every round
+        the next costliest of each rank, and rounds of −1 last.
+    """
+    order = deal_rounds(costs, costs, ranks)
+    if ranks == 1:
+        return order
+    flat = order.reshape(len(order), -1)
+    weighed = np.take_along_axis(costs, flat, axis=1).reshape(order.shape)
+    # Each window by itself: what is dealt must not depend on what it is planned together with.
+    few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
+    if few.any():
+        some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
+        _exchange(some, chosen)
+        weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS] = some, chosen
+    again = np.argsort(-weighed, axis=1, kind="stable")
+    return np.take_along_axis(order, again, axis=1)
+
+
+def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
+    """Deal rounds of micro-batches that cost about the same, so that sums of weights are even.
+
+    The micro-batches, from the costliest down, form rounds of one per rank: what the ranks do at
+    the same time is alike. Rounds are dealt from the one of the widest spread of weights down, the
+    heaviest micro-batch to the rank with the least so far: the balanced largest-first differencing
+    of Michiels, Korst, Aarts and van Leeuwen ("Performance ratios for the Karmarkar–Karp
+    differencing method", 2003), by sums instead of differences.
+
+    Args:
+        costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
+        weights: what every rank is to have as much of, non-negative, of the same shape.
+        ranks: how many ranks.
 
     Returns:
         Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`, the costliest
         round first and rounds of −1 last.
     """
     windows, number = costs.shape
-    rounds = number // ranks
-    order = np.argsort(-costs, axis=1, kind="stable").reshape(windows, rounds, ranks)
-    sums = np.zeros((windows, ranks), np.int64)
-    weighed = np.take_along_axis(costs, order.reshape(windows, -1), axis=1)
-    weighed = weighed.reshape(windows, rounds, ranks)
+    shape = windows, number // ranks, ranks
+    order = np.argsort(-costs, axis=1, kind="stable").reshape(shape)
+    if ranks == 1:
+        return order
+    weighed = np.take_along_axis(weights, order.reshape(windows, -1), axis=1).reshape(shape)
+    heaviest_first = np.argsort(-weighed, axis=2, kind="stable")
+    order = np.take_along_axis(order, heaviest_first, axis=2)
+    weighed = np.take_along_axis(weighed, heaviest_first, axis=2)
     widest_first = np.argsort(weighed[..., -1] - weighed[..., 0], axis=1, kind="stable")
     row = np.arange(windows)
-    for nth in range(rounds):
-        at = widest_first[:, nth]
-        place = np.argsort(np.argsort(sums, axis=1, kind="stable"), axis=1)
-        order[row, at] = np.take_along_axis(order[row, at], place, axis=1)
-        weighed[row, at] = np.take_along_axis(weighed[row, at], place, axis=1)
-        sums += np.maximum(weighed[row, at], 0)
-    if even_sums and ranks > 1:
-        # Each window by itself: what is dealt must not depend on what it is planned together with.
-        few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
-        if few.any():
-            some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
-            _exchange(some, chosen)
-            weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS] = some, chosen
-        # Rounds again: the g-th costliest of every rank.
-        again = np.argsort(-weighed, axis=1, kind="stable")
-        order = np.take_along_axis(order, again, axis=1)
+    each = row[:, None]
+    sums = np.zeros((windows, ranks), np.int64)
+    for at in widest_first.T:
+        # The rank with the least so far gets the round's first micro-batch, and so on.
+        least = np.argsort(sums, axis=1, kind="stable")
+        taken = order[row, at]
+        order[each, at[:, None], least] = taken
+        sums[each, least] += np.maximum(weighed[row, at], 0)
     return order
 
 
@@ -168,3 +223,21 @@ def _exchange(weighed: IntArray, order: IntArray) -> None:
         other = (better, give[better], least[better])
         for array in (weighed, order):
             array[one], array[other] = array[other], array[one]
+
+
+def rotate(rounds: IntArray, turns: IntArray) -> IntArray:
+    """Give the places of rounds to other ranks in every window.
+
+    The costliest place has fewer and longer samples than the cheapest one. A rank that kept its
+    place would see them in every step of a run.
+
+    Args:
+        rounds: shape `(rounds, places)`.
+        turns: of each round, shape `(rounds,)`: counted over windows and epochs, so that in every
+            run of as many windows as there are ranks each rank takes each place once.
+
+    Returns:
+        Shape `(rounds, ranks)`.
+    """
+    places = (np.arange(rounds.shape[1]) + turns[:, None]) % rounds.shape[1]
+    return np.take_along_axis(rounds, places, axis=1)

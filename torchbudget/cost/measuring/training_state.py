@@ -7,9 +7,9 @@ import functools
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchbudget.cost.measuring.copies import copied
 from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.random_state import RandomState
 
 # Deep enough for a trainer with a context with a model; large containers are not searched.
 _DEPTH: Final = 8
@@ -34,6 +35,15 @@ _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
 _NESTED: Final = 3
 
 
+@runtime_checkable
+class AccumulatesGradients(Protocol):
+    """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
+
+    def single_steps(self) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
+        ...
+
+
 class TrainingState:
     """The modules, optimizers, schedulers, scalers and generators that a step refers to.
 
@@ -44,8 +54,8 @@ class TrainingState:
         modules: the outermost ones.
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
-        generators: random generators, beside the global ones.
-        accumulators: what has a context `kept` that lets nothing inside count.
+        generators: of random numbers, beside the global ones.
+        accumulators: of gradients, which must make single steps while the step is measured.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -149,10 +159,11 @@ class TrainingState:
             for one in [*parts, *self.optimizers, *self.helpers]
             for saved in _containers(vars(one))
         ]
-        generators = _generator_states(self.generators)
+        random_state = RandomState.take()
+        own_states = [(one, _state_of(one)) for one in self.generators]
         with copied(written) as put_back, ExitStack() as stack:
             for accumulator in self.accumulators:
-                stack.enter_context(accumulator.kept())
+                stack.enter_context(accumulator.single_steps())
             try:
                 yield
             finally:
@@ -161,12 +172,18 @@ class TrainingState:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
-                _set_generator_states(generators)
+                random_state.restore()
+                for generator, state in own_states:
+                    _set_state(generator, state)
 
 
-def _accumulates(one: Any) -> bool:
-    """Whether it is a `GradAccumulator`, which stands in a room above this one."""
-    return getattr(type(one), "accumulates_gradients", False) is True
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
+    # Of the type: an object that is found in a step may answer to any name in its __getattr__.
+    return issubclass(type(one), AccumulatesGradients)
 
 
 def _own(tensor: torch.Tensor) -> bool:
@@ -247,32 +264,16 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     return [*found, *vars(function).values()]
 
 
-def _generator_states(own: Sequence[Any]) -> tuple[Any, ...]:
-    devices = None
-    if torch.cuda.is_initialized():
-        devices = torch.cuda.get_rng_state_all()
-    numpy = np.random.get_state()  # noqa: NPY002 (the user's step may draw from it)
-    states = [(one, _state_of(one)) for one in own]
-    return random.getstate(), numpy, torch.get_rng_state(), devices, states
-
-
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_generator_states(states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, devices, own = states
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 (as above)
-    torch.set_rng_state(cpu)
-    if devices is not None:
-        torch.cuda.set_rng_state_all(devices)
-    for generator, state in own:
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.set_state(state)
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
