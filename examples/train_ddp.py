@@ -33,7 +33,7 @@ from torchbudget import (
     sizes_of,
 )
 from torchbudget.train.fit import Epoch
-from torchbudget.train.stepping import Step
+from torchbudget.train.step import Step
 
 
 def num_tokens(batch: PaddedBatch) -> int:

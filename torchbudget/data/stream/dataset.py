@@ -23,7 +23,7 @@ from torchbudget.data.stream.positions import END, Positions
 from torchbudget.data.stream.source import Source, Split, WorkerSlot, is_indexed
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.data.stream.windows import Settings
-from torchbudget.distributed import ranks_of
+from torchbudget.distributed import is_distributed, ranks_of
 from torchbudget.errors import BudgetError, OptionError, StateError, StateMismatchError
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
@@ -31,6 +31,7 @@ from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import default_window
+from torchbudget.protocols import ResumableSource
 from torchbudget.units import parse_bytes
 
 _LARGEST: Final = 2**16  # size that a cost is asked for at most, to tell it from others
@@ -55,7 +56,7 @@ class SkippedSamples:
     failed: int
 
 
-class BudgetedIterableDataset(IterableDataset[Any]):
+class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     """Batches of a stream of ragged samples that fit a budget of bytes and fill it.
 
     Windows of consecutive samples are read, sorted by size and cut into micro-batches, each the
@@ -462,13 +463,13 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
         loader: of this rank.
         group: of processes. Default: all, where `torch.distributed` is initialized.
     """
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    distributed = is_distributed()
     batches = iter(loader)
     nothing = object()
     while True:
         batch = next(batches, nothing)
         there = torch.tensor(int(batch is not nothing))
-        if joined:
+        if distributed:
             if "nccl" in torch.distributed.get_backend(group):
                 there = there.cuda()
             torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MIN, group=group)
