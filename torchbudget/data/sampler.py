@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
@@ -22,7 +21,7 @@ from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
 from torchbudget.plan.iterator import PlanIterator
-from torchbudget.plan.order import Order
+from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
@@ -118,10 +117,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         rank: int | None = None,
     ) -> None:
         if samples_per_step is not None and window is not None:
-            raise OptionError(
-                "with samples_per_step a window is one step: leave window out, "
-                f"got window={window}, samples_per_step={samples_per_step}"
-            )
+            raise OptionError("with samples_per_step a window is one step: leave window out")
         check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         table = SizeTable.of(sizes)
@@ -140,7 +136,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             num_samples=optional("num_samples", num_samples),
             shuffle=shuffle,
             replacement=replacement,
-            weights=None if weights is None else _floats("weights", weights),
+            weights=weights_of(weights),
             seed=natural("seed", seed),
         )
         self.plan = Plan(
@@ -328,10 +324,3 @@ def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float
     torch.distributed.all_gather_object(told, (margin, behind))
     margins, places = zip(*told, strict=True)
     return max(margins), max(places)
-
-
-def _floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    try:
-        return np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"{name} must be numbers: {error}") from error

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from torchbudget.checks import natural
 from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError
-from torchbudget.plan.order import Order
+from torchbudget.plan.order import Order, weights_of
 
 _CHUNK: Final = 1024
 
@@ -71,16 +71,12 @@ def sample_forever(
     """
     if not len(dataset):
         raise OptionError("an empty dataset has no samples to draw")
-    try:
-        frequencies = None if weights is None else np.asarray(weights, np.float64)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"weights must be numbers: {error}") from error
     order = Order(
         dataset_length=len(dataset),
         skipped=np.empty(0, np.int64),
         num_samples=2**62,
         replacement=True,
-        weights=frequencies,
+        weights=weights_of(weights),
         seed=natural("seed", seed),
     )
     return SampleForever(dataset, order)
