@@ -102,51 +102,34 @@ def make_settings(
     if on_error not in ("raise", "skip"):
         raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     check_key(size)
-    seed = natural("seed", seed)
-    checked = Source.of(source, split, shuffle=shuffle, seed=seed)
-    batches_per_epoch = optional("batches_per_epoch", batches_per_epoch)
+    checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
     known = batches_per_epoch is not None or uneven
     ranks = _sharing_ranks(checked.split, num_replicas, known=known)
-    window = optional("window", window) or default_window(ranks)
-    if window < ranks:
-        raise OptionError(f"window={window} is below the number of ranks, {ranks}")
-    rules = {
-        "size_multiple": at_least_one("size_multiple", size_multiple),
-        "max_batch_size": optional("max_batch_size", max_batch_size),
-        "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
+    options: dict[str, Any] = {
+        "window": _checked_window(window, ranks),
+        "seed": checked.seed,
+        "shuffle": shuffle,
+        "sized": isinstance(cost, CostModel) or size is not None,
+        "drop_last": drop_last,
+        "batches_per_epoch": optional("batches_per_epoch", batches_per_epoch),
     }
+    rules = _checked_rules(size_multiple, max_batch_size, batch_size_multiple)
     if is_indexed(source):
         transforms = (source.__getitem__, *transforms)  # reading, in threads too
-    sized = isinstance(cost, CostModel) or size is not None
     return Settings(
         source=checked,
         transforms=tuple(transforms),
         threads=natural("threads", threads),
         grouping=_grouping(cost, budget, rules, oversize, Ranks(number=ranks)),
         size=size,
-        sized=sized,
-        window=window,
         size_multiple=size_multiple,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
         skip_failed=on_error == "skip",
-        batches_per_epoch=batches_per_epoch,
         collate_fn=PadCollate(size_multiple=size_multiple) if collate_fn is None else collate_fn,
-        identity={
-            "window": window,
-            "seed": seed,
-            "shuffle": shuffle,
-            "split": checked.split,
-            "sized": sized,
-            "cost": _fingerprint(cost) if isinstance(cost, CostModel) else "a predicate",
-            "budget": None if budget is None else budget.device,
-            "drop_last": drop_last,
-            "oversize": oversize,
-            "on_error": on_error,
-            "batches_per_epoch": batches_per_epoch,
-            **rules,
-        },
+        identity=options
+        | rules
+        | {"split": checked.split, "oversize": oversize, "on_error": on_error}
+        | _cost_identity(cost, budget),
+        **options,
     )
 
 
@@ -161,6 +144,23 @@ def _sharing_ranks(split: Split, num_replicas: int, *, known: bool) -> int:
             "uneven=True, and end the loop with stop_together(loader)"
         )
     return 1
+
+
+def _checked_window(window: int | None, ranks: int) -> int:
+    window = optional("window", window) or default_window(ranks)
+    if window < ranks:
+        raise OptionError(f"window={window} is below the number of ranks, {ranks}")
+    return window
+
+
+def _checked_rules(
+    size_multiple: int, max_batch_size: int | None, batch_size_multiple: int
+) -> dict[str, Any]:
+    return {
+        "size_multiple": at_least_one("size_multiple", size_multiple),
+        "max_batch_size": optional("max_batch_size", max_batch_size),
+        "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
+    }
 
 
 def _grouping(
@@ -181,7 +181,10 @@ def _grouping(
     return ByPredicate(cost, ranks)
 
 
-def _fingerprint(cost: CostModel) -> str:
-    """That of a cost on 1 to 4 axes, since the sizes of a stream are not known yet."""
-    of_axes = [cost_fingerprint(cost, np.full(axes, _LARGEST)) for axes in range(2, _AXES + 1)]
-    return fingerprint(cost_fingerprint(cost, _LARGEST), *of_axes)
+def _cost_identity(cost: CostModel | ShouldAdd, budget: MemoryBudget | None) -> dict[str, Any]:
+    """The fingerprint of a cost on 1 to 4 axes: the sizes of a stream are not known yet."""
+    found = "a predicate"
+    if isinstance(cost, CostModel):
+        largest = [np.array(_LARGEST), *(np.full(axes, _LARGEST) for axes in range(2, _AXES + 1))]
+        found = fingerprint(*[cost_fingerprint(cost, one) for one in largest])
+    return {"cost": found, "budget": None if budget is None else budget.device}
