@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from torchbudget.checks import is_int
 from torchbudget.errors import BudgetError
 
 MAX_BYTES: Final = 2**63 - 1
@@ -126,7 +127,7 @@ def parse_bytes(amount: Amount) -> int:
                 f"expected at most 2**63 - 1 bytes, got {len(match[1])} digits"
             ) from None
         return _count(number, unit_bytes, amount)
-    if isinstance(amount, bool) or not isinstance(amount, (int, np.integer)):
+    if not is_int(amount):
         raise BudgetError(
             f"expected whole bytes as an int or text such as '8GiB', got {amount!r}; "
             "GiB(1.5), MiB(…) and KiB(…) turn other numbers into bytes"

@@ -71,13 +71,13 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     ahead = sum(read) - len(drawn)
     observe_more(told, largest(sizes), factor)
     margin = sampler.replan()
-    assert margin == told.corrected().margin == sampler.replan()
+    assert margin == told.with_observed_margin().margin == sampler.replan()
     first = len(drawn)
     drawn += batches
     assert drawn[:first] == before[:first]
     counts = Counter(index for batch in drawn for index in batch)
     assert counts == Counter(range(len(sizes)))
-    dearer, planned = told.corrected(), False
+    dearer, planned = told.with_observed_margin(), False
     for number, batch in enumerate(drawn[first:], first):
         planned |= number >= len(before) or batch != before[number]
         held = sizes[batch].max(0)

@@ -15,8 +15,8 @@ from torch.utils.data import Sampler
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.protocol import CostModel
-from torchbudget.distributed import ranks_of
+from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.distributed import is_distributed, ranks_of
 from torchbudget.errors import DiscardedStateWarning, OptionError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
@@ -28,9 +28,11 @@ from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.step_source import ExtremeSource, StepSource
+from torchbudget.protocols import ResumableSource
 
 
-class MemoryBudgetBatchSampler(Sampler[list[int]]):
+class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, ExtremeSource):
     """Batches of ragged samples that fit a budget of bytes and fill it.
 
     Windows of samples are chosen uniformly at random, sorted by size and cut into micro-batches,
@@ -221,6 +223,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         iterator = self._iterator
         return self.plan.steps(self._cursor) if iterator is None else iterator.steps()
 
+    def extremes(self) -> dict[str, IntArray]:
+        """The micro-batches of the coming epoch that are likeliest to fail: see `warm_up`."""
+        return self.plan.extremes(self.epoch)
+
+    def batch_bytes(self, indices: IntArray) -> int:
+        """Predicted bytes of a micro-batch of these samples."""
+        return self.plan.batch_bytes(indices)
+
     def report(self) -> PlanReport:
         """Fill, padding and imbalance of the coming epoch; O(samples)."""
         return self.plan.report(self.epoch)
@@ -283,7 +293,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        margin = used.corrected().margin  # observations are shared with the cost that was given
+        # Observations are shared with the cost that was given.
+        margin = used.with_observed_margin().margin
         after = 0 if self._iterator is None else self._iterator.windows_begun
         if self.num_replicas > 1:
             margin, after = _largest_of_all_ranks(self.num_replicas, margin, after)
@@ -291,7 +302,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             return used.margin
         left = self.plan.left_of(self._cursor)
         self._cursor = replace(self._cursor, left=left, rounds=0)
-        self.plan = self.plan.with_cost(used.granted(margin))
+        self.plan = self.plan.with_cost(used.with_margin(margin))
         if self._iterator is not None:
             self._iterator.replan(self.plan, after=after)
         return margin
@@ -308,8 +319,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
 
 def _largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
     """The largest of both, element by element, over all ranks of the default process group."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_world_size() != ranks:
+    if not is_distributed() or torch.distributed.get_world_size() != ranks:
         raise OptionError(
             f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
         )

@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import ArrayLike, IntArray
+from torchbudget.checks import is_int
+from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
 
@@ -21,7 +22,7 @@ _EXACT: Final = float(2**53)
 
 def _coefficient(name: str, value: object) -> float:
     """`value` as a finite, non-negative float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if not (is_int(value) or isinstance(value, (float, np.floating))):
         raise CostError(f"{name} must be a number of bytes, got {value!r}")
     # Compared before it is converted, since an int may be past every float; NaN is no less.
     if not 0 <= value < _EXACT:
@@ -35,33 +36,32 @@ def _whole(name: str, value: object) -> int:
 
 
 def _entries(value: Any) -> Sequence[Any] | None:
-    """What a list, a tuple or an array holds, each as it is; `None` of anything else."""
-    held = value.tolist() if hasattr(value, "tolist") else value
-    return held if isinstance(held, Sequence) and not isinstance(held, str) else None
+    """The entries of a list, a tuple or an array, unchanged; `None` for anything else."""
+    entries = value.tolist() if hasattr(value, "tolist") else value
+    return entries if isinstance(entries, Sequence) and not isinstance(entries, str) else None
 
 
 def _vector(name: str, value: Any) -> float | tuple[float, ...]:
     """A coefficient per axis: a number for one axis, else a tuple of d ≥ 2."""
-    held = _entries(value)
-    if held is None:
+    entries = _entries(value)
+    if entries is None:
         return _coefficient(name, value)
-    entries = tuple(_coefficient(name, entry) for entry in held)
     if len(entries) < 2:
         raise CostError(f"{name} must be a number for one axis or d ≥ 2 of them, got {value!r}")
-    return entries
+    return tuple(_coefficient(name, entry) for entry in entries)
 
 
 def _matrix(name: str, value: Any, axes: int) -> float | tuple[tuple[float, ...], ...]:
     """A coefficient per pair of axes: a number for one axis, else d rows of d."""
-    held = _entries(value)
-    if held is None:
+    entries = _entries(value)
+    if entries is None:
         number = _coefficient(name, value)
         if axes == 1:
             return number
         if number == 0:
             return ((0.0,) * axes,) * axes
     elif axes > 1:
-        rows = [_entries(row) or () for row in held]
+        rows = [_entries(row) or () for row in entries]
         if [len(row) for row in rows] == [axes] * axes:
             return tuple(tuple(_coefficient(name, entry) for entry in row) for row in rows)
     raise CostError(f"{name} must have the shape ({axes}, {axes}) of the axes, got {value!r}")
@@ -174,7 +174,7 @@ class PaddedCost(_Quadratic):
     `(d, d)`, and L² stands for all products of two axes: an image's H·W, a cross-attention's S·T.
 
     Attributes:
-        fixed_bytes: what is there without any sample: parameters, gradients, optimizer state.
+        fixed_bytes: without any sample: parameters, gradients, optimizer state.
         sample_bytes: per sample, whatever its length.
         unit_bytes: per sample and unit of padded length.
         pair_bytes: per sample and pair of units: attention that materialises its scores, H·W.
@@ -185,7 +185,7 @@ class PaddedCost(_Quadratic):
         CostError: a coefficient is negative, not finite or past 2⁵³; all of them are 0; or the
             shapes of `unit_bytes` and `pair_bytes` differ.
 
-    Who thinks in tokens starts with `PaddedCost(unit_bytes=1)` and a budget in tokens:
+    To budget in tokens, start with `PaddedCost(unit_bytes=1)` and a budget that is their number:
 
     >>> tokens = PaddedCost(unit_bytes=1)
     >>> int(tokens.capacity(100, 4096)), int(tokens.batch_bytes(40, 100))
@@ -202,7 +202,7 @@ class PaddedCost(_Quadratic):
         object.__setattr__(self, "floor_bytes", _whole("floor_bytes", self.floor_bytes))
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; refuses what reaches 2⁶³ bytes with `CostOverflowError`."""
+        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
         return self._padded_bytes(n, padded_size, int(self.floor_bytes))
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
@@ -211,11 +211,11 @@ class PaddedCost(_Quadratic):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedCost(_Quadratic):
+class PackedCost(_Quadratic, AdditiveCost):
     """`fixed + Σᵢ (sample + unit·Lᵢ + pair·Lᵢ²)` bytes: batches without padding.
 
-    The attributes are those of `PaddedCost`, less the floor. `item_bytes` is what one sample adds;
-    `batch_bytes` and `capacity` speak of n samples of one size each.
+    The attributes are those of `PaddedCost`, without the floor. `item_bytes` is what one sample
+    adds; `batch_bytes` and `capacity` are for n samples of one size each.
 
     >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
     [6, 10]
@@ -223,11 +223,11 @@ class PackedCost(_Quadratic):
 
     @property
     def base_bytes(self) -> int:
-        """What a batch costs beside its samples."""
+        """Bytes of a batch beside its samples."""
         return int(self.fixed_bytes)
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; refuses what reaches 2⁶³ bytes with `CostOverflowError`."""
+        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
         return self._padded_bytes(n, padded_size, 0)
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:

@@ -26,6 +26,7 @@ from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.structure import FieldPath, fields_of, find_path, put_together
 from torchbudget.errors import CollateError, OptionError
+from torchbudget.protocols import SplittableBatch
 
 BatchT = TypeVar("BatchT", bound="Batch")
 
@@ -234,6 +235,11 @@ def _check_same(mine: Any, given: Any) -> None:
         for (at, one), (place, other) in zip(ours, theirs, strict=True)
     ):
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
+
+
+if TYPE_CHECKING:
+    # Training splits batches by this protocol, without importing them: mypy checks that it fits.
+    _SPLITTABLE: Callable[[Batch], SplittableBatch] = lambda batch: batch  # noqa: E731
 
 
 def make_batch(

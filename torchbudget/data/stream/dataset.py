@@ -24,6 +24,7 @@ from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.oversize import Oversize
+from torchbudget.protocols import ResumableSource
 from torchbudget.units import parse_bytes
 
 _HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
@@ -44,7 +45,7 @@ class SkippedSamples:
     failed: int
 
 
-class BudgetedIterableDataset(IterableDataset[Any]):
+class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     """Batches of a stream of ragged samples that fit a budget of bytes and fill it.
 
     Windows of consecutive samples are read, sorted by size and cut into micro-batches, each the

@@ -1,4 +1,4 @@
-"""The few numbers of a step: on this rank, and over all."""
+"""The numbers of a step: pending on one rank, in total over all ranks, and as reported."""
 
 from __future__ import annotations
 
@@ -12,13 +12,44 @@ from torchbudget.errors import OptionError
 from torchbudget.train.process_group import Ranks
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one optimizer step did, over all ranks.
+
+    Attributes:
+        number: of the step, from 1.
+        loss: Σ loss / Σ weight.
+        weight: Σ weight.
+        gradient_norm: before clipping; `None` without `max_norm`.
+        micro_batches: on all ranks.
+        skipped: whether an optimizer did not step: the gradient scaler found a gradient that is not
+            finite, or all weights were 0.
+    """
+
+    number: int
+    loss: float
+    weight: float
+    gradient_norm: float | None
+    micro_batches: int
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """What the step in progress holds on this rank."""
+    """What was accumulated on this rank since the last step."""
 
     micro_batches: int = 0
     samples: float = 0
     weight: float = 0
+    loss: Tensor | float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenMicroBatch:
+    """What has come so far in a micro-batch that is not over."""
+
+    weight: float
+    backwards: int = 0
     loss: Tensor | float = 0.0
 
 
@@ -29,10 +60,10 @@ class Total:
     Attributes:
         loss: Σ loss.
         weight: Σ weight.
-        micro_batches: of all.
+        micro_batches: their number.
         done: every rank is at the end of its data.
         failed: a rank gave up.
-        present: of each parameter, on how many ranks it has a gradient; empty on a single one.
+        present: for each parameter, on how many ranks it has a gradient; empty on a single rank.
     """
 
     loss: float
@@ -43,7 +74,7 @@ class Total:
     present: Sequence[float]
 
 
-def summed(
+def total_over_ranks(
     ranks: Ranks,
     pending: Pending,
     parameters: Sequence[Tensor],
@@ -51,19 +82,19 @@ def summed(
     done: bool = False,
     failed: bool = False,
 ) -> Total:
-    """What all ranks have of this step; one collective.
+    """Sum what all ranks have of this step; one collective.
 
     Args:
-        ranks: that share it.
-        pending: what this one has.
-        parameters: whose gradients may be there or not.
+        ranks: that share the step.
+        pending: what this rank has of it.
+        parameters: of which some may have no gradient.
         done: this rank is at the end of its data.
         failed: this rank gives up.
 
     Raises:
         OptionError: a gradient is sparse, on any of several ranks.
     """
-    if len(ranks) == 1:
+    if len(ranks) == 1:  # without tensors: `measure_cost` may trace the step on fake ones
         return Total(
             loss=float(pending.loss),
             weight=pending.weight,
@@ -78,10 +109,10 @@ def summed(
         [0.0, pending.weight, pending.micro_batches, done, failed, sparse, *present],
         dtype=torch.float64,
     )
-    numbers[0] = pending.loss
-    device = ranks.device(parameters[0].device)
-    numbers = ranks.summed(numbers.to(device))
+    numbers[0] = pending.loss  # may be on another device
+    numbers = ranks.sum(numbers.to(ranks.device(parameters[0].device)))
     loss, weight, micro_batches, at_end, failures, sparse_ones, *present = numbers.tolist()
+    # Every rank raises, since every rank has the sum: none is left waiting in a collective.
     if sparse_ones:
         raise OptionError(
             "sparse gradients cannot be summed over ranks; make the embedding with sparse=False"
