@@ -295,8 +295,8 @@ def test_the_look_ahead_is_bounded_in_bytes() -> None:
     """
     stream = blobs(look_ahead="100MB", collate_fn=len)
     assert sum(stream) == 300
-    assert stream._walk is not None
-    assert 50e6 < stream._walk.windows.largest_buffered_bytes <= 100e6
+    assert stream._reader is not None
+    assert 50e6 < stream._reader.windows.largest_buffered_bytes <= 100e6
     stream = blobs(look_ahead="100MB", collate_fn=measured)
     loader = DataLoader(
         stream,
@@ -319,8 +319,8 @@ def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
         collate_fn=len,
     )
     assert sum(stream) == 20
-    assert stream._walk is not None
-    assert stream._walk.windows.largest_buffered_bytes <= 100_000_000
+    assert stream._reader is not None
+    assert stream._reader.windows.largest_buffered_bytes <= 100_000_000
 
 
 # ---------------------------------------------------------------------- ranks
