@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torchrun import torchrun
+from tests.support.ranks import run_ranks, torchrun
 
 COMMON = """
 import json
@@ -123,7 +123,8 @@ def test_five_steps_over_ranks(
 
     Gradients are reduced once a step: each element in one collective, beside one of a few numbers.
     """
-    told = torchrun(STEPS, tmp_path, ranks, kind, name, optimizer, norm)
+    start = torchrun if name == "frozen" else run_ranks
+    told = start(STEPS, tmp_path, ranks, kind, name, optimizer, norm)
     assert max(worst for worst, _, _ in told) <= 1e-12
     if kind == "fsdp":
         return
@@ -174,7 +175,7 @@ finish([difference(model.module, large), accumulator.last.number])
 @pytest.mark.parametrize("how", ["join", "flush"])
 def test_ranks_that_end_early(how: str, tmp_path: Path) -> None:
     """Ranks with 3, 5 and 7 micro-batches take four steps together; nobody waits for ever."""
-    told = torchrun(UNEVEN, tmp_path, 3, how)
+    told = run_ranks(UNEVEN, tmp_path, 3, how)
     assert max(worst for worst, _ in told) <= 1e-12
     assert [steps for _, steps in told] == [4, 4, 4]
 
@@ -214,7 +215,7 @@ finish([worst, accumulator.last.number])
 @pytest.mark.distributed
 def test_the_samplers_plan_over_ranks(tmp_path: Path) -> None:
     """A sampler in a DataLoader with workers on each of three ranks: three exact steps an epoch."""
-    for worst, steps in torchrun(PLANNED, tmp_path, 3):
+    for worst, steps in run_ranks(PLANNED, tmp_path, 3):
         assert worst <= 1e-12
         assert steps == 6
 
@@ -247,7 +248,7 @@ finish([told, mean])
 @pytest.mark.distributed
 def test_buffers_and_a_forward_outside(tmp_path: Path) -> None:
     """Buffers are the first rank's behind a step; a DDP forward outside is noticed."""
-    told = torchrun(BUFFERS, tmp_path, 2)
+    told = run_ranks(BUFFERS, tmp_path, 2)
     for categories, mean in told:
         assert categories == ["BatchNormWarning", "UnsynchronizedWarning"]
         assert mean == told[0][1]
