@@ -1,7 +1,7 @@
 """Runs the Python examples of `README.md`, of `docs/*.md` and of the library's docstrings.
 
-One test per file: its examples share a namespace, which pytest-xdist would tear apart if each were
-a test of its own. Every docstring begins anew, with the names of its module and of `torchbudget`.
+One test per file: its examples share a namespace, which pytest-xdist would split if each were a
+test of its own. Every docstring starts with the names of its module and of `torchbudget`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class ExampleFile(pytest.File):
-    """A page or a module; without examples it holds no test."""
+    """A page or a module; without examples it has no test."""
 
     def collect(self) -> Iterator[pytest.Item]:
         """One test, without running or importing anything yet."""
@@ -66,7 +66,7 @@ class Examples(pytest.Item):
     """All examples of a file, in order."""
 
     def runtest(self) -> None:
-        """Run them in an empty folder, which they may write to; torch's generator is put back."""
+        """Run them in an empty folder, which they may write to; restores torch's generator."""
         with (
             tempfile.TemporaryDirectory() as folder,
             pytest.MonkeyPatch.context() as patch,
@@ -74,11 +74,11 @@ class Examples(pytest.Item):
             warnings.catch_warnings(),
         ):
             patch.chdir(folder)
-            # Python 3.12 and later say so of every fork under pytest-xdist, which has threads.
+            # Python 3.12 and later warn of every fork under pytest-xdist, which has threads.
             warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
             # torchdata 0.11 calls it on importing its StatefulDataLoader with newer torch.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-            # A step that needs a thousandth more than was predicted: said, and planned for.
+            # Warns of a step that needs slightly more than predicted, and plans for it.
             warnings.filterwarnings("ignore", ".*replan", torchbudget.errors.MeasureWarning)
             if self.path.suffix == ".py":
                 self._run_docstrings()
@@ -104,7 +104,7 @@ class Examples(pytest.Item):
             example.evaluate()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Expected and got of an example that gave something else; a traceback otherwise."""
+        """The expected and the actual output of an example; a traceback for other errors."""
         if isinstance(excinfo.value, SybilFailure):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)

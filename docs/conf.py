@@ -33,11 +33,13 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # their aliases tell less than each docstring's prose
 autodoc_preserve_defaults = True
 
-# Every name is documented where users import it from, which is not where it is defined.
-for name in torchbudget.__all__:
-    public = getattr(torchbudget, name)
-    if getattr(public, "__module__", "").startswith("torchbudget."):
-        public.__module__ = "torchbudget"
+# Every name is documented where users import it from, which is not where it is defined. Errors
+# are defined there, and those that stand on top too keep their module.
+for module in (torchbudget, torchbudget.readers, torchbudget.transforms):
+    for name in module.__all__:
+        public = getattr(module, name)
+        if getattr(public, "__module__", "torchbudget.errors") != "torchbudget.errors":
+            public.__module__ = module.__name__
 
 nitpick_ignore_regex = [
     # Sphinx would look these up in other projects' inventories, which a build without network

@@ -17,21 +17,39 @@ from typing import Any
 import pytest
 
 import torchbudget
-from torchbudget import errors
+from torchbudget import errors, readers, transforms
 
 ROOT = Path(__file__).parents[1]
 
+MODULES = {"errors", "readers", "transforms"}  # public, and imported with the package
 
-def test_all_is_sorted_and_complete() -> None:
-    """`__all__` is every public name of the package, once, in order."""
-    names = torchbudget.__all__
+
+def error_names() -> list[str]:
+    return [name for name, value in vars(errors).items() if inspect.isclass(value)]
+
+
+# What users import, as they write it after `torchbudget.`
+PUBLIC = [
+    *(name for name in torchbudget.__all__ if name != "__version__" and name not in MODULES),
+    *(f"errors.{name}" for name in error_names()),
+    *(f"readers.{name}" for name in readers.__all__),
+    *(f"transforms.{name}" for name in transforms.__all__),
+]
+
+
+@pytest.mark.parametrize("module", [torchbudget, readers, transforms], ids=lambda m: m.__name__)
+def test_all_is_sorted_and_complete(module: ModuleType) -> None:
+    """`__all__` is every public name of the module, once, in order."""
+    names = module.__all__
     assert names == sorted(set(names))
     found = {
         name
-        for name, value in vars(torchbudget).items()
+        for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    assert found | {"__version__", "transforms"} == set(names)
+    if module is torchbudget:
+        found |= {"__version__", *MODULES}
+    assert found == set(names)
 
 
 def test_a_star_import_brings_them_all() -> None:
@@ -40,11 +58,7 @@ def test_a_star_import_brings_them_all() -> None:
     assert set(torchbudget.__all__) <= set(namespace)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n in torchbudget.__all__ if n not in {"__version__", "transforms"}]
-    + [f"transforms.{name}" for name in torchbudget.transforms.__all__],
-)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented_and_ours(name: str) -> None:
     """Classes and functions are the library's own, and say what they are in one line first."""
     value = attrgetter(name)(torchbudget)
@@ -56,12 +70,41 @@ def test_every_public_name_is_documented_and_ours(name: str) -> None:
     assert first.endswith((".", "`", ":")), first
 
 
+def documented_names() -> list[str]:
+    """What the reference documents, by the module that users import it from."""
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    found: list[str] = []
+    module = ""
+    for directive, argument in re.findall(r"^\.\. (\w+):: ([\w.]+)", page, re.MULTILINE):
+        if directive == "currentmodule":
+            module = argument
+        else:
+            found.append(argument if "." in argument else f"{module}.{argument}")
+    return found
+
+
+def test_the_reference_documents_every_public_name_once() -> None:
+    documented = documented_names()
+    assert len(documented) == len(set(documented))
+    # An error that stands on top too is documented with the others.
+    expected = {f"torchbudget.{name}" for name in PUBLIC if f"errors.{name}" not in PUBLIC}
+    assert expected <= set(documented)
+
+
+@pytest.mark.parametrize("name", documented_names())
+def test_what_the_reference_documents_is_there(name: str) -> None:
+    """A record stands in the module that defines it, which users import it from."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    assert module.count(".") < 2 or value.__module__ == module
+
+
 def public_methods() -> list[Any]:
     return [
         pytest.param(member, id=f"{name}.{attribute}")
-        for name in torchbudget.__all__
-        if inspect.isclass(getattr(torchbudget, name))
-        for attribute, member in vars(getattr(torchbudget, name)).items()
+        for name in PUBLIC
+        if inspect.isclass(owner := attrgetter(name)(torchbudget))
+        for attribute, member in vars(owner).items()
         if not attribute.startswith("_")
         and (callable(member) or isinstance(member, (property, classmethod, staticmethod)))
     ]
@@ -117,11 +160,9 @@ def test_the_drawn_tree_is_that_of_the_classes() -> None:
         assert bases == [base for base in expected if base], name
 
 
-def test_every_error_is_public_and_documented() -> None:
-    for name, value in vars(errors).items():
-        if inspect.isclass(value) and issubclass(value, (Exception, Warning)):
-            assert name in torchbudget.__all__
-            assert value.__doc__
+def test_the_errors_on_top_are_those_that_most_callers_catch() -> None:
+    on_top = {"OversizeError", "StateMismatchError", "TorchBudgetError"}
+    assert on_top == set(torchbudget.__all__) & set(error_names())
 
 
 def test_errors_are_caught_by_their_root_and_by_built_ins() -> None:
@@ -150,7 +191,7 @@ import torch, torch.utils.data, torch.distributed, numpy, psutil
 class Watched(dict):
     def _note(self):
         frame = sys._getframe(2)
-        while frame:  # whoever asks for it, on the library's behalf or itself
+        while frame:  # also where other code reads it for the library
             if "/torchbudget/" in frame.f_code.co_filename:
                 reads.append(frame.f_code.co_filename)
                 return

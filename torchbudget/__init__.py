@@ -10,15 +10,16 @@ from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.cost.models.table import TableCost
 from torchbudget.data.cache.sample_cache import SampleCache
-from torchbudget.data.collate.pack import PackCollate
+from torchbudget.data.collate.pack_collate import PackCollate
 from torchbudget.data.collate.packed_batch import PackedBatch
-from torchbudget.data.collate.pad import PadCollate
+from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.collate.padded_batch import PaddedBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset, stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
 from torchbudget.machine import peak_memory, trim_malloc
+from torchbudget.plan.step import plan_step
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
@@ -63,6 +64,7 @@ __all__ = [
     "memory_summary",
     "parse_bytes",
     "peak_memory",
+    "plan_step",
     "readers",
     "sizes_of",
     "stop_together",

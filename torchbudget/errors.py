@@ -2,31 +2,31 @@
 
 ```text
 TorchBudgetError
-├── BudgetError          (ValueError)    a budget that cannot be read, or that holds nothing
-├── CostError            (ValueError)    coefficients that are no cost
-│   └── CostOverflowError (OverflowError) a cost past what 64-bit bytes can count
-├── SizesError           (ValueError)    sizes of a wrong shape, type or sign
-├── OptionError          (ValueError)    an option, or a pair of options, that cannot hold
-├── OversizeError        (ValueError)    a sample that alone is over the budget
-├── UnevenRanksError     (ValueError)    samples that cannot be dealt evenly to the ranks
-├── StateError           (ValueError)    a state that is malformed
-│   └── StateMismatchError               a state of another dataset, order or version
-├── CollateError         (ValueError)    samples that cannot form one batch
-├── SampleError          (RuntimeError)  a sample of a stream that cannot be read or made
-├── MachineError         (RuntimeError)  a reading that this machine does not give
-├── StepError            (RuntimeError)  an optimizer step that cannot be taken exactly
-├── SampleTooLargeError        (MemoryError)   one sample alone does not fit into memory
+├── BudgetError          (ValueError)    a budget cannot be read, or leaves no room
+├── CostError            (ValueError)    invalid coefficients or arguments of a cost
+│   └── CostOverflowError (OverflowError) a cost exceeds 64-bit bytes
+├── SizesError           (ValueError)    sizes have a wrong shape, type or sign
+├── OptionError          (ValueError)    an option, or a combination of options, is invalid
+├── OversizeError        (ValueError)    one sample alone exceeds the budget
+├── UnevenRanksError     (ValueError)    samples cannot be dealt evenly to the ranks
+├── StateError           (ValueError)    a state is malformed
+│   └── StateMismatchError               a state is of another dataset, order or version
+├── CollateError         (ValueError)    samples cannot form one batch
+├── SampleError          (RuntimeError)  a stream's sample cannot be read or transformed
+├── MachineError         (RuntimeError)  this machine does not provide a reading
+├── StepError            (RuntimeError)  an optimizer step cannot be taken exactly
+├── SampleTooLargeError  (MemoryError)   one sample alone does not fit into memory
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
 TorchBudgetWarning       (UserWarning)
-├── DiscardedStateWarning                a loaded position was thrown away before it was used
-├── MeasureWarning                       a measured cost may not tell the truth
-├── ForgottenStepWarning                 gradients were accumulated that no step took
-├── ForeignStepWarning                   somebody else stepped, or changed the gradients
+├── DiscardedStateWarning                a loaded position was discarded before it was used
+├── MeasureWarning                       a measured cost may be wrong
+├── ForgottenStepWarning                 accumulated gradients were never applied
+├── ForeignStepWarning                   other code stepped, or changed the gradients
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
-├── ReductionWarning                     a mean loss where a sum is asked for, or the reverse
-├── BatchNormWarning                     statistics of micro-batches, where the batch's are meant
-└── ChangedParametersWarning             the optimizer has other parameters than before
+├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
+├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
+└── ChangedParametersWarning             the optimizer's parameters changed
 ```
 """
 
@@ -34,19 +34,19 @@ from __future__ import annotations
 
 
 class TorchBudgetError(Exception):
-    """The root of every error that torchbudget raises on purpose."""
+    """The base class of every error that torchbudget raises on purpose."""
 
 
 class BudgetError(TorchBudgetError, ValueError):
-    """A budget cannot be read, or holds nothing."""
+    """A budget cannot be read, or leaves no room."""
 
 
 class CostError(TorchBudgetError, ValueError):
-    """Coefficients or arguments that are no cost."""
+    """Coefficients or arguments of a cost are invalid."""
 
 
 class CostOverflowError(CostError, OverflowError):
-    """A cost is past what 64-bit bytes can count."""
+    """A cost exceeds what 64-bit bytes can count."""
 
 
 class SizesError(TorchBudgetError, ValueError):
@@ -54,11 +54,11 @@ class SizesError(TorchBudgetError, ValueError):
 
 
 class OptionError(TorchBudgetError, ValueError):
-    """An option, or a pair of options, cannot hold."""
+    """An option, or a combination of options, is invalid."""
 
 
 class OversizeError(TorchBudgetError, ValueError):
-    """A sample alone is over the budget."""
+    """One sample alone exceeds the budget."""
 
 
 class UnevenRanksError(TorchBudgetError, ValueError):
@@ -78,11 +78,11 @@ class CollateError(TorchBudgetError, ValueError):
 
 
 class SampleError(TorchBudgetError, RuntimeError):
-    """A sample of a stream cannot be read or made."""
+    """A sample of a stream cannot be read or transformed."""
 
 
 class MachineError(TorchBudgetError, RuntimeError):
-    """A reading that this machine does not give."""
+    """This machine does not provide a reading."""
 
 
 class StepError(TorchBudgetError, RuntimeError):
@@ -98,43 +98,43 @@ class MissingExtraError(TorchBudgetError, ImportError):
 
     @classmethod
     def of(cls, package: str, extra: str) -> MissingExtraError:
-        """The error that names the extra which brings `package`."""
+        """The error for a missing package, naming the extra that installs it."""
         return cls(
             f"{package} is not installed; install it with: pip install 'torchbudget[{extra}]'"
         )
 
 
 class TorchBudgetWarning(UserWarning):
-    """The root of every warning that torchbudget gives."""
+    """The base class of every warning that torchbudget issues."""
 
 
 class DiscardedStateWarning(TorchBudgetWarning):
-    """A loaded position was thrown away before it was used."""
+    """A loaded position was discarded before it was used."""
 
 
 class MeasureWarning(TorchBudgetWarning):
-    """A measured cost may not tell the truth: of the step, of another machine, of what is seen."""
+    """A measured cost may be wrong: for this step, this machine or these shapes."""
 
 
 class ForgottenStepWarning(TorchBudgetWarning):
-    """Gradients were accumulated that no step took: `flush` was forgotten, or a loop was left."""
+    """Accumulated gradients were never applied: a missing `flush`, or a loop that broke off."""
 
 
 class ForeignStepWarning(TorchBudgetWarning):
-    """`optimizer.step()` or `zero_grad()` was called, or gradients were changed, between steps."""
+    """`optimizer.step()` or `zero_grad()` was called, or gradients changed, between steps."""
 
 
 class UnsynchronizedWarning(TorchBudgetWarning):
-    """A distributed module's forward stands outside `GradAccumulator.micro_batch`."""
+    """A distributed module's forward ran outside `GradAccumulator.micro_batch`."""
 
 
 class ReductionWarning(TorchBudgetWarning):
-    """A mean loss was passed where a sum is asked for, or the reverse."""
+    """A mean loss was passed where a sum is expected, or the reverse."""
 
 
 class BatchNormWarning(TorchBudgetWarning):
-    """Batch normalisation sees micro-batches: the step is not the large batch's."""
+    """Batch normalisation sees micro-batches, so the step is not that of the large batch."""
 
 
 class ChangedParametersWarning(TorchBudgetWarning):
-    """An optimizer has other parameters than when it was given to a `GradAccumulator`."""
+    """The optimizer's parameters changed after it was given to a `GradAccumulator`."""

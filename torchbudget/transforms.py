@@ -1,4 +1,4 @@
-"""Transforms of a stream's samples, each a function that gives a picklable object."""
+"""Transforms of a stream's samples: functions that return picklable callables."""
 
 from torchbudget.data.stream.transforms import (
     apply_at,

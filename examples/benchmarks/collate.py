@@ -11,13 +11,10 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, tr
     samples                  collate      µs  PadCollate, µs  ratio
     lists    DataCollatorWithPadding  29,553           1,544  18.00
     lists                PackCollate   1,768           2,007   0.92
-    lists              JaggedCollate   1,463           1,616   0.91
     tensors  DataCollatorWithPadding  32,818             790  48.46
     tensors             pad_sequence     872             682   1.21
     tensors              PackCollate     511             701   0.76
-    tensors            JaggedCollate     450             658   0.72
     arrays               PackCollate     540             753   0.74
-    arrays             JaggedCollate     592             825   0.73
     lists, DataCollatorWithPadding ≥ 3: 18.005, holds
     tensors, DataCollatorWithPadding ≥ 3: 48.456, holds
     tensors, pad_sequence ≥ 1.2: 1.2142, holds
@@ -41,7 +38,6 @@ from _common import Results, alternate, median, options, ratio
 from torch.nn.utils.rnn import pad_sequence
 
 from torchbudget import PackCollate, PadCollate
-from torchbudget.data.collate.pack import JaggedCollate
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
@@ -102,7 +98,7 @@ def main() -> None:
     if collator is None:
         results.row(samples="–", collate="transformers is not installed")
     transformers = {} if collator is None else {"DataCollatorWithPadding": collator}
-    ours: dict[str, Collate] = {"PackCollate": PackCollate(), "JaggedCollate": JaggedCollate()}
+    ours: dict[str, Collate] = {"PackCollate": PackCollate()}
     cases: dict[str, tuple[list[Any], dict[str, Collate]]] = {
         "lists": (lists, transformers | ours),
         "tensors": (tensors, transformers | {"pad_sequence": pad_sequence_per_field} | ours),

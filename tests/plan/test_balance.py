@@ -45,7 +45,7 @@ def test_every_sample_once_in_equal_numbers(seed: int, ranks: int) -> None:
     """Balanced by time, the laws hold: equal counts, every index once, none over the budget."""
     rng = np.random.default_rng(seed)
     sizes = np.clip(rng.lognormal(4, 1, 3000), 1, 1000).astype(int)
-    drawn = [list(sampler) for sampler in samplers(sizes, ranks, seed=seed, balance="time")]
+    drawn = [list(sampler) for sampler in samplers(sizes, ranks, seed=seed, balance=COST.time)]
     assert len({len(batches) for batches in drawn}) == 1
     indices = np.concatenate([batch for batches in drawn for batch in batches])
     assert np.array_equal(np.sort(indices), np.arange(3000))
@@ -58,8 +58,8 @@ def test_time_is_more_even_than_when_bytes_are_balanced() -> None:
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
     assert COST.time is not None
     imbalance = {}
-    for balance in ("cost", "time"):
-        ours = samplers(sizes, 8, balance=balance)
+    for balance, model in (("cost", None), ("time", COST.time)):
+        ours = samplers(sizes, 8, balance=model)
         per_rank = []
         for sampler in ours:
             batches = iter(list(sampler))
@@ -81,22 +81,23 @@ def test_time_is_more_even_than_when_bytes_are_balanced() -> None:
     assert imbalance["time"] < 1.05
 
 
-def test_a_cost_without_time_is_refused() -> None:
-    with pytest.raises(OptionError, match="balance='time' needs a cost that tells time"):
-        MemoryBudgetBatchSampler([1, 2], PaddedCost(unit_bytes=1), 10, balance="time")
-    with pytest.raises(OptionError, match="balance must be 'cost' or 'time'"):
-        MemoryBudgetBatchSampler([1, 2], PackedCost(unit_bytes=1), 10, balance="speed")  # type: ignore[arg-type]
+def test_what_is_no_cost_model_is_refused() -> None:
+    for balance in ("time", PaddedCost):
+        with pytest.raises(OptionError, match="balance must be a cost model such as PaddedCost"):
+            MemoryBudgetBatchSampler([1, 2], PaddedCost(unit_bytes=1), 10, balance=balance)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="packed batches are balanced by their cost"):
+        MemoryBudgetBatchSampler([1, 2], PackedCost(unit_bytes=1), 10, balance=COST)
 
 
 def test_a_state_goes_on_under_the_same_balance() -> None:
     """A resumed sampler deals what is left of a window anew where the balance differs."""
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 2000), 1, 1000).astype(int)
-    one = samplers(sizes, 2, balance="time")[0]
+    one = samplers(sizes, 2, balance=COST.time)[0]
     batches = iter(one)
     first = [next(batches) for _ in range(3)]
     state = one.state_dict()
     rest = list(batches)
-    other = samplers(sizes, 2, balance="time")[0]
+    other = samplers(sizes, 2, balance=COST.time)[0]
     other.load_state_dict(state)
     assert list(other) == rest
     assert first

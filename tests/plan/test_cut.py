@@ -13,21 +13,27 @@ from tests.support import oracles
 from tests.support.strategies import one_axis_sizes, problems, rules, several_axes_sizes
 from torchbudget import PaddedCost
 from torchbudget.plan.arrange import arrange, ascending
-from torchbudget.plan.cut import cut
+from torchbudget.plan.cut import SortedWindows, TiledWindows
 from torchbudget.plan.rules import BatchRules
 
 TOKENS = PaddedCost(unit_bytes=1)
 
 
-def lengths_of_runs(starts: Any, length: int) -> list[int]:
-    """Samples in each run of one window."""
-    mine = starts[starts < length]
-    return np.diff(mine, append=length).tolist()
+def cut_many(sizes: Any, rule: BatchRules, budgets: Any) -> list[list[int]]:
+    """Samples in each run of windows that are sorted, or arranged, already."""
+    windows, length = sizes.shape[:2]
+    if sizes.ndim == 2:
+        cuts = SortedWindows(sizes, rule).cut(budgets)
+    else:
+        as_they_come = np.tile(np.arange(length), (windows, 1))
+        cuts = TiledWindows(sizes, as_they_come, rule).cut(budgets)
+    return [np.diff(starts, append=length).tolist() for starts in cuts]
 
 
 def cut_one(sizes: Any, rule: BatchRules, budget: int | None = None) -> list[int]:
-    budget = rule.budget_bytes if budget is None else budget
-    return lengths_of_runs(cut(sizes[None], rule, np.array([budget]))[:, 0], len(sizes))
+    return cut_many(sizes[None], rule, np.array([rule.budget_bytes if budget is None else budget]))[
+        0
+    ]
 
 
 def descending(sizes: Any) -> Any:
@@ -100,14 +106,39 @@ def test_many_windows_at_once_are_one_by_one(
     budgets = rng.integers(budget // 2, budget + 1, windows)
     if data.draw(st.booleans()):
         budgets[:] = budget  # the whole one everywhere takes the table of capacities
-    together = cut(sizes, rule, budgets)
-    assert together.shape[1] == windows
+    together = cut_many(sizes, rule, budgets)
+    assert len(together) == windows
     for window in range(windows):
-        alone = cut_one(sizes[window], rule, int(budgets[window]))
-        assert lengths_of_runs(together[:, window], length) == alone
-    assert (np.diff(together, axis=0) >= 0).all()
-    assert together.min() == 0
-    assert together.max() <= length
+        assert together[window] == cut_one(sizes[window], rule, int(budgets[window]))
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(2, 3),
+    st.sampled_from([2, 50, 3000]),
+    rules(),
+    st.integers(0, 2**32),
+)
+def test_lockstep_and_all_starts_are_alike(
+    windows: int, length: int, axes: int, largest: int, options: Any, seed: int
+) -> None:
+    """Several axes: both ways of cutting are the greedy one, so a block's windows do not matter."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, largest, (windows, length, axes))
+    cost = PaddedCost(sample_bytes=1, unit_bytes=[1] * axes)
+    budget = int(cost.batch_bytes(int(rng.integers(1, 30)), sizes.reshape(-1, axes).max(axis=0)))
+    rule = BatchRules(cost=cost, budget_bytes=budget, **options)
+    budgets = rng.integers(budget // 2, budget + 1, windows)
+    most, multiple = options.get("max_batch_size"), options.get("batch_size_multiple", 1)
+    ways = []
+    for threshold in (0, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchbudget.plan.cut.LOCKSTEP", threshold)
+            ways.append(cut_many(sizes, rule, budgets))
+    assert ways[0] == ways[1]
+    for window, allowed, runs in zip(sizes, budgets.tolist(), ways[0], strict=True):
+        assert runs == oracles.rule_cut(window, cost, allowed, most=most, multiple=multiple)
 
 
 def test_a_table_of_capacities_changes_nothing() -> None:

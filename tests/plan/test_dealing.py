@@ -14,10 +14,10 @@ from tests.support import oracles
 from tests.support.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.cut import cut
-from torchbudget.plan.dealing import deal, lowest_budget, split_to
+from torchbudget.plan.cut import SortedWindows
+from torchbudget.plan.dealing import Ranks, deal, lowest_budgets, split_to
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import solve
+from torchbudget.plan.solver import WindowKey, solve
 
 TOKENS = PaddedCost(unit_bytes=1)
 
@@ -146,11 +146,16 @@ def splittings(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
     return starts, sum(runs), costs, draw(st.integers(1, sum(runs)))
 
 
+def split(starts: Any, length: int, costs: Any, target: int, multiple: int = 1) -> list[int]:
+    found = split_to(np.array(starts), length, np.array(costs), target, multiple=multiple)
+    return found.tolist()
+
+
 @given(splittings(), st.sampled_from([1, 1, 2, 4, 8]))
 def test_splitting_only_adds_starts(case: Any, multiple: int) -> None:
     """Runs are split until there are enough, and are never joined, moved, or left empty."""
     starts, length, costs, target = case
-    found = split_to(starts, length, costs, target, multiple=multiple)
+    found = split(starts, length, costs, target, multiple)
     assert len(found) == max(target, len(starts))
     assert set(starts) <= set(found)
     assert found[0] == 0
@@ -163,7 +168,7 @@ def test_the_first_half_is_a_multiple_where_the_run_is_longer(case: Any, multipl
     starts, length, costs, _ = case
     if length == len(starts):
         return  # nothing can be split
-    found = split_to(starts, length, costs, len(starts) + 1, multiple=multiple)
+    found = split(starts, length, costs, len(starts) + 1, multiple)
     (middle,) = set(found) - set(starts)
     start = max(start for start in starts if start < middle)
     stop = min([other for other in starts if other > middle], default=length)
@@ -178,10 +183,10 @@ def test_the_first_half_is_a_multiple_where_the_run_is_longer(case: Any, multipl
 
 def test_the_costliest_is_split_first() -> None:
     """A half counts as half, so that the next split may take another run; singles never."""
-    assert split_to([0, 4, 8], 12, [10, 30, 20], 4) == [0, 4, 6, 8]
-    assert split_to([0, 4, 8], 12, [10, 30, 20], 5) == [0, 4, 6, 8, 10]
-    assert split_to([0, 1], 4, [100, 1], 3) == [0, 1, 3]
-    assert split_to([0], 5, [1], 5) == [0, 1, 2, 3, 4]
+    assert split([0, 4, 8], 12, [10, 30, 20], 4) == [0, 4, 6, 8]
+    assert split([0, 4, 8], 12, [10, 30, 20], 5) == [0, 4, 6, 8, 10]
+    assert split([0, 1], 4, [100, 1], 3) == [0, 1, 3]
+    assert split([0], 5, [1], 5) == [0, 1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------------- lowering the budget
@@ -206,12 +211,12 @@ def test_the_lowest_budget_of_as_many_micro_batches(
     wanted = -(-least // ranks) * ranks
 
     def lower() -> Any:
-        return lowest_budget(
-            lambda budget: cut(ordered[None], rule, budget),
+        return lowest_budgets(
+            SortedWindows(ordered[None], rule),
             low=np.array([low]),
             high=high,
             length=length,
-            ranks=ranks,
+            ranks=Ranks(number=ranks),
         )
 
     if wanted > length:
@@ -233,12 +238,12 @@ def test_windows_are_lowered_as_if_alone() -> None:
     rule = BatchRules(cost=TOKENS, budget_bytes=2000)
 
     def lower(some: Any) -> Any:
-        return lowest_budget(
-            lambda budget: cut(some, rule, budget),
+        return lowest_budgets(
+            SortedWindows(some, rule),
             low=np.ones(len(some), np.int64),
             high=2000,
             length=64,
-            ranks=4,
+            ranks=Ranks(number=4),
         )
 
     budgets, targets = lower(sizes)
@@ -282,10 +287,16 @@ def test_windows_of_many_bytes_are_solved_as_if_alone(rounds: int, even_sums: bo
 
 def must_be_as_if_alone(many: Any, rule: BatchRules, ranks: int, even_sums: bool) -> None:
     windows, length = many.shape[:2]
-    block = solve(many, rule, strips=3, ranks=ranks, even_sums=even_sums)
+    dealt = Ranks(number=ranks, even_sums=even_sums)
+
+    def key(first: int, number: int) -> WindowKey:
+        those = np.arange(first, first + number)
+        return WindowKey(seed=3, path=(1,), places=those * length, numbers=those, shuffle=True)
+
+    block = solve(rule, many, dealt, key(0, windows), strips=3)
     at = 0
     for window in range(windows):
-        alone = solve(many[window : window + 1], rule, strips=3, ranks=ranks, even_sums=even_sums)
+        alone = solve(rule, many[window : window + 1], dealt, key(window, 1), strips=3)
         number = int(block.rounds[window]) * ranks
         assert alone.rounds.tolist() == [block.rounds[window]]
         assert (block.starts[at : at + number] - window * length).tolist() == alone.starts.tolist()
@@ -326,7 +337,7 @@ def test_samples_that_stand_alone(options: Any) -> None:
             continue
         with pytest.raises(UnevenRanksError, match="cannot be dealt evenly to 4 ranks"):
             len(those[0])
-        with pytest.raises(UnevenRanksError, match="drop_last=True"):
+        with pytest.raises(UnevenRanksError, match="raise the budget"):
             next(iter(those[0]))
         those = [
             sampler_of([50] * n, num_replicas=4, rank=rank, drop_last=True, **options)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
+
+from torchbudget import PackedBatch
+from torchbudget.errors import CollateError
 
 
 class Pair(NamedTuple):
@@ -161,6 +166,32 @@ def at(structure: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         structure = structure[key]
     return structure
+
+
+sides = st.sampled_from(["right", "left", 0.5, 0.25, 1 / 3])
+
+
+def left_share(side: str | float) -> float:
+    return side if isinstance(side, float) else {"right": 0.0, "left": 1.0}[side]
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Every tensor that a batch keeps once, offsets included."""
+    found = [leaf for leaf in tree_leaves(batch.data) if isinstance(leaf, torch.Tensor)]
+    if isinstance(batch, PackedBatch):
+        for path in _paths(batch.data):
+            with contextlib.suppress(CollateError):  # numbers and texts have no offsets
+                found.append(batch.measured_by(path).cu_seqlens)
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _paths(data: Any) -> Iterator[tuple[Any, ...]]:
+    if isinstance(data, (dict, tuple)):
+        items = data.items() if isinstance(data, dict) else enumerate(data)
+        for key, value in items:
+            yield from ((key, *rest) for rest in _paths(value))
+    else:
+        yield ()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,13 @@ import torch
 from torch.utils.data import Sampler
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, natural, optional
+from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.distributed import ranks_of
-from torchbudget.errors import BudgetError, DiscardedStateWarning, OptionError, SizesError
-from torchbudget.plan.cursor import Position
+from torchbudget.errors import DiscardedStateWarning, OptionError
+from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
 from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.order import Order
@@ -27,7 +28,6 @@ from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.state import decode, encode
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]]):
@@ -61,8 +61,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             left, and need no splitting to give every rank as many micro-batches.
         size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
             same).
-        balance: what the ranks of a step get equal sums of: `"cost"`, or `"time"` where the cost
-            was measured with one (`MeasuredCost.time`).
+        balance: what the ranks of a step get equal sums of: another cost model, such as the time
+            of a step that was measured (`balance=cost.time`). Default: the cost itself.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         replacement: draw each position independently.
@@ -107,7 +107,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         max_batch_size: int | None = None,
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
-        balance: Literal["cost", "time"] = "cost",
+        balance: CostModel | None = None,
         oversize: Oversize = "raise",
         replacement: bool = False,
         weights: npt.ArrayLike | None = None,
@@ -115,35 +115,23 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        if isinstance(cost, type) or not isinstance(cost, CostModel):
-            raise OptionError(f"expected a cost model such as PaddedCost, got {cost!r}")
-        device_bytes = MemoryBudget.of(budget).device
-        if device_bytes is None:
-            raise BudgetError(f"the budget must limit the device, got {budget!r}")
         if samples_per_step is not None and window is not None:
             raise OptionError(
                 "with samples_per_step a window is one step: leave window out, "
                 f"got window={window}, samples_per_step={samples_per_step}"
             )
-        flags = {"shuffle": shuffle, "drop_last": drop_last, "replacement": replacement}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise OptionError(f"{name} must be a bool, got {flag!r}")
+        check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         table = SizeTable.of(sizes)
-        rules = BatchRules(
-            cost=cost,
-            budget_bytes=device_bytes,
-            size_multiple=at_least_one("size_multiple", size_multiple),
-            max_batch_size=optional("max_batch_size", max_batch_size),
-            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
-            balance=_balance(balance, cost),
+        rules = BatchRules.of(
+            cost,
+            budget,
+            size_multiple=size_multiple,
+            max_batch_size=max_batch_size,
+            batch_size_multiple=batch_size_multiple,
+            balance=balance,
         )
-        if np.ndim(cost.batch_bytes(1, table.values[0])):
-            raise SizesError(
-                f"the cost takes sizes of one axis, got sizes of shape {table.values.shape}; "
-                "give it unit_bytes or pair_bytes for every axis"
-            )
+        rules.check_axes(table)
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),
@@ -157,21 +145,25 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             table,
             rules,
             order,
+            Ranks(number=self.num_replicas, even_sums=samples_per_step is not None),
             window=(optional("samples_per_step", samples_per_step) or optional("window", window)),
-            step_per_window=samples_per_step is not None,
             drop_last=drop_last,
-            ranks=self.num_replicas,
         )
         self._order = order_identity(order, table.fingerprint)
-        self._position = Position(epoch=0)
-        self._drawing: PlanIterator | None = None
-        self._drawings = 0
-        self._length: tuple[Position, int] | None = None
+        self._cursor = Cursor(epoch=0)
+        self._iterator: PlanIterator | None = None
+        self._iterations = 0
+        self._length: tuple[Cursor, int] | None = None
 
     @property
     def epoch(self) -> int:
         """The epoch that the next `iter()` draws."""
-        return self._position.epoch
+        return self._cursor.epoch
+
+    @property
+    def size_multiple(self) -> int:
+        """Padded sizes are multiples of it; a collate may be given the sampler to read it from."""
+        return self.plan.rules.size_multiple
 
     @property
     def sampler(self) -> MemoryBudgetBatchSampler:
@@ -186,15 +178,15 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         """
         epoch = natural("epoch", epoch)
         if epoch != self.epoch:
-            if self._drawing is None and self._position.stop:
+            if self._iterator is None and self._cursor.stop:
                 warnings.warn(
                     f"set_epoch({epoch}) discards the position that was loaded in epoch "
                     f"{self.epoch}; go on in that epoch, or do not load the state",
                     DiscardedStateWarning,
                     stacklevel=2,
                 )
-            self._position = Position(epoch=epoch)
-        self._drawing = None
+            self._cursor = Cursor(epoch=epoch)
+        self._iterator = None
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the epoch from its beginning, or from the position that was loaded.
@@ -202,39 +194,40 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
-        self._drawings += 1
-        self._drawing = PlanIterator(
-            self.plan, self._position, rank=self.rank, when_finished=self._finish
+        self._iterations += 1
+        self._iterator = PlanIterator(
+            self.plan, self._cursor, rank=self.rank, when_finished=self._finish
         )
-        return self._drawing
+        return self._iterator
 
     def __len__(self) -> int:
         """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
-        if self._length is None or self._length[0] is not self._position:
-            self._length = self._position, self.plan.micro_batches(self._position)
+        if self._length is None or self._length[0] is not self._cursor:
+            self._length = self._cursor, self.plan.micro_batches(self._cursor)
         return self._length[1]
 
     @property
-    def drawings(self) -> int:
+    def iterations(self) -> int:
         """How often `iter()` was called."""
-        return self._drawings
+        return self._iterations
 
     @property
     def steps(self) -> Iterator[int]:
         """How many micro-batches each optimizer step takes on this rank.
 
-        Of the epoch whose drawing `iter()` began last, from where it began; before that and behind
-        `set_epoch`, of the coming one. Planned as it is read; of what was drawn, what was drawn.
+        Of the epoch that `iter()` began last, from where it began; before the first `iter()`, and
+        after `set_epoch`, of the coming one. Steps already drawn keep their plan; later ones are
+        planned as they are read.
         """
-        drawing = self._drawing
-        return self.plan.steps(self._position) if drawing is None else drawing.steps()
+        iterator = self._iterator
+        return self.plan.steps(self._cursor) if iterator is None else iterator.steps()
 
     def report(self) -> PlanReport:
         """What the coming epoch holds: fill, padding, imbalance; O(samples)."""
         return self.plan.report(self.epoch)
 
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the drawing stands, in plain JSON types.
+        """Where the epoch stands, in plain JSON types.
 
         Args:
             batches_done: how many batches of the current loop are done. A plain `DataLoader` with
@@ -244,14 +237,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         Raises:
             OptionError: `batches_done` is more than was drawn.
         """
-        plan, position = self.plan, self._position
-        if self._drawing is not None:
-            plan, position = self._drawing.after(
+        plan, cursor = self.plan, self._cursor
+        if self._iterator is not None:
+            plan, cursor = self._iterator.after(
                 None if batches_done is None else natural("batches_done", batches_done)
             )
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but nothing was drawn yet")
-        return encode(plan, position, self._order)
+        return cursor.encode(plan.left_of(cursor), self._order, plan.dealing)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` start at a saved position, until its epoch ends.
@@ -264,8 +257,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             StateError: the state is malformed.
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
-        self._position = decode(state_dict, self._order, self.plan.dealing)
-        self._drawing = None
+        self._cursor = Cursor.decode(state_dict, self._order, self.plan.dealing)
+        self._iterator = None
 
     def replan(self) -> float:
         """Plan what is to come with the margin that `MeasuredCost.observe` has found.
@@ -292,26 +285,26 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
         margin = used.corrected().margin  # observations are shared with the cost that was given
-        behind = 0 if self._drawing is None else self._drawing.windows_begun
+        after = 0 if self._iterator is None else self._iterator.windows_begun
         if self.num_replicas > 1:
-            margin, behind = _largest_of_all_ranks(self.num_replicas, margin, behind)
+            margin, after = _largest_of_all_ranks(self.num_replicas, margin, after)
         if margin <= used.margin:
             return used.margin
-        left = self.plan.left_of(self._position)
-        self._position = replace(self._position, left=left, rounds=0)
+        left = self.plan.left_of(self._cursor)
+        self._cursor = replace(self._cursor, left=left, rounds=0)
         self.plan = self.plan.with_cost(used.granted(margin))
-        if self._drawing is not None:
-            self._drawing.go_on_with(self.plan, behind=behind)
+        if self._iterator is not None:
+            self._iterator.replan(self.plan, after=after)
         return margin
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; what is being drawn stays with the one that draws it.
-        return {**self.__dict__, "_drawing": None}
+        return {**self.__dict__, "_iterator": None}
 
-    def _finish(self, drawing: PlanIterator) -> None:
+    def _finish(self, iterator: PlanIterator) -> None:
         """An epoch was drawn to its end: the next one comes."""
-        if drawing is self._drawing:
-            self._position = Position(epoch=drawing.began.epoch + 1)
+        if iterator is self._iterator:
+            self._cursor = Cursor(epoch=iterator.began.epoch + 1)
 
 
 def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float, int]:
@@ -325,20 +318,6 @@ def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float
     torch.distributed.all_gather_object(told, (margin, behind))
     margins, places = zip(*told, strict=True)
     return max(margins), max(places)
-
-
-def _balance(balance: object, cost: CostModel) -> CostModel | None:
-    """What ranks are balanced by, if it is not the cost."""
-    if balance == "cost":
-        return None
-    if balance != "time":
-        raise OptionError(f"balance must be 'cost' or 'time', got {balance!r}")
-    time = getattr(cost, "time", None)
-    if time is None:
-        raise OptionError(
-            "balance='time' needs a cost that tells time: one that measure_cost has run"
-        )
-    return cast("CostModel", time)
 
 
 def _floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:

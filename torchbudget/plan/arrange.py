@@ -51,17 +51,19 @@ def arrange(sizes: npt.NDArray[Any], strips: int) -> IntArray:
     if sizes.ndim == 2:
         return ascending(sizes.max(initial=0) - sizes)
     windows, length, axes = sizes.shape
-    tile = np.zeros((windows, length), np.int64)
-    for axis in range(axes):
-        lengths = sizes[..., axis].astype(np.int64)
+    order = ascending(sizes[..., 0].max(initial=0) - sizes[..., 0])
+    for axis in range(1, axes):
+        lengths = sizes[..., axis]
         span = int(lengths.max(initial=0)) + 1
-        downwards = tile % 2 == 0
-        within = np.where(downwards, span - 1 - lengths, lengths)
-        order = ascending(tile * span + within)
-        if axis == axes - 1:
-            return order
+        # Half the width is half the memory that passes through the caches.
+        width = np.int32 if length * span < 2**31 else np.int64
         # The rank within the window decides the strip: strips are equal in number of samples, and
         # a tile of an outer axis is split into strips of its own.
-        each = math.ceil(length / strips ** (axis + 1))
-        np.put_along_axis(tile, order, np.broadcast_to(np.arange(length) // each, tile.shape), 1)
-    raise AssertionError("unreachable: sizes have at least one axis")
+        each = math.ceil(length / strips**axis)
+        tile = np.empty((windows, length), width)
+        np.put_along_axis(tile, order, (np.arange(length) // each)[None].astype(width), 1)
+        keys = lengths.astype(width)
+        np.subtract(span - 1, keys, out=keys, where=tile % 2 == 0)
+        tile *= width(span)
+        order = ascending(tile + keys)
+    return order

@@ -1,18 +1,36 @@
-"""Where in an epoch a run stands."""
+"""Where in an epoch a run stands: one frozen value, its encoding as plain JSON types, and back."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.checks import is_int
+from torchbudget.errors import StateError, StateMismatchError
+from torchbudget.plan.fingerprint import Plain
+
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+VERSION: Final = 1
+_KEYS: Final = frozenset(
+    ["version", "epoch", "start", "stop", "rounds", "dealt", "left", "order", "dealing"]
+)
+_MEANING: Final = {
+    "samples": "the number of samples",
+    "sizes": "the samples' sizes",
+    "skipped": "the samples that are skipped as oversize",
+    "weights": "the weights",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Position:
+class Cursor:
     """A place between two micro-batches of an epoch.
 
     The epoch's positions before `start` are done, those from `stop` on are untouched. Those between
@@ -22,7 +40,7 @@ class Position:
     Attributes:
         epoch: number of the epoch.
         start: first position of the window.
-        stop: behind its last position.
+        stop: the position after its last one.
         left: which of its positions were dealt, shape `(stop − start,)`; `None`: all.
         rounds: how many of its micro-batches each rank is done with.
     """
@@ -33,8 +51,108 @@ class Position:
     left: BoolArray | None = None
     rounds: int = 0
 
-    def same_window(self, other: Position) -> bool:
+    def same_window(self, other: Cursor) -> bool:
         """Whether both stand in the same window of the same epoch, dealt alike."""
         return (self.epoch, self.start, self.stop) == (other.epoch, other.start, other.stop) and (
             self.left is other.left
         )
+
+    def encode(self, left: BoolArray | None, order: Plain, dealing: Plain) -> dict[str, Any]:
+        """The cursor as plain JSON types.
+
+        Its size does not depend on the data set or the position: some hundred bytes, and inside a
+        window one bit for each of its samples, so that another number of ranks can take over.
+
+        Args:
+            left: which of the window's positions are still to come, shape `(stop − start,)`;
+                `None`: all.
+            order: what must be the same for positions to mean the same samples.
+            dealing: what must be the same for the window to be dealt the same way.
+        """
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "start": self.start,
+            "stop": self.stop,
+            "rounds": self.rounds,
+            "dealt": _text(self.left),
+            "left": _text(left),
+            "order": dict(order),
+            "dealing": dict(dealing),
+        }
+
+    @classmethod
+    def decode(cls, state: Mapping[str, Any], order: Plain, dealing: Plain) -> Cursor:
+        """The cursor that a state names, under this order and dealing.
+
+        Where the same dealing goes on, the cursor is the very same. Where the ranks, the budget or
+        another rule changed, what is left of the window is dealt anew.
+
+        Raises:
+            StateError: the state is malformed.
+            StateMismatchError: it belongs to another data set, order or version.
+        """
+        if not isinstance(state, Mapping):
+            raise StateError(f"expected a mapping from state_dict(), got {type(state).__name__}")
+        missing = sorted(_KEYS - set(state))
+        if missing:
+            raise StateError(
+                f"the state lacks {', '.join(missing)}: it is no sampler's state_dict()"
+            )
+        if state["version"] != VERSION:
+            raise StateMismatchError(
+                f"the state has version {state['version']!r}, this torchbudget reads {VERSION}"
+            )
+        _check_order(state["order"], order)
+        epoch, start, stop, rounds = (
+            _natural(state, key) for key in ("epoch", "start", "stop", "rounds")
+        )
+        positions = int(order["num_samples"] or 0)
+        if not start <= stop <= positions:
+            raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
+        if rounds > stop - start:
+            raise StateError(
+                f"the state's rounds, {rounds}, are more than its window's {stop - start} samples"
+            )
+        if state["dealing"] == dealing:
+            dealt = _mask(state["dealt"], stop - start)
+            return cls(epoch=epoch, start=start, stop=stop, left=dealt, rounds=rounds)
+        return cls(epoch=epoch, start=start, stop=stop, left=_mask(state["left"], stop - start))
+
+
+def _check_order(saved: object, mine: Plain) -> None:
+    if not isinstance(saved, Mapping) or set(saved) != set(mine):
+        raise StateError("the state's order is malformed: it is no sampler's state_dict()")
+    differing = "; ".join(
+        f"{_MEANING.get(name, name)}: saved {saved[name]!r}, now {mine[name]!r}"
+        for name in mine
+        if saved[name] != mine[name]
+    )
+    if differing:
+        raise StateMismatchError(
+            "the state belongs to another data set or order, so its position means other samples: "
+            + differing
+        )
+
+
+def _natural(state: Mapping[str, Any], key: str) -> int:
+    value = state[key]
+    if not is_int(value) or value < 0:
+        raise StateError(f"the state's {key} must be an int of at least 0, got {value!r}")
+    return value
+
+
+def _text(mask: BoolArray | None) -> str | None:
+    return None if mask is None else base64.b64encode(np.packbits(mask).tobytes()).decode("ascii")
+
+
+def _mask(text: object, length: int) -> BoolArray | None:
+    if text is None:
+        return None
+    try:
+        packed = np.frombuffer(base64.b64decode(str(text), validate=True), np.uint8)
+    except binascii.Error:
+        packed = np.empty(0, np.uint8)
+    if len(packed) != -(-length // 8):
+        raise StateError(f"the state's window of {length} samples is malformed")
+    return np.unpackbits(packed, count=length).astype(np.bool_)

@@ -1,93 +1,222 @@
-"""Cutting windows into micro-batches: each is the longest run that fits.
+"""Cutting sorted windows into micro-batches: each is the longest run that fits.
 
-Many windows of one length are cut together, in lockstep: step k finds the k-th micro-batch of
-every window with a handful of NumPy calls.
+Along one axis the first sample of a run alone decides how long the run may be, so a window is cut
+by following jumps from start to start. Along several axes the padded size of a run is the maximum
+over it on every axis, and how long it may be is found by bounding it from both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
+from torchbudget.plan.arrange import arrange
 from torchbudget.plan.rules import BatchRules
 
-Longest: TypeAlias = Callable[[IntArray, IntArray], IntArray]
+# Windows times samples of a micro-batch from which on lockstep is faster, as measured.
+LOCKSTEP: Final = 800
 
 
-def cut(sizes: npt.NDArray[Any], rules: BatchRules, budget_bytes: IntArray) -> IntArray:
-    """Where the micro-batches of each window start.
+class Windows(Protocol):
+    """Windows of one length, arranged once, to be cut under any budget.
+
+    Attributes:
+        samples: places in the given sizes, window after window, shape `(windows·S,)`.
+        sizes: of those samples, shape `(windows, S)` or `(windows, S, d)`.
+    """
+
+    samples: IntArray
+    sizes: npt.NDArray[Any]
+
+    def cut(self, budgets: IntArray) -> list[IntArray]:
+        """Where the micro-batches of each window start, ascending from 0.
+
+        Args:
+            budgets: bytes, shape `(windows,)`.
+        """
+        ...
+
+    def least(self, micro_batches: IntArray) -> IntArray:
+        """Bytes below which no budget gives so few micro-batches; both of shape `(windows,)`."""
+        ...
+
+
+class _Arranged:
+    """Windows whose samples are put in an order."""
+
+    def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
+        windows, self.length = sizes.shape[:2]
+        self.rules = rules
+        self.samples = (order + np.arange(windows)[:, None] * self.length).reshape(-1)
+        flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
+        self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
+
+    def least(self, micro_batches: IntArray) -> IntArray:
+        """See `Windows.least`: of padded batches nothing is known."""
+        return np.zeros_like(micro_batches)
+
+
+class SortedWindows(_Arranged):
+    """Windows of one axis, sorted by size, descending.
 
     Args:
-        sizes: shape `(windows, S)` in descending order, or `(windows, S, d)` in any order.
+        sizes: shape `(windows, S)`.
         rules: what a micro-batch may be.
-        budget_bytes: of each window, shape `(windows,)`.
 
-    Returns:
-        Offsets within the windows, shape `(micro-batches, windows)`, ascending along the first
-        axis and filled with S behind a window's last micro-batch. O(windows·S) in all (times
-        log of the longest run for d > 1).
+    A cut takes O(distinct sizes) in NumPy and O(micro-batches) in Python.
     """
-    windows, length = sizes.shape[:2]
-    if sizes.ndim == 2:
-        longest = _by_head(sizes, rules, budget_bytes)
-    else:
-        longest = _by_prefix_maximum(sizes, rules, budget_bytes)
-    first = np.arange(windows) * length
-    start = np.zeros(windows, np.int64)
-    starts: list[IntArray] = []
-    while True:
-        left = length - start
-        if not left.any():
-            return np.array(starts)
+
+    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules) -> None:
+        super().__init__(sizes, arrange(sizes, 1), rules)
+        # Along one axis capacities under the whole budget are looked up by size.
+        self._table = rules.table(int(self.sizes[:, 0].max()))
+        self._kinds: list[tuple[npt.NDArray[Any], IntArray]] = []
+
+    def cut(self, budgets: IntArray) -> list[IntArray]:
+        """See `Windows.cut`."""
+        return [np.array(self.starts(row, one)) for row, one in enumerate(budgets.tolist())]
+
+    def starts(self, row: int, budget: int) -> list[int]:
+        """Where the micro-batches of one window start under a budget."""
+        rules = self.rules
+        if self._table is not None and budget == rules.budget_bytes:
+            which, most = self.sizes[row], self._table
+        else:
+            values, which = self._kinds_of(row)
+            most = rules.rounded(rules.capacity(values, budget))
+        starts = _jumps(which.data, most.data, self.length)
+        # The last run ends with the window, where its length need not be a multiple.
+        last = self.length - starts[-1]
+        rest = last - int(rules.rounded(np.array(last)))
+        return [*starts, self.length - rest] if rest else starts
+
+    def _kinds_of(self, row: int) -> tuple[npt.NDArray[Any], IntArray]:
+        """The distinct sizes of a window, and which of them each sample has."""
+        if not self._kinds:
+            for sizes in self.sizes:
+                new = np.append(False, sizes[1:] != sizes[:-1])
+                self._kinds.append((sizes[np.append(0, np.flatnonzero(new))], np.cumsum(new)))
+        return self._kinds[row]
+
+
+def _jumps(which: Sequence[int], most: Sequence[int], length: int) -> list[int]:
+    """Starts of runs, each as long as its first sample allows; the last one may end past `length`.
+
+    A plain loop: NumPy has nothing that follows a chain, and an epoch has far fewer runs than
+    samples.
+    """
+    starts = []
+    start = 0
+    while start < length:
         starts.append(start)
-        # A window that is done stays where it is: its runs are empty.
-        inside = np.minimum(first + start, first + length - 1)
-        start = start + rules.rounded(np.minimum(longest(inside, left), left))
+        start += most[which[start]]
+    return starts
 
 
-def _by_head(sizes: npt.NDArray[Any], rules: BatchRules, budget_bytes: IntArray) -> Longest:
-    """In descending order of one axis the first sample alone decides."""
-    flat = sizes.reshape(-1)
-    largest = int(sizes[:, 0].max())
-    whole = bool((budget_bytes == rules.budget_bytes).all())
-    table = rules.table(largest) if whole else None
-    if table is not None:
-        return lambda at, _left: table[flat[at]]
-    return lambda at, _left: rules.capacity(flat[at], budget_bytes)
+class TiledWindows(_Arranged):
+    """Windows of several axes, arranged so that neighbours are alike.
 
+    A run of n samples that has the capacity c fits if c ≥ n. Otherwise c samples do, since they
+    pad to no more; and never more than c. So each trial bounds the longest run from both sides.
 
-def _by_prefix_maximum(
-    sizes: npt.NDArray[Any], rules: BatchRules, budget_bytes: IntArray
-) -> Longest:
-    """The padded size of a run is the maximum over it, on every axis.
+    The maximum over any run is that of two runs of a power of two in length, which are kept:
+    O(windows·S·d·log(longest run)) memory.
 
-    `maxima[k][i]` is the maximum over the 2ᵏ samples from i on. A run fits only if every shorter
-    one does, so its longest length is built from its highest bit down.
+    Args:
+        sizes: shape `(windows, S, d)`.
+        order: of the samples in each window, shape `(windows, S)`: see `arrange`.
+        rules: what a micro-batch may be.
     """
-    length = sizes.shape[1]
-    most = min(int(rules.capacity(sizes.min(axis=(0, 1)), rules.budget_bytes)), length)
-    maxima = [sizes]
-    while 2 ** len(maxima) <= most:
-        reach = 2 ** (len(maxima) - 1)
-        wider = maxima[-1].copy()
-        np.maximum(wider[:, :-reach], maxima[-1][:, reach:], out=wider[:, :-reach])
-        maxima.append(wider)
-    flat = [level.reshape(-1, sizes.shape[2]) for level in maxima]
 
-    def longest(at: IntArray, left: IntArray) -> IntArray:
-        run = np.zeros_like(at)
-        padded = np.zeros((len(at), sizes.shape[2]), sizes.dtype)
-        for level in range(len(flat) - 1, -1, -1):
-            longer = run + 2**level
-            possible = longer <= left
-            wider = np.maximum(padded, flat[level][np.where(possible, at + run, at)])
-            fits = possible & (rules.capacity(wider, budget_bytes) >= longer)
-            run = np.where(fits, longer, run)
-            padded = np.where(fits[:, None], wider, padded)
-        return np.maximum(run, 1)
+    def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
+        super().__init__(sizes, order, rules)
+        axes = range(sizes.shape[2])
+        smallest = np.array([self.sizes[..., axis].min() for axis in axes])
+        self._longest = min(int(rules.capacity(smallest, rules.budget_bytes)), self.length)
+        middle = self.sizes[:, self.length // 2]
+        self._usual = float(rules.capacity(middle, rules.budget_bytes).mean())
+        levels = self._longest.bit_length()
+        self._maxima = np.empty((levels, *self.sizes.shape), self.sizes.dtype)
+        self._maxima[0] = self.sizes
+        self._levels = 1  # those that are filled in: most cuts need a few
 
-    return longest
+    def cut(self, budgets: IntArray) -> list[IntArray]:
+        """See `Windows.cut`."""
+        # Both give the same: in lockstep each call of NumPy is on one sample of each window,
+        # otherwise on all samples of one.
+        if len(budgets) * self._usual >= LOCKSTEP:
+            return [starts[starts < self.length] for starts in self._lockstep(budgets).T]
+        return [np.array(self._starts(row, budget)) for row, budget in enumerate(budgets.tolist())]
+
+    def _starts(self, row: int, budget: int) -> list[int]:
+        """Cut one window: the longest run from every sample on, and the chain through them."""
+        left = self.length - np.arange(self.length)
+        at = row * self.length + np.arange(self.length)
+        low = np.ones_like(left)
+        high = tried = np.minimum(left, self._longest)
+        runs = np.empty_like(left)
+        while at.size:
+            low, high = self._bounds(at, tried, low, high, budget)
+            found = low >= high
+            runs[at[found] - row * self.length] = low[found]
+            at, low, high = at[~found], low[~found], high[~found]
+            tried = (low + high + 1) // 2
+        return _jumps(range(self.length), self.rules.rounded(runs).data, self.length)
+
+    def _lockstep(self, budgets: IntArray) -> IntArray:
+        """Starts in all windows, ascending, shape `(trials, windows)`; S where none was found.
+
+        A run's first guess is the one before it, the next one what that has the capacity for. Every
+        window goes on to its next run as soon as it knows the last one, whatever the others do.
+        """
+        length = self.length
+        first = np.arange(len(budgets)) * length
+        start = np.zeros_like(first)
+        found = np.ones_like(first, np.bool_)
+        low = tried = run = np.ones_like(first)
+        high = np.full_like(first, self._longest)
+        starts = [start]
+        while True:
+            at = first + np.minimum(start, length - 1)
+            low, high = self._bounds(at, tried, low, high, budgets)
+            guessed, found = found, low >= high
+            if found.any():
+                run = np.where(found, self.rules.rounded(low), run)
+                # A window that is done stays at its end.
+                start = np.where(found, np.minimum(start + run, length), start)
+                starts.append(np.where(found, start, length))
+                left = length - start
+                if not left.any():
+                    return np.array(starts)
+                low = np.where(found, 1, low)
+                high = np.where(found, np.minimum(np.maximum(left, 1), self._longest), high)
+            tried = np.where(guessed, high, (low + high + 1) // 2)
+            tried = np.where(found, np.minimum(run, high), tried)
+
+    def _bounds(
+        self, at: IntArray, tried: IntArray, low: IntArray, high: IntArray, budget: IntArray | int
+    ) -> tuple[IntArray, IntArray]:
+        """Bounds on the longest runs from `at` on, closer by runs that are tried; shapes `(k,)`."""
+        capacity = self.rules.capacity(self._maximum(at, tried), budget)
+        above = np.where(capacity < tried, tried - 1, capacity)
+        return np.maximum(low, np.minimum(capacity, tried)), np.minimum(high, above)
+
+    def _maximum(self, at: IntArray, runs: IntArray) -> npt.NDArray[Any]:
+        """The maximum over `runs` samples from `at` on, on every axis, shape `(k, d)`."""
+        level = np.frexp(runs)[1] - 1  # the largest power of two within the run
+        while self._levels <= level.max():
+            reach = 2 ** (self._levels - 1)
+            narrow, wide = self._maxima[self._levels - 1 : self._levels + 1]
+            np.maximum(narrow[:, :-reach], narrow[:, reach:], out=wide[:, :-reach])
+            wide[:, -reach:] = narrow[:, -reach:]
+            self._levels += 1
+        flat = self._maxima.reshape(-1, self._maxima.shape[3])
+        row = level * (self.sizes.shape[0] * self.length) + at
+        one = flat.take(row, axis=0)
+        other = flat.take(row + runs - (1 << level), axis=0)
+        longest: npt.NDArray[Any] = np.maximum(one, other)
+        return longest

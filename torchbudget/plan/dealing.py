@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
+import heapq
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
+from torchbudget.plan.cut import Windows
 
-# Halvings of the interval in which the lowered budget is searched: to 0.05 % of it.
-_HALVINGS: Final = 11
+# A lowered budget is found to this part of the budget.
+_PRECISION: Final = 2**11
 # Exchanges between the costliest and the cheapest rank; on measured data the eighth gains nothing.
 _EXCHANGES: Final = 12
 # Exchanges look at all pairs of micro-batches of two ranks. With more than this many on each rank
 # sums are even without them.
 _EXCHANGE_ROUNDS: Final = 64
 
-Starts: TypeAlias = Callable[[IntArray], IntArray]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How micro-batches are shared.
+
+    Attributes:
+        number: of ranks that share each window.
+        even_sums: ranks wait for each other once a window (it is one optimizer step), so that each
+            one's sum over the window counts; otherwise they wait once a round.
+        multiple: the number of micro-batches on each rank is a multiple of it.
+    """
+
+    number: int = 1
+    even_sums: bool = False
+    multiple: int = 1
+
+    @property
+    def together(self) -> int:
+        """The number of a window's micro-batches is a multiple of it."""
+        return self.number * self.multiple
 
 
-def lowest_budget(
-    starts: Starts, *, low: IntArray, high: int, length: int, ranks: int
+def lowest_budgets(
+    windows: Windows, *, low: IntArray, high: int, length: int, ranks: Ranks
 ) -> tuple[IntArray, IntArray]:
     """Lower each window's budget as far as its number of micro-batches allows.
 
@@ -31,12 +52,11 @@ def lowest_budget(
     micro-batches are as alike as can be, the last one too.
 
     Args:
-        starts: cuts the windows under a budget each, `(windows,)` to `(micro-batches, windows)`
-            offsets, filled with `length`.
+        windows: that are cut.
         low: bytes that no micro-batch of each window is below, shape `(windows,)`.
         high: the budget.
-        length: samples in each of them.
-        ranks: how many ranks.
+        length: samples in each window.
+        ranks: that share them.
 
     Returns:
         The lowered budgets and the numbers of micro-batches to reach, each of shape `(windows,)`.
@@ -45,55 +65,66 @@ def lowest_budget(
         UnevenRanksError: a window has fewer samples than micro-batches to reach.
     """
 
-    def count(budget: IntArray) -> IntArray:
-        number: IntArray = np.count_nonzero(starts(budget) < length, axis=0)
-        return number
+    def counts(budgets: IntArray) -> IntArray:
+        return np.array([len(starts) for starts in windows.cut(budgets)])
 
+    precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
-    least = count(feasible)
-    target = -(-least // ranks) * ranks
+    least = counts(feasible)
+    target = -(-least // ranks.together) * ranks.together
     if (target > length).any():
         raise UnevenRanksError(
             f"{length} samples that need {int(least.max())} micro-batches cannot be dealt evenly "
-            f"to {ranks} ranks without repeating or dropping one; raise the budget, use another "
-            "number of ranks, or drop_last=True"
+            f"to {ranks.number} ranks{_in_multiples(ranks)} without repeating or dropping one; use "
+            f"at least {int(target.max())} samples, raise the budget, or change the number of ranks"
         )
-    infeasible = low - 1
-    for _ in range(_HALVINGS):
+    infeasible = np.maximum(low, windows.least(target)) - 1
+    # Where the lower bound is tight the first trial already ends the search.
+    middle = np.minimum(infeasible + precision, feasible)
+    # A window that is done stays as it is, so that it does not depend on the others.
+    while (wide := feasible - infeasible > precision).any():
+        enough = counts(middle) <= target
+        feasible = np.where(wide & enough, middle, feasible)
+        infeasible = np.where(wide & ~enough, middle, infeasible)
         middle = (infeasible + feasible) // 2
-        enough = count(middle) <= target
-        feasible = np.where(enough, middle, feasible)
-        infeasible = np.where(enough, infeasible, middle)
     return feasible, target
 
 
+def _in_multiples(ranks: Ranks) -> str:
+    return f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
+
+
 def split_to(
-    starts: list[int], length: int, costs: list[int], target: int, *, multiple: int = 1
-) -> list[int]:
+    starts: IntArray, length: int, costs: IntArray, target: int, *, multiple: int = 1
+) -> IntArray:
     """Split the costliest runs in two until there are `target` of them.
 
     Args:
-        starts: where each run starts, ascending from 0.
+        starts: where each run starts, ascending from 0, shape `(runs,)`.
         length: where the last one ends; at least `target`.
-        costs: bytes of each run.
+        costs: bytes of each run, shape `(runs,)`.
         target: how many runs to reach.
         multiple: the first half of a run is a multiple of it wherever the run is longer.
 
     Returns:
-        Where the runs start now. A half counts as half its run's cost.
+        Where the runs start now, shape `(target,)`. A half counts as half its run's cost.
+        O(runs + splits·log(runs)).
     """
-    stops = [*starts[1:], length]
-    runs = [[cost, start, stop] for cost, start, stop in zip(costs, starts, stops, strict=True)]
-    while len(runs) < target:
-        cost, start, stop = run = max(
-            (run for run in runs if run[2] - run[1] > 1), key=lambda run: run[0]
-        )
+    stops = np.append(starts[1:], length)
+    columns = (-costs).tolist(), starts.tolist(), stops.tolist()
+    runs = [run for run in zip(*columns, strict=True) if run[2] - run[1] > 1]
+    heapq.heapify(runs)
+    more: list[int] = []
+    while len(starts) + len(more) < target:
+        cost, start, stop = heapq.heappop(runs)
         half = -(-(stop - start) // 2)
         rounded = -(-half // multiple) * multiple
         middle = start + (rounded if rounded < stop - start else half)
-        run[:] = [cost // 2, start, middle]
-        runs.append([cost // 2, middle, stop])
-    return sorted(start for _, start, _ in runs)
+        more.append(middle)
+        for piece in ((-(-cost // 2), start, middle), (-(-cost // 2), middle, stop)):
+            if piece[2] - piece[1] > 1:
+                heapq.heappush(runs, piece)
+    return np.sort(np.append(starts, np.array(more, np.int64)))
 
 
 def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
@@ -109,8 +140,7 @@ def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
     Args:
         costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
         ranks: how many ranks.
-        even_sums: what counts is each rank's sum over the window, since the ranks wait for each
-            other once per window; otherwise each round, since they wait once per round.
+        even_sums: see `Ranks`.
 
     Returns:
         Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`, the costliest
@@ -118,18 +148,20 @@ def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
     """
     windows, number = costs.shape
     rounds = number // ranks
-    order = np.argsort(-costs, axis=1, kind="stable").reshape(windows, rounds, ranks)
-    sums = np.zeros((windows, ranks), np.int64)
-    weighed = np.take_along_axis(costs, order.reshape(windows, -1), axis=1)
-    weighed = weighed.reshape(windows, rounds, ranks)
+    order = np.argsort(-costs, axis=1, kind="stable")
+    weighed = np.take_along_axis(costs, order, axis=1).reshape(windows, rounds, ranks)
+    order = order.reshape(windows, rounds, ranks)
     widest_first = np.argsort(weighed[..., -1] - weighed[..., 0], axis=1, kind="stable")
     row = np.arange(windows)
-    for nth in range(rounds):
-        at = widest_first[:, nth]
-        place = np.argsort(np.argsort(sums, axis=1, kind="stable"), axis=1)
-        order[row, at] = np.take_along_axis(order[row, at], place, axis=1)
-        weighed[row, at] = np.take_along_axis(weighed[row, at], place, axis=1)
-        sums += np.maximum(weighed[row, at], 0)
+    each = row[:, None]
+    sums = np.zeros((windows, ranks), np.int64)
+    for at in widest_first.T:
+        # The rank with the least so far gets the round's first micro-batch, and so on.
+        least = np.argsort(sums, axis=1, kind="stable")
+        taken, costly = order[row, at], weighed[row, at]
+        order[each, at[:, None], least] = taken
+        weighed[each, at[:, None], least] = costly
+        sums[each, least] += np.maximum(costly, 0)
     if even_sums and ranks > 1:
         # Each window by itself: what is dealt must not depend on what it is planned together with.
         few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
@@ -168,3 +200,21 @@ def _exchange(weighed: IntArray, order: IntArray) -> None:
         other = (better, give[better], least[better])
         for array in (weighed, order):
             array[one], array[other] = array[other], array[one]
+
+
+def rotate(rounds: IntArray, turns: IntArray) -> IntArray:
+    """Give the places of rounds to other ranks in every window.
+
+    The costliest place has fewer and longer samples than the cheapest one. A rank that kept its
+    place would see them in every step of a run.
+
+    Args:
+        rounds: shape `(rounds, places)`.
+        turns: of each round's window, shape `(rounds,)`: counted over windows and epochs, so that
+            in every run of as many windows as there are ranks each rank takes each place once.
+
+    Returns:
+        Shape `(rounds, ranks)`.
+    """
+    places = (np.arange(rounds.shape[1]) + turns[:, None]) % rounds.shape[1]
+    return np.take_along_axis(rounds, places, axis=1)

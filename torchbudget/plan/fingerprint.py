@@ -1,47 +1,74 @@
-"""What makes two plans the same: fingerprints of costs, orders and rules."""
+"""What makes two plans the same: fingerprints of costs, orders and values."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.plan.order import Order
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
 
-_NUMBERS = np.array([1, 2, 3, 7, 64])
-_LENGTHS = 32
+# Where a cost is asked: numbers of samples, and sizes on a logarithmic scale.
+_NUMBERS: Final = np.array([1, 2, 3, 7, 64])
+_LENGTHS: Final = 32
 
 
-def cost_fingerprint(cost: CostModel, largest: np.ndarray[Any, np.dtype[np.int64]]) -> str:
-    """32 hexadecimal digits of what a cost model says, whatever its class.
+def fingerprint(*parts: bytes | str | npt.NDArray[Any]) -> str:
+    """32 hexadecimal digits of bytes, text and arrays."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part if isinstance(part, bytes) else _encoded(part)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
 
-    It is asked for batches of 1 to 64 samples at 32 lengths up to the largest, spaced evenly on a
-    logarithmic scale, so that a model needs no fingerprint of its own.
+
+def _encoded(part: str | npt.NDArray[Any]) -> bytes:
+    if isinstance(part, str):
+        return part.encode()
+    return part.dtype.newbyteorder("<").str.encode() + np.ascontiguousarray(part).tobytes()
+
+
+def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
+    """The fingerprint of what a cost model computes, whatever its class and its `repr`.
+
+    It is asked for batches of 1 to 64 samples at 32 sizes up to the largest, so that a model needs
+    no fingerprint of its own. What it refuses to compute, it refuses: that counts too.
+
+    Args:
+        cost: the model.
+        largest: size on every axis, shape `()` or `(d,)`.
     """
-    fractions = np.linspace(0, 1, _LENGTHS)[:, None]
-    lengths = np.ceil((largest + 1.0) ** fractions).astype(np.int64) - 1
-    sizes = lengths if len(largest) > 1 else lengths[:, 0]
-    budgets = cost.batch_bytes(_NUMBERS[:, None], sizes)
-    return hashlib.blake2b(budgets.astype("<i8").tobytes(), digest_size=16).hexdigest()
+    fractions = np.linspace(0, 1, _LENGTHS).reshape(-1, *(1 for _ in np.shape(largest)))
+    sizes = np.ceil((np.asarray(largest) + 1.0) ** fractions).astype(np.int64) - 1
+    parts: list[str | npt.NDArray[Any]] = []
+    for size in sizes:
+        try:
+            parts.append(np.asarray(cost.batch_bytes(_NUMBERS, size), np.int64))
+        except Exception as error:  # noqa: BLE001, PERF203  (a user's model raises what it likes)
+            parts.append(type(error).__name__)
+    return fingerprint(*parts)
 
 
-def order_identity(order: Order, fingerprint: str) -> Plain:
-    """What must be the same for a position to mean the same samples."""
+def order_identity(order: Order, sizes: str) -> Plain:
+    """What must be the same for a position to mean the same samples.
+
+    Args:
+        order: of an epoch.
+        sizes: the fingerprint of the data set's sizes.
+    """
     return {
         "samples": order.dataset_length,
-        "sizes": fingerprint,
-        "skipped": _digest(order.skipped) if len(order.skipped) else None,
+        "sizes": sizes,
+        "skipped": fingerprint(order.skipped) if len(order.skipped) else None,
         "num_samples": len(order),
         "shuffle": order.shuffle,
         "replacement": order.replacement,
-        "weights": None if order.weights is None else _digest(order.weights),
+        "weights": None if order.weights is None else fingerprint(order.weights),
         "seed": order.seed,
     }
-
-
-def _digest(values: np.ndarray[Any, np.dtype[Any]]) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).hexdigest()

@@ -1,8 +1,7 @@
-"""How the samples of a stream's window are put into micro-batches, and dealt to ranks."""
+"""How the samples of a stream's window become micro-batches: by a cost, or by a predicate."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,20 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.errors import OversizeError, UnevenRanksError
+from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.arrange import arrange
-from torchbudget.plan.drop import without_last
-from torchbudget.plan.oversize import Oversize
-from torchbudget.plan.permutation import shuffled_keys
+from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.oversize import Oversize, oversized
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import best_strips, solve
-from torchbudget.plan.tight import filled, is_simple, tight_cut
-from torchbudget.units import format_bytes
+from torchbudget.plan.solver import WindowKey, solve, without_last
 
-_ROUND_STREAM: Final = 6
-_SURVEY: Final = 512
-_TILE: Final = 8  # samples of several axes that lie together, where nobody says what is best
-_log: Final = logging.getLogger("torchbudget")
+_TILE: Final = 8  # samples of several axes that lie together, where no cost says what is best
 
 
 class Rounds(NamedTuple):
@@ -48,12 +41,8 @@ _NONE: Final = Rounds(np.empty(0, np.int64), [], [])
 class Grouping(Protocol):
     """Cuts a window into rounds: one micro-batch for each rank."""
 
-    def over(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """Places of the samples that are to be skipped; raises where that is the policy."""
-        ...
-
-    def filled(self, sizes: npt.NDArray[Any]) -> int:
-        """How many of the first samples fill their micro-batches."""
         ...
 
     def rounds(
@@ -61,7 +50,7 @@ class Grouping(Protocol):
         samples: Sequence[Any],
         sizes: npt.NDArray[Any] | None,
         *,
-        key: tuple[int, ...] | None,
+        key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
         """The order of the samples, and where it is cut.
@@ -69,7 +58,7 @@ class Grouping(Protocol):
         Args:
             samples: of the window.
             sizes: theirs.
-            key: of the order of the rounds; `None`: the longest first.
+            key: of the order of the rounds.
             drop_last: leave out the micro-batch that could still have taken a sample.
 
         Raises:
@@ -90,70 +79,32 @@ class ByCost:
 
     rules: BatchRules
     oversize: Oversize
-    ranks: int
+    ranks: Ranks
 
-    def over(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """See `Grouping`."""
-        rules = self.rules
-        if sizes.ndim == 1 and self._fit(sizes.max(keepdims=True)).all():
-            return np.empty(0, np.int64)  # the cost is monotone
-        over = np.flatnonzero(~self._fit(sizes))
-        if not over.size or self.oversize == "alone":
-            return over[:0]
-        worst = sizes[over[0]]
-        told = (
-            f"a sample of size {worst.tolist()}, near number {first + over[0]}, alone is over "
-            f"the budget of {format_bytes(rules.budget_bytes)}"
-        )
-        if self.oversize == "raise":
-            raise OversizeError(
-                f"{told}; raise the budget, shorten such samples, or choose oversize='skip' or "
-                "'alone'"
-            )
-        _log.warning("%s; it is skipped", told)
-        return over
-
-    def _fit(self, sizes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        rules = self.rules
-        return rules.cost.capacity(rules.padded(sizes), rules.budget_bytes) >= 1
-
-    def filled(self, sizes: npt.NDArray[Any]) -> int:
-        """See `Grouping`."""
-        simple = self.ranks == 1 and is_simple(sizes, self.rules)
-        return filled(sizes, self.rules) if simple and len(sizes) else len(sizes)
+        return oversized(sizes, self.rules, self.oversize, lambda place: f"number {first + place}")
 
     def rounds(
         self,
         samples: Sequence[Any],  # noqa: ARG002  (the sizes decide)
         sizes: npt.NDArray[Any] | None,
         *,
-        key: tuple[int, ...] | None,
+        key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
         """See `Grouping`."""
         if sizes is None:
             raise TypeError("a cost needs sizes")
-        if self.ranks == 1 and is_simple(sizes, self.rules) and not drop_last and len(sizes):
-            return _rounds(*tight_cut(sizes, self.rules), 1, key)
         places = np.arange(len(sizes))
-        survey = sizes[:: max(len(sizes) // _SURVEY, 1)]
-        strips = best_strips(survey, self.rules)
         if drop_last and len(sizes):
-            stays = without_last(
-                sizes, self.rules, strips=strips, multiple_of=self.ranks if self.ranks > 1 else 1
-            )
+            stays = without_last(self.rules, sizes, self.ranks)
             places, sizes = places[stays], sizes[stays]
         if not len(sizes):
             return _NONE
-        if len(sizes) < self.ranks:
-            raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks} ranks")
-        block = solve(
-            sizes[None],
-            self.rules,
-            strips=strips,
-            ranks=self.ranks,
-            keys=None if key is None else lambda rounds: _words(key, rounds)[None],
-        )
+        if len(sizes) < self.ranks.number:
+            raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks.number} ranks")
+        block = solve(self.rules, sizes[None], self.ranks, key)
         return Rounds(places[block.samples], block.starts.tolist(), block.stops.tolist())
 
 
@@ -167,22 +118,18 @@ class ByPredicate:
     """
 
     should_add: Callable[[list[Any], Any], bool]
-    ranks: int
+    ranks: Ranks
 
-    def over(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (none is)
-        """See `Grouping`."""
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002
+        """None: a predicate knows no budget."""
         return np.empty(0, np.int64)
-
-    def filled(self, sizes: npt.NDArray[Any]) -> int:
-        """All: what a predicate wants is not known before it is asked."""
-        return len(sizes)
 
     def rounds(
         self,
         samples: Sequence[Any],
         sizes: npt.NDArray[Any] | None,
         *,
-        key: tuple[int, ...] | None,
+        key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
         """See `Grouping`: in the order of sizes where there are some, else as they come."""
@@ -192,39 +139,27 @@ class ByPredicate:
             strips = max(round((len(sizes) / _TILE) ** (1 / axes)), 1)
             order = arrange(sizes[None], strips)[0].tolist()
         batches: list[list[int]] = []
-        held: list[Any] = []
+        batch: list[Any] = []
         for place in order:
-            if batches and self.should_add(held, samples[place]):
+            if batches and self.should_add(batch, samples[place]):
                 batches[-1].append(place)
-                held.append(samples[place])
+                batch.append(samples[place])
             else:
                 batches.append([place])
-                held = [samples[place]]
+                batch = [samples[place]]
         if drop_last and batches:
             batches.pop()
-        while len(batches) % self.ranks:
+        ranks = self.ranks.number
+        while len(batches) % ranks:
             longest = max(range(len(batches)), key=lambda i: len(batches[i]))
-            batch = batches[longest]
-            if len(batch) == 1:
-                raise UnevenRanksError(f"{len(batches)} single samples for {self.ranks} ranks")
-            batches[longest : longest + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+            half = len(batches[longest]) // 2
+            if not half:
+                raise UnevenRanksError(f"{len(batches)} single samples for {ranks} ranks")
+            batches[longest : longest + 1] = [batches[longest][:half], batches[longest][half:]]
         places = np.array([place for batch in batches for place in batch], np.int64)
-        cuts = [0, *accumulate(map(len, batches))]
-        return _rounds(places, cuts, self.ranks, key)
-
-
-def _rounds(
-    places: IntArray, cuts: Sequence[int], ranks: int, key: tuple[int, ...] | None
-) -> Rounds:
-    """Rounds of consecutive micro-batches, in an order that is drawn where there is a key."""
-    bounds = np.array(cuts)
-    starts, stops = bounds[:-1].reshape(-1, ranks), bounds[1:].reshape(-1, ranks)
-    if key is not None and len(starts):
-        order = np.argsort(_words(key, len(starts)), kind="stable")
-        starts, stops = starts[order], stops[order]
-    return Rounds(places, starts.ravel().tolist(), stops.ravel().tolist())
-
-
-def _words(key: tuple[int, ...], count: int) -> npt.NDArray[np.uint64]:
-    seed, *rest = key
-    return shuffled_keys(seed, *rest, _ROUND_STREAM, numbers=np.arange(count))
+        cuts = np.array([0, *accumulate(map(len, batches))])
+        starts, stops = cuts[:-1].reshape(-1, ranks), cuts[1:].reshape(-1, ranks)
+        if key.shuffle and len(starts):
+            shuffled = np.argsort(key.words(np.array([len(starts)])))
+            starts, stops = starts[shuffled], stops[shuffled]
+        return Rounds(places, starts.ravel().tolist(), stops.ravel().tolist())

@@ -1,4 +1,4 @@
-"""An epoch that is being drawn: its micro-batches on one rank, and what was drawn so far."""
+"""An epoch that is being drawn: its micro-batches on one rank, and where it stands."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.errors import OptionError
-from torchbudget.plan.cursor import Position
+from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan, Stretch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Walked:
+class _Planned:
     """Windows that were planned by one call.
 
     Attributes:
-        first: number of the first of them in this drawing.
+        first: number of the first of them in this iteration.
         stretch: where they are.
         plan: that cut and dealt them.
     """
@@ -32,22 +32,22 @@ class _Walked:
 
 
 class PlanIterator(Iterator[list[int]]):
-    """One drawing of an epoch, from a position to the end.
+    """One iteration of an epoch, from a cursor to the end.
 
-    Windows are planned in stretches, each when the one before is drawn. What was drawn is kept as a
-    number for each window, so that any position up to here can be told.
+    Windows are planned when those before are drawn. A number is kept for each window that was
+    drawn, so that the cursor after any batch can be found.
 
     Args:
         plan: of the epoch.
         began: where it begins.
         rank: whose micro-batches.
-        when_finished: called with the drawing when the last micro-batch is drawn.
+        when_finished: called with the iterator when the last micro-batch is drawn.
     """
 
     def __init__(
         self,
         plan: Plan,
-        began: Position,
+        began: Cursor,
         *,
         rank: int,
         when_finished: Callable[[PlanIterator], None],
@@ -57,9 +57,9 @@ class PlanIterator(Iterator[list[int]]):
         self._rank = rank
         self._when_finished = when_finished
         self._spans = plan.spans(began)
-        self._next: list[tuple[Plan, int]] = []  # plans to come, and behind how many windows
-        self._corrections = 0
-        self._walked: list[_Walked] = []
+        self._next: list[tuple[Plan, int]] = []  # plans to come, and after how many windows
+        self._replanned = 0
+        self._planned: list[_Planned] = []
         self._ends = array("q", [])  # micro-batches on this rank up to each window's end
         self._drawn = 0
         self._finished = False
@@ -71,22 +71,21 @@ class PlanIterator(Iterator[list[int]]):
         """In how many windows a micro-batch was drawn, at least 1."""
         return bisect_right(self._ends, self._drawn - 1) + 1
 
-    def go_on_with(self, plan: Plan, *, behind: int) -> None:
-        """Plan with another one what comes behind that many windows, at least those begun."""
-        self._corrections += 1
-        self._next = [(one, place) for one, place in self._next if place < behind]
-        self._next.append((plan, behind))
-        self._cut()
+    def replan(self, plan: Plan, *, after: int) -> None:
+        """Go on with another plan after that many windows, at least those begun."""
+        self._replanned += 1
+        self._next = [(one, place) for one, place in self._next if place < after]
+        self._next.append((plan, after))
+        self._forget_later_windows()
         if self._drawn and self._drawn == self._ends[-1] and not self._finished:
             self._advance()
 
-    def _cut(self) -> None:
+    def _forget_later_windows(self) -> None:
         """Forget windows that are planned, but are to be planned anew."""
         if not self._next or len(self._ends) <= self._next[0][1]:
             return
         del self._ends[self._next[0][1] :]
-        left = self._ends[-1] - self._drawn
-        self._bounds = islice(self._bounds, left)
+        self._bounds = islice(self._bounds, self._ends[-1] - self._drawn)
 
     def __next__(self) -> list[int]:
         if not self._ends:
@@ -115,55 +114,57 @@ class PlanIterator(Iterator[list[int]]):
             return
         done = 0 if self._ends else self.began.rounds
         before = self._ends[-1] if self._ends else -done
-        block, ranks = span.block, self._plan.ranks
-        self._walked.append(_Walked(len(self._ends), span.stretch, self._plan))
+        block, ranks = span.block, self._plan.ranks.number
+        self._planned.append(_Planned(len(self._ends), span.stretch, self._plan))
         self._ends.extend((before + np.cumsum(block.rounds)).tolist())
         mine = slice(done * ranks + self._rank, None, ranks)
         self._bounds = zip(block.starts[mine].tolist(), block.stops[mine].tolist(), strict=True)
         self._indices = span.indices
-        self._cut()
+        self._forget_later_windows()
 
     @property
-    def _planned_to(self) -> Position:
-        """Behind the last window that was planned."""
-        if not self._walked:
+    def _planned_to(self) -> Cursor:
+        """After the last window that was planned."""
+        if not self._planned:
             return self.began
-        last = self._walked[-1]
-        stop = last.stretch.position(self.began.epoch, len(self._ends) - 1 - last.first, 0).stop
-        return Position(epoch=self.began.epoch, start=stop, stop=stop)
+        last = self._planned[-1]
+        stop = last.stretch.cursor(self.began.epoch, len(self._ends) - 1 - last.first, 0).stop
+        return Cursor(epoch=self.began.epoch, start=stop, stop=stop)
 
     def steps(self) -> Iterator[int]:
-        """Micro-batches of each optimizer step on each rank: of what was drawn, then to come."""
+        """Micro-batches of each optimizer step on each rank, from where this iteration began.
+
+        Steps already drawn keep their plan; later ones are planned as they are read.
+        """
         ahead: Iterator[int] | None = None
-        window = read = corrections = 0
+        window = read = replanned = 0
         while True:
             if window < len(self._ends):
                 rounds, read = self._ends[window] - read, self._ends[window]
                 ahead = None
             else:
-                if ahead is None or corrections != self._corrections:
-                    corrections, ahead = self._corrections, self._rounds_ahead(window)
+                if ahead is None or replanned != self._replanned:
+                    replanned, ahead = self._replanned, self._rounds_ahead(window)
                 coming = next(ahead, None)
                 if coming is None:
                     return
                 rounds, read = coming, read + coming
             window += 1
-            yield from [rounds] if self._plan.step_per_window else [1] * rounds
+            yield from self._plan.steps_of(rounds)
 
     def _rounds_ahead(self, window: int) -> Iterator[int]:
         """Rounds of the windows from that one on, which are not planned yet."""
         if self._finished:
             return iter(())
-        position = self._planned_to
-        spans = self._plan.spans(position)
-        rounds = (int(one) for span in spans for one in span.block.rounds)
+        cursor = self._planned_to
+        rounds = (int(one) for span in self._plan.spans(cursor) for one in span.block.rounds)
         first = next(rounds, None)
         if first is None:
             return iter(())
-        return islice(chain([first - position.rounds], rounds), window - len(self._ends), None)
+        return islice(chain([first - cursor.rounds], rounds), window - len(self._ends), None)
 
-    def after(self, batches: int | None) -> tuple[Plan, Position]:
-        """Where the epoch stands after that many batches of this drawing, and whose plan that is.
+    def after(self, batches: int | None) -> tuple[Plan, Cursor]:
+        """Where the epoch stands after that many batches of this iteration, and by which plan.
 
         Args:
             batches: default: all that were drawn.
@@ -176,14 +177,14 @@ class PlanIterator(Iterator[list[int]]):
             raise OptionError(f"batches_done={done}, but only {self._drawn} were drawn")
         epoch = self.began.epoch
         if self._finished and done == self._drawn:
-            return self._plan, Position(epoch=epoch + 1)
+            return self._plan, Cursor(epoch=epoch + 1)
         if not done:
-            return self._walked[0].plan if self._walked else self._plan, self.began
+            return self._planned[0].plan if self._planned else self._plan, self.began
         window = bisect_right(self._ends, done - 1)
-        number = bisect_right(self._walked, window, key=lambda walked: walked.first) - 1
-        walked = self._walked[number]
+        number = bisect_right(self._planned, window, key=lambda planned: planned.first) - 1
+        planned = self._planned[number]
         already = self._ends[window - 1] if window else -self.began.rounds
-        position = walked.stretch.position(epoch, window - walked.first, done - already)
+        cursor = planned.stretch.cursor(epoch, window - planned.first, done - already)
         if done == self._ends[window]:
-            position = Position(epoch=epoch, start=position.stop, stop=position.stop)
-        return walked.plan, position
+            cursor = Cursor(epoch=epoch, start=cursor.stop, stop=cursor.stop)
+        return planned.plan, cursor

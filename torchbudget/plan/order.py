@@ -9,11 +9,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import OptionError
-from torchbudget.plan.permutation import Permutation, WordArray, random_words, scale
-
-# Streams of one seed: of the permutation of a pass, of independent draws, of waiting times. The
-# plan adds one for the order of a window's micro-batches.
-_PASS, _DRAW, _WAIT = 0, 1, 2
+from torchbudget.plan.permutation import Permutation, Stream, WordArray, random_words, scale
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -126,7 +122,7 @@ class EpochOrder:
         Each sample waits for a time drawn from the exponential distribution of its weight; the
         order of those times is the order of successive weighted draws. O(N log N).
         """
-        words = random_words(self._order.seed, self._epoch, _WAIT, count=len(weights))
+        words = random_words(self._order.seed, self._epoch, Stream.WAIT, count=len(weights))
         # Compared by their logarithms, in which no weight above 0 waits as long as one of 0.
         with np.errstate(divide="ignore", invalid="ignore"):
             waiting = np.log(-np.log1p(-_uniform(words))) - np.log(weights)
@@ -141,7 +137,8 @@ class EpochOrder:
         if self._drawn is not None:
             ranks = self._drawn[start:stop]
         elif order.replacement:
-            words = random_words(order.seed, self._epoch, _DRAW, start=start, count=stop - start)
+            key, count = (self._epoch, Stream.DRAW), stop - start
+            words = random_words(order.seed, *key, start=start, count=count)
             ranks = self._draw(words)
         else:
             ranks = self._without_replacement(start, stop)
@@ -176,9 +173,8 @@ class EpochOrder:
     def _pass(self, number: int) -> Permutation:
         if number not in self._passes:
             order = self._order
-            self._passes = {
-                number: Permutation(order.available, order.seed, self._epoch, _PASS, number)
-            }
+            key = (self._epoch, Stream.PASS, number)
+            self._passes = {number: Permutation(order.available, order.seed, *key)}
         return self._passes[number]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Callable
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
@@ -17,63 +19,84 @@ Oversize: TypeAlias = Literal["raise", "skip", "alone"]
 
 _CHUNK: Final = 2**17
 _log: Final = logging.getLogger("torchbudget")
+_NONE: Final = np.empty(0, np.int64)
 
 
-def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> IntArray:
-    """The samples that are never drawn, as `oversize` decides.
-
-    O(1) where the largest size on every axis fits, else O(N).
-
-    Args:
-        sizes: of all samples.
-        rules: with the budget.
-        oversize: `"raise"`, `"skip"` (they are counted and logged once) or `"alone"` (each is a
-            micro-batch of its own, over the budget).
-
-    Returns:
-        Sorted indices, shape `(k,)`.
-
-    Raises:
-        OversizeError: a sample is over the budget with `"raise"`, or every sample is with `"skip"`.
-    """
+def check_oversize(oversize: object) -> None:
+    """Raise an `OptionError` where it is none of the ways."""
     if oversize not in get_args(Oversize):
         raise OptionError(
             f"oversize must be one of {', '.join(map(repr, get_args(Oversize)))}, got {oversize!r}"
         )
-    if oversize == "alone" or _fits(rules, _one(sizes.largest)).all():
-        return np.empty(0, np.int64)
-    found = [
-        first + np.flatnonzero(~_fits(rules, sizes.values[first : first + _CHUNK]))
-        for first in range(0, len(sizes), _CHUNK)
-    ]
-    over = np.concatenate(found)
-    if not over.size:
-        return over
-    worst = sizes.values[over[0]]
-    try:
-        needs = f"needs {format_bytes(int(rules.cost.batch_bytes(1, rules.padded(worst))))}"
-    except CostError as error:
-        needs = f"costs nobody knows what ({error})"
-    told = (
-        f"{over.size:,} of {len(sizes):,} samples are over the budget alone, the first at index "
-        f"{over[0]}: size {worst.tolist()} {needs} of {format_bytes(rules.budget_bytes)}"
-    )
-    if oversize == "raise":
-        raise OversizeError(
-            f"{told}; raise the budget, shorten those samples, or choose oversize='skip' or 'alone'"
-        )
+
+
+def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> IntArray:
+    """The samples of a data set that are never drawn: see `oversized`.
+
+    O(1) where the largest size on every axis fits, else O(N).
+
+    Raises:
+        OversizeError: also if every sample is over the budget with `"skip"`.
+    """
+    check_oversize(oversize)
+    if _fit(rules, sizes.largest if sizes.axes > 1 else sizes.largest[0]).all():
+        return _NONE
+    over = oversized(sizes.values, rules, oversize, lambda place: f"index {place}")
     if over.size == len(sizes):
-        raise OversizeError(f"{told}: nothing would be left to draw")
-    _log.warning("%s; they are skipped", told)
+        raise OversizeError(
+            f"all {len(sizes):,} samples are over the budget alone: nothing would be left to draw"
+        )
     return over
 
 
-def _fits(
-    rules: BatchRules, sizes: np.ndarray[tuple[int, ...], np.dtype[np.integer]]
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def oversized(
+    sizes: npt.NDArray[Any],
+    rules: BatchRules,
+    oversize: Oversize,
+    called: Callable[[int], str],
+) -> IntArray:
+    """The places of samples that are to be skipped.
+
+    Args:
+        sizes: shape `(n,)` or `(n, d)`.
+        rules: with the budget.
+        oversize: what becomes of a sample over the budget: `"raise"`, `"skip"` (logged once a call)
+            or `"alone"` (a micro-batch of its own, over the budget).
+        called: what the sample at a place is called in a message.
+
+    Returns:
+        Sorted places, shape `(k,)`; none with `"alone"`.
+
+    Raises:
+        OversizeError: a sample is over the budget with `"raise"`.
+    """
+    if oversize == "alone" or (sizes.ndim == 1 and _fit(rules, sizes.max(initial=0)).all()):
+        return _NONE  # along one axis the cost is monotone
+    found = [
+        first + np.flatnonzero(~_fit(rules, sizes[first : first + _CHUNK]))
+        for first in range(0, len(sizes), _CHUNK)
+    ]
+    over = np.concatenate([_NONE, *found])
+    if not over.size:
+        return over
+    worst = sizes[over[0]]
+    try:
+        needs = f"needs {format_bytes(int(rules.cost.batch_bytes(1, rules.padded(worst))))}"
+    except CostError as error:
+        needs = f"has a cost that cannot be computed ({error})"
+    message = (
+        f"{over.size:,} of {len(sizes):,} samples are over the budget alone, the first at "
+        f"{called(int(over[0]))}: size {worst.tolist()} {needs} of "
+        f"{format_bytes(rules.budget_bytes)}"
+    )
+    if oversize == "raise":
+        raise OversizeError(
+            f"{message}; raise the budget, shorten those samples, or choose oversize='skip' or "
+            "'alone'"
+        )
+    _log.warning("%s; they are skipped", message)
+    return over
+
+
+def _fit(rules: BatchRules, sizes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return np.asarray(rules.cost.capacity(rules.padded(sizes), rules.budget_bytes) >= 1)
-
-
-def _one(largest: IntArray) -> IntArray:
-    """The largest size as one sample's: shape `()` or `(d,)`."""
-    return largest if len(largest) > 1 else largest[0]

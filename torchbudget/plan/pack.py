@@ -9,11 +9,48 @@ the items.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
-from torchbudget.plan.arrange import ascending
+from torchbudget.cost.models.protocol import AdditiveCost, IntArray
+from torchbudget.plan.arrange import arrange, ascending
+from torchbudget.plan.rules import BatchRules
+
+
+class PackedWindow:
+    """One window whose samples are packed: see `torchbudget.plan.cut.Windows`.
+
+    Args:
+        sizes: shape `(1, S)` or `(1, S, d)`.
+        rules: what a micro-batch may be.
+        packing: its cost.
+    """
+
+    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, packing: AdditiveCost) -> None:
+        # Along one axis bytes rise with the size, and are needed of the distinct sizes only.
+        keys = sizes if sizes.ndim == 2 else packing.item_bytes(rules.padded(sizes))
+        [self.samples] = arrange(keys, 1)
+        self.sizes = sizes.take(self.samples, axis=1, mode="clip")
+        self._sorted = self.samples, self.sizes
+        kinds = keys[0].take(self.samples, mode="clip")
+        first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
+        self._most = rules.max_batch_size
+        self._base = packing.base_bytes
+        self._items = packing.item_bytes(rules.padded(self.sizes[0, first]))
+        self._counts = np.diff(first, append=len(kinds))
+
+    def cut(self, budgets: IntArray) -> list[IntArray]:
+        """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
+        grouped, starts = pack(self._items, self._counts, int(budgets[0]) - self._base, self._most)
+        self.samples = self._sorted[0].take(grouped, mode="clip")
+        self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
+        return [starts]
+
+    def least(self, micro_batches: IntArray) -> IntArray:
+        """See `Windows.least`: bins that are all full."""
+        return self._base + -(-int(self._items @ self._counts) // micro_batches)
 
 
 def pack(

@@ -12,6 +12,7 @@ Elements past n walk on along their cycle until they fall below it; n/(a·b) ≈
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -20,6 +21,19 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import IntArray
 
 WordArray: TypeAlias = npt.NDArray[np.uint64]
+
+
+class Stream(IntEnum):
+    """The random streams of one seed: part of the key that names one, so that no two are alike."""
+
+    PASS = 0  # the permutation of a pass over the data set
+    DRAW = 1  # independent draws
+    WAIT = 2  # waiting times of weighted draws
+    ROUNDS = 3  # the order of a window's micro-batches
+    TURNS = 4  # which rank takes which place first
+    SHARDS = 5  # the order of a stream's shards
+    INDEX = 7  # the order of a map-style data set that is read as a stream
+
 
 _ROUNDS: Final = 5
 # Few elements mix slowly: below this n, a chi-square test over all n! orders tells so few rounds

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
+from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.order import EpochOrder
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
@@ -53,7 +54,7 @@ class PlanReport:
         steps: optimizer steps of each rank.
         ranks: how many ranks.
         imbalance: Σ over steps of the costliest rank's bytes / Σ of the mean rank's: 1 is even.
-            With `balance="time"`, of their time.
+            With `balance=`, of what that model says.
         dropped: positions of the epoch that `drop_last` drops.
         skipped: samples that are over the budget alone and are never drawn.
     """
@@ -140,13 +141,10 @@ class _Tally:
 class ReportBuilder:
     """Sums up an epoch block by block, in constant memory."""
 
-    def __init__(
-        self, sizes: SizeTable, rules: BatchRules, ranks: int, step_per_window: bool
-    ) -> None:
+    def __init__(self, sizes: SizeTable, rules: BatchRules, ranks: Ranks) -> None:
         self._sizes = sizes
         self._rules = rules
         self._ranks = ranks
-        self._step_per_window = step_per_window
         self._tally = _Tally(sizes, rules)
         self._steps = 0
         self._costliest = self._mean = 0.0
@@ -156,8 +154,8 @@ class ReportBuilder:
         costs = block.costs(self._rules)
         self._tally.add(block.sizes, block.stops - block.starts, block.padded(), costs)
         work = block.work(self._rules)
-        per_step = work.reshape(-1, self._ranks).astype(np.float64)
-        if self._step_per_window:
+        per_step = work.reshape(-1, self._ranks.number).astype(np.float64)
+        if self._ranks.even_sums:
             per_step = np.add.reduceat(per_step, np.cumsum(block.rounds) - block.rounds, axis=0)
         self._steps += len(per_step)
         self._costliest += float(per_step.max(axis=1).sum())
@@ -170,7 +168,7 @@ class ReportBuilder:
             plan=figures,
             fixed=self._fixed(positions, order),
             steps=self._steps,
-            ranks=self._ranks,
+            ranks=self._ranks.number,
             imbalance=self._costliest / self._mean if self._mean else 1.0,
             dropped=positions - figures.samples,
             skipped=skipped,

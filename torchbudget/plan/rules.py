@@ -8,8 +8,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.budget import MemoryBudget
+from torchbudget.checks import at_least_one, optional
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
-from torchbudget.errors import OptionError
+from torchbudget.errors import BudgetError, OptionError, SizesError
+from torchbudget.plan.size_table import SizeTable
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
@@ -55,6 +58,46 @@ class BatchRules:
                 f"leave it at 1, got {self.batch_size_multiple}"
             )
 
+    @classmethod
+    def of(
+        cls,
+        cost: CostModel,
+        budget: MemoryBudget | int | str,
+        *,
+        size_multiple: int = 1,
+        max_batch_size: int | None = None,
+        batch_size_multiple: int = 1,
+        balance: CostModel | None = None,
+    ) -> BatchRules:
+        """The rules that arguments of users name.
+
+        Raises:
+            OptionError: one is none of its kind, or a pair of them cannot hold.
+            BudgetError: the budget does not limit the device.
+        """
+        _check_model("cost", cost)
+        if balance is not None:
+            _check_model("balance", balance)
+        device_bytes = MemoryBudget.of(budget).device
+        if device_bytes is None:
+            raise BudgetError(f"the budget must limit the device, got {budget!r}")
+        return cls(
+            cost=cost,
+            budget_bytes=device_bytes,
+            size_multiple=at_least_one("size_multiple", size_multiple),
+            max_batch_size=optional("max_batch_size", max_batch_size),
+            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
+            balance=balance,
+        )
+
+    def check_axes(self, sizes: SizeTable) -> None:
+        """Raise a `SizesError` where the cost takes sizes of another number of axes."""
+        if np.ndim(self.cost.batch_bytes(1, sizes.values[0])):
+            raise SizesError(
+                f"the cost takes sizes of one axis, got sizes of shape {sizes.values.shape}; "
+                "give it unit_bytes or pair_bytes for every axis"
+            )
+
     def padded(self, sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Sizes rounded up to `size_multiple`, of the same shape."""
         if self.size_multiple == 1:
@@ -71,8 +114,8 @@ class BatchRules:
             sizes: before rounding, shape `(…)` or `(…, d)`.
             budget_bytes: shape `(…)`, broadcast.
         """
-        n = self.cost.capacity(self.padded(sizes), budget_bytes)
-        return np.clip(n, 1, self.max_batch_size)
+        n = np.maximum(self.cost.capacity(self.padded(sizes), budget_bytes), 1)
+        return n if self.max_batch_size is None else np.minimum(n, self.max_batch_size)
 
     def rounded(self, n: IntArray) -> IntArray:
         """Numbers of samples, rounded down to `batch_size_multiple` where they reach it."""
@@ -81,12 +124,18 @@ class BatchRules:
         return np.where(n >= self.batch_size_multiple, n - n % self.batch_size_multiple, n)
 
     def table(self, largest: int) -> IntArray | None:
-        """Capacities under the whole budget for the sizes 0 … largest of one axis.
+        """Rounded capacities under the whole budget for the sizes 0 … largest of one axis.
 
         `None` where the sizes are too large for a table. Evaluated once: O(largest).
         """
         if largest >= _TABLE_SIZES:
             return None
         if not self._table or len(self._table[0]) <= largest:
-            self._table[:] = [self.capacity(np.arange(largest + 1), self.budget_bytes)]
+            capacities = self.capacity(np.arange(largest + 1), self.budget_bytes)
+            self._table[:] = [self.rounded(capacities)]
         return self._table[0]
+
+
+def _check_model(name: str, model: object) -> None:
+    if isinstance(model, type) or not isinstance(model, CostModel):
+        raise OptionError(f"{name} must be a cost model such as PaddedCost, got {model!r}")

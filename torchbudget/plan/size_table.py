@@ -64,7 +64,7 @@ class SizeTable:
             # Seen as unsigned, a negative size is a huge one: one comparison finds both.
             signed = np.ascontiguousarray(values[first : first + _CHUNK], np.int64)
             chunk = signed.reshape(-1, axes).view(np.uint64)
-            high = chunk.max(axis=0)
+            high = np.array([chunk[:, axis].max() for axis in range(axes)])  # NumPy is slow at rows
             if high.max() >= _LARGEST:
                 raise _out_of_range(values[first : first + _CHUNK].reshape(-1, axes), first)
             np.maximum(largest, high.astype(np.int64), out=largest)

@@ -1,22 +1,64 @@
-"""Windows of one length, cut into micro-batches and dealt to ranks."""
+"""The window solver: sizes of windows in, micro-batches of every rank out.
+
+Each window is arranged so that neighbours are alike, cut into runs that fit the budget, evened out
+over the ranks, dealt to them, and its rounds are shuffled. Nothing is carried from one window to
+the next: what becomes of a window is a function of the rules, its sizes, the ranks and its key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import AdditiveCost, IntArray
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.arrange import arrange
-from torchbudget.plan.cut import cut
-from torchbudget.plan.dealing import deal, lowest_budget, split_to
-from torchbudget.plan.pack import pack
-from torchbudget.plan.permutation import WordArray
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
+from torchbudget.plan.dealing import Ranks, deal, lowest_budgets, rotate, split_to
+from torchbudget.plan.level import level
+from torchbudget.plan.pack import PackedWindow
+from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules
+
+# Samples of a window that decide how its axes are cut into strips.
+_SURVEY: Final = 512
+_ONE_RANK: Final = Ranks()
+# Ranks whose costliest one is within this of the mean are even enough.
+_EVEN: Final = 1.002
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowKey:
+    """What the order of a window's micro-batches, and who gets which, is a function of.
+
+    Attributes:
+        seed: of all randomness.
+        path: the epoch, and whatever else tells windows of one place apart.
+        places: of each window's first sample, shape `(windows,)`.
+        numbers: of each window, counted over epochs, shape `(windows,)`.
+        shuffle: put the rounds of a window in random order; otherwise the longest samples (for
+            several ranks the costliest micro-batches) come first.
+    """
+
+    seed: int
+    path: tuple[int, ...]
+    places: IntArray
+    numbers: IntArray
+    shuffle: bool
+
+    def words(self, rounds: IntArray) -> WordArray:
+        """A random word for each round of each window; for `rounds` of each, one after another."""
+        first = np.repeat(self.places - (np.cumsum(rounds) - rounds), rounds)
+        numbers = first + np.arange(len(first))
+        return shuffled_keys(self.seed, *self.path, Stream.ROUNDS, numbers=numbers)
+
+    def turns(self, ranks: int) -> IntArray:
+        """By how many places the ranks of each window are rotated, shape `(windows,)`."""
+        offset = int(random_words(self.seed, Stream.TURNS, count=1)[0] % np.uint64(ranks))
+        return (self.numbers + offset) % ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,71 +124,6 @@ def run_work(
     return rules.balance.batch_bytes(stops - starts, padded)
 
 
-class _Cutter:
-    """One arrangement of some windows, to be cut under any budget.
-
-    Attributes:
-        samples: places in the given sizes, shape `(windows·S,)`, window after window.
-        sizes: of those samples, shape `(windows, S)` or `(windows, S, d)`.
-    """
-
-    def __init__(
-        self,
-        sizes: npt.NDArray[Any],
-        rules: BatchRules,
-        strips: int,
-        keys: npt.NDArray[Any] | None = None,
-    ) -> None:
-        self._rules = rules
-        windows, length = sizes.shape[:2]
-        order = arrange(sizes if keys is None else keys, strips)
-        order += np.arange(windows)[:, None] * length
-        self.samples = order.reshape(-1)
-        flat = sizes.reshape(windows * length, *sizes.shape[2:])
-        self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
-
-    def starts(self, budget_bytes: IntArray) -> IntArray:
-        """Where the micro-batches start, as `cut` gives it."""
-        return cut(self.sizes, self._rules, budget_bytes)
-
-    def settle(self, budget_bytes: IntArray) -> IntArray:
-        """Cut under the final budget; `samples` and `sizes` then stand in the order of the cut."""
-        return self.starts(budget_bytes)
-
-
-class _Packer(_Cutter):
-    """The samples of one window, to be packed under any budget."""
-
-    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, packing: AdditiveCost) -> None:
-        def item_bytes(sizes: npt.NDArray[Any]) -> IntArray:
-            return packing.item_bytes(rules.padded(sizes))
-
-        # Along one axis bytes rise with the size, and are needed of the distinct sizes only.
-        keys = None if sizes.ndim == 2 else item_bytes(sizes)
-        super().__init__(sizes, rules, strips=1, keys=keys)
-        kinds = self.sizes[0] if keys is None else keys[0, self.samples]
-        first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
-        self._base = packing.base_bytes
-        self._items = item_bytes(self.sizes[0, first])
-        self._counts = np.diff(first, append=len(kinds))
-
-    def starts(self, budget_bytes: IntArray) -> IntArray:
-        """Where the bins start once the samples are grouped by bin, shape `(bins, 1)`."""
-        return self._packed(budget_bytes)[1]
-
-    def settle(self, budget_bytes: IntArray) -> IntArray:
-        """Pack under the final budget; `samples` and `sizes` are then grouped by bin."""
-        grouped, starts = self._packed(budget_bytes)
-        self.samples = self.samples.take(grouped, mode="clip")
-        self.sizes = self.sizes.take(grouped, axis=1, mode="clip")
-        return starts
-
-    def _packed(self, budget_bytes: IntArray) -> tuple[IntArray, IntArray]:
-        room = int(budget_bytes[0]) - self._base
-        grouped, starts = pack(self._items, self._counts, room, self._rules.max_batch_size)
-        return grouped, starts[:, None]
-
-
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     """How many strips per axis give the fewest micro-batches, by trying powers of √2.
 
@@ -165,110 +142,198 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
     if sizes.ndim == 1 or rules.packing is not None:
         return 1
     tried = sorted({round(2 ** (power / 2)) for power in range(2 * length.bit_length() + 1)})
-    arranged = np.stack([sizes[arrange(sizes[None], strips)[0]] for strips in tried])
-    starts = cut(arranged, rules, np.full(len(tried), rules.budget_bytes))
-    fewest = int(np.count_nonzero(starts < length, axis=0).argmin())
-    return tried[fewest]
+    order = np.concatenate([arrange(sizes[None], strips) for strips in tried])
+    windows = TiledWindows(np.broadcast_to(sizes, (len(tried), *sizes.shape)), order, rules)
+    cuts = windows.cut(np.full(len(tried), rules.budget_bytes))
+    return tried[min(range(len(tried)), key=lambda number: len(cuts[number]))]
+
+
+def _arranged(sizes: npt.NDArray[Any], rules: BatchRules, strips: int | None) -> Windows:
+    if rules.packing is not None:
+        return PackedWindow(sizes, rules, rules.packing)
+    if sizes.ndim == 2:
+        return SortedWindows(sizes, rules)
+    if strips is None:
+        first = sizes[0]
+        strips = best_strips(first[:: max(len(first) // _SURVEY, 1)], rules)
+    return TiledWindows(sizes, arrange(sizes, strips), rules)
 
 
 def solve(
-    sizes: npt.NDArray[Any],
     rules: BatchRules,
+    sizes: npt.NDArray[Any],
+    ranks: Ranks = _ONE_RANK,
+    key: WindowKey | None = None,
     *,
-    strips: int = 1,
-    ranks: int = 1,
-    even_sums: bool = False,
-    keys: Callable[[int], WordArray] | None = None,
+    strips: int | None = None,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
     Args:
-        sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack.
         rules: what a micro-batch may be.
-        strips: see `arrange`.
-        ranks: how many ranks share each window.
-        even_sums: see `deal`.
-        keys: gives words of shape `(windows, rounds)` that the rounds of each window are shuffled
-            by; `None`: the longest (for several ranks the costliest) first.
+        sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack.
+        ranks: that share each window.
+        key: of the order of the micro-batches; `None`: the longest (for several ranks the
+            costliest) first, and ranks are not rotated.
+        strips: of several axes, see `arrange`; `None`: the best ones for the first window.
+
+    Returns:
+        The micro-batches; none over the budget but those of one sample that alone is.
 
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
     """
     windows, length = sizes.shape[:2]
-    cutter = (
-        _Cutter(sizes, rules, strips)
-        if rules.packing is None
-        else _Packer(sizes, rules, rules.packing)
-    )
-    budget = np.full(windows, rules.budget_bytes)
-    if ranks > 1:
-        budget, target = lowest_budget(
-            cutter.starts,
+    arranged = _arranged(sizes, rules, strips)
+    budgets = np.full(windows, rules.budget_bytes)
+    if ranks.together == 1:
+        cuts = arranged.cut(budgets)
+    else:
+        budgets, target = lowest_budgets(
+            arranged,
             low=rules.cost.batch_bytes(1, rules.padded(sizes.min(axis=1))),
             high=rules.budget_bytes,
             length=length,
             ranks=ranks,
         )
-        starts = _split(cutter.settle(budget).T, target, cutter.sizes, rules)
-    else:
-        starts = cutter.settle(budget).T
-    flat_sizes = cutter.sizes.reshape(-1, *sizes.shape[2:])
-    counts = np.count_nonzero(starts < length, axis=1)
-    real = np.arange(starts.shape[1]) < counts[:, None]
-    stops = np.append(starts[:, 1:], np.full((windows, 1), length), axis=1)
-    first = np.arange(windows)[:, None] * length
-    if ranks > 1:
-        costs = np.full(starts.shape, -1)
-        costs[real] = run_work(flat_sizes, (starts + first)[real], (stops + first)[real], rules)
-        rounds = deal(costs, ranks, even_sums=even_sums)
-    else:
-        rounds = np.broadcast_to(np.arange(starts.shape[1])[:, None], (*starts.shape, 1))
-    taken = counts // ranks
-    if keys is not None:
-        words = keys(rounds.shape[1])
-        words[np.arange(rounds.shape[1]) >= taken[:, None]] = np.iinfo(np.uint64).max
-        shuffled = np.argsort(words, axis=1, kind="stable")
-        rounds = np.take_along_axis(rounds, shuffled[..., None], axis=1)
-    number = rounds.reshape(windows, -1)
-    pick = partial(np.take_along_axis, indices=number, axis=1)
+        cuts = arranged.cut(budgets)
+        for row, (starts, wanted) in enumerate(zip(cuts, target.tolist(), strict=True)):
+            if len(starts) < wanted:
+                stops = np.append(starts[1:], length)
+                costs = run_costs(arranged.sizes[row], starts, stops, rules)
+                multiple = rules.batch_size_multiple
+                cuts[row] = split_to(starts, length, costs, wanted, multiple=multiple)
+    counts = np.array([len(starts) for starts in cuts])
+    starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
+    stops = np.append(starts[1:], windows * length)
+    flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
+    rounds = np.arange(len(starts))[:, None]
+    if ranks.number > 1:
+        work = run_work(flat, starts, stops, rules)
+        rounds = _dealt(work, counts, ranks)
+        if ranks.even_sums and isinstance(arranged, SortedWindows):
+            _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
+            stops = np.append(starts[1:], windows * length)
+        if key is not None:
+            rounds = rotate(rounds, np.repeat(key.turns(ranks.number), counts // ranks.number))
+    if key is not None and key.shuffle:
+        rounds = rounds[_shuffled(counts // ranks.number, key)]
+    number = rounds.reshape(-1)
     return Block(
-        samples=cutter.samples,
-        sizes=flat_sizes,
-        starts=pick(starts + first)[real],
-        stops=pick(stops + first)[real],
-        rounds=taken,
+        samples=arranged.samples,
+        sizes=flat,
+        starts=starts[number],
+        stops=stops[number],
+        rounds=counts // ranks.number,
     )
 
 
-def _split(
-    starts: IntArray, target: IntArray, sizes: npt.NDArray[Any], rules: BatchRules
-) -> IntArray:
-    """Split micro-batches wherever a window has fewer than its target.
+def _dealt(work: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
+    """Numbers of micro-batches by round and rank, window after window, shape `(rounds, ranks)`."""
+    real = np.arange(counts.max()) < counts[:, None]
+    costs = np.full(real.shape, -1)
+    costs[real] = work
+    rounds = deal(costs, ranks.number, even_sums=ranks.even_sums)
+    rounds += (np.cumsum(counts) - counts)[:, None, None]
+    exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
+    dealt: IntArray = rounds[exists]
+    return dealt
+
+
+def _even_out(
+    windows: SortedWindows,
+    budgets: IntArray,
+    ranks: Ranks,
+    counts: IntArray,
+    work: IntArray,
+    starts: IntArray,
+    rounds: IntArray,
+) -> None:
+    """Cut the windows anew, in `starts` and `rounds`, whose ranks still differ; see `level`."""
+    last = 0
+    for row, count in enumerate(counts.tolist()):
+        first, last = last, last + count
+        dealt = slice(first // ranks.number, last // ranks.number)
+        sums = work[rounds[dealt]].sum(axis=0)
+        if sums.max() * ranks.number <= sums.sum() * _EVEN:
+            continue
+        most, budget = int(sums.max()), int(budgets[row])
+        found = level(windows, row, work[first:last], most, budget, ranks.number)
+        if found is not None:
+            starts[first:last] = found[0] + row * windows.length
+            rounds[dealt] = found[1] + first
+
+
+def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
+    """The order of all windows' rounds, each window's shuffled, shape `(rounds.sum(),)`."""
+    words = key.words(rounds)
+    if len(rounds) == 1:
+        return np.argsort(words)
+    # The window in the upper bits, so that one sort does.
+    bits = np.uint64(len(rounds).bit_length())
+    window = np.repeat(np.arange(len(rounds), dtype=np.uint64), rounds)
+    return np.argsort(window << (np.uint64(64) - bits) | words >> bits)
+
+
+def default_window(ranks: int, *, positions: float = math.inf, micro_batches: float = 1.0) -> int:
+    """How many positions are sorted and cut together where the user does not say.
+
+    Padding falls as windows grow, and so does what their last micro-batches leave unfilled. But
+    samples that share every window share their micro-batches in every epoch.
 
     Args:
-        starts: shape `(windows, micro-batches)`, filled with S.
-        target: shape `(windows,)`.
-        sizes: as they are cut, shape `(windows, S)` or `(windows, S, d)`.
-        rules: what a micro-batch may be.
+        ranks: that share each window.
+        positions: of a shuffled epoch.
+        micro_batches: that a sample makes, on average.
 
     Returns:
-        Shape `(windows, max(target))`, filled with S.
+        4,096 for each rank, or 32 micro-batches on each where that is more; at most a quarter of
+        the epoch, unless that is less than 8 micro-batches on each rank. At least `ranks`.
     """
-    windows, length = sizes.shape[:2]
-    out = np.full((windows, int(target.max())), length)
-    for window in range(windows):
-        mine = starts[window][starts[window] < length]
-        if len(mine) < target[window]:
-            stops = np.append(mine[1:], length)
-            costs = run_costs(sizes[window], mine, stops, rules)
-            mine = np.array(
-                split_to(
-                    mine.tolist(),
-                    length,
-                    costs.tolist(),
-                    int(target[window]),
-                    multiple=rules.batch_size_multiple,
-                )
-            )
-        out[window, : len(mine)] = mine
-    return out
+    fill = ranks / micro_batches
+    window = min(max(4096 * ranks, 32 * fill), max(positions / 4, 8 * fill))
+    return max(math.ceil(window), ranks)
+
+
+def without_last(
+    rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, *, strips: int | None = None
+) -> npt.NDArray[np.bool_]:
+    """Which samples stay when the micro-batch that could still have taken one is dropped.
+
+    Where only some numbers of samples can be dealt to the ranks evenly, the last samples in the
+    order of the cut are dropped too, until a multiple of the ranks' number stays.
+
+    Args:
+        rules: what a micro-batch may be.
+        sizes: of the window's samples, shape `(S,)` or `(S, d)`.
+        ranks: that share the window.
+        strips: see `solve`.
+
+    Returns:
+        Shape `(S,)`.
+    """
+    block = solve(rules, sizes[None], strips=strips)
+    room = _room(block, rules)
+    last = int(room.argmax())
+    stays = np.ones(len(sizes), np.bool_)
+    if room[last] > 0:
+        stays[block.samples[block.starts[last] : block.stops[last]]] = False
+    largest = sizes.max(axis=0)
+    if ranks.number > 1 and rules.capacity(largest, rules.budget_bytes) < 2:
+        still = block.samples[stays[block.samples]]
+        stays[still[len(still) - len(still) % ranks.number :]] = False
+    return stays
+
+
+def _room(block: Block, rules: BatchRules) -> IntArray:
+    """How much each micro-batch could still have taken; above 0 only where that is a sample."""
+    if rules.packing is None:
+        # Every run but the last took all that fits.
+        room = rules.rounded(rules.capacity(block.padded(), rules.budget_bytes))
+        room -= block.stops - block.starts
+        return np.where(block.starts == block.starts.max(), room, 0)
+    free = rules.budget_bytes - block.costs(rules)
+    if rules.max_batch_size is not None:
+        free = np.where(block.stops - block.starts < rules.max_batch_size, free, 0)
+    smallest = int(rules.packing.item_bytes(rules.padded(block.sizes)).min())
+    return np.where(free >= smallest, free, 0)

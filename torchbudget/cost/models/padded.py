@@ -161,7 +161,7 @@ class _Quadratic:
         budget = np.asarray(budget_bytes, dtype=np.int64)
         room = np.where(budget < floor_bytes, -1, budget) - self.fixed_bytes
         n: IntArray = np.maximum(room, 0) // np.maximum(item, 1)
-        if item.size and not item.min():  # samples that cost nothing
+        if not item.all():  # samples that cost nothing
             n = np.where((item == 0) & (room >= 0), UNLIMITED, n)
         return n
 

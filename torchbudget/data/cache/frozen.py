@@ -1,4 +1,4 @@
-"""A sample as bytes: a pickle, and beside it the memory of its tensors and arrays."""
+"""A sample as bytes: a pickle, and the memory of its tensors and arrays apart from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD: Final = 8
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as arrays, whose memory is not copied into the pickle."""
+    """Pickles tensors as arrays, whose memory is not copied into the pickle."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_plain(value):
@@ -24,7 +24,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is elements in this machine's memory and nothing else."""
+    """Whether the tensor is nothing but elements in the CPU's memory."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -42,10 +42,10 @@ def _tensor(
 
 
 def freeze(sample: Any) -> list[memoryview]:
-    """The parts of a sample's bytes, not joined yet: a header, the pickle, and the buffers.
+    """The parts of a sample's bytes, not joined: a header, the pickle, and the buffers.
 
     Raises:
-        Exception: whatever pickling raises.
+        Exception: as raised by pickling.
     """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
@@ -56,7 +56,7 @@ def freeze(sample: Any) -> list[memoryview]:
 
 
 def thaw(frozen: memoryview) -> Any:
-    """The sample, in memory of its own."""
+    """The sample again, in memory of its own."""
     count = int(np.frombuffer(frozen[:_WORD], np.int64)[0])
     start = _WORD * (count + 1)
     lengths = np.frombuffer(frozen[_WORD:start], np.int64).tolist()

@@ -1,4 +1,4 @@
-"""`SampleCache`: samples that were read once, in memory that all workers share."""
+"""`SampleCache`: samples are read once and kept in memory that all workers share."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils.data import Dataset
 
 from torchbudget.data.cache.frozen import freeze, thaw
 from torchbudget.data.cache.shared_file import SharedFile
-from torchbudget.data.sizes.sizes_of import MapStyle
+from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import format_bytes, parse_bytes
 
-_ROWS: Final = 512  # processes that count for themselves
+_ROWS: Final = 512  # of counts: so many processes count without sharing a row
 _HITS, _MISSES = 0, 1
 
 
 class _Row:
-    """Where a process counts: a fork goes on to another one.
+    """The row of counts of a process; after a fork, the child takes another one.
 
     Args:
-        process: its number.
-        number: of the row.
+        process: the process's id.
+        number: the row's index.
     """
 
     def __init__(self, process: int = -1, number: int = 0) -> None:
@@ -38,24 +38,23 @@ class _Row:
 
 
 class SampleCache(Dataset[Any]):
-    """A data set whose samples are kept as long as they fit, for all workers and epochs.
+    """A dataset that keeps its samples in memory, up to a budget, for all workers and epochs.
 
-    What was read by one worker is there for all, those of later epochs too, once: it lies in
-    memory that processes share, however they are started. A sample that is kept comes as a copy
-    that may be changed. Where no more fits the cache stays as it is: in an epoch each sample is
-    asked for once, so that no other choice is hit more often.
+    A sample that one worker has read is there, once, for all workers of this and later epochs, in
+    memory that processes share with any start method. A kept sample is returned as a copy, which
+    may be changed. When the budget is full the cache stays as it is: an epoch reads each sample
+    once, so replacing samples would not give more hits.
 
-    A worker that is killed loses what it was reading, and nothing else.
+    A killed worker loses only the sample that it was reading.
 
     Args:
-        dataset: N samples, of which each must depend on its index alone (random transforms belong
-            behind the cache), and can be pickled.
-        budget: bytes, all included: 8 for each sample of the data set, and 8 KiB, beside what is
-            kept.
+        dataset: N samples that can be pickled. A sample must depend on its index alone: apply
+            random transforms after the cache.
+        budget: bytes in all: the kept samples, 8 bytes for each sample of the dataset, and 8 KiB.
 
     Raises:
-        OptionError: the data set has no length.
-        BudgetError: the budget does not hold more than the table of contents.
+        OptionError: the dataset is not map-style.
+        BudgetError: the budget has no room for samples after the table of contents.
 
     >>> cache = SampleCache([[1, 2], [3]], "1MiB")
     >>> cache[0], cache[0], cache.hits, cache.misses
@@ -63,16 +62,16 @@ class SampleCache(Dataset[Any]):
     """
 
     def __init__(self, dataset: MapStyle, budget: int | str) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise OptionError(f"a cache needs a map-style data set, got {type(dataset).__name__}")
+        if not isinstance(dataset, MapStyle):
+            raise OptionError(f"a cache needs a map-style dataset, got {type(dataset).__name__}")
         self.dataset = dataset
         self.budget = parse_bytes(budget)
         self._samples = len(dataset)
         self._table = 8 * (2 + 2 * _ROWS + self._samples)
         if self.budget <= self._table:
             raise BudgetError(
-                f"{format_bytes(self.budget)} hold no samples: the table of contents of "
-                f"{self._samples:,} takes {format_bytes(self._table)}"
+                f"a cache of {format_bytes(self.budget)} has no room for samples: its table of "
+                f"contents of {self._samples:,} samples takes {format_bytes(self._table)}"
             )
         self._file = SharedFile(self.budget)  # all zeros: an empty cache
         self._row = _Row()
@@ -86,22 +85,22 @@ class SampleCache(Dataset[Any]):
 
     @property
     def _used(self) -> npt.NDArray[np.int64]:
-        """Bytes that are taken behind the table, shape `(1,)`."""
+        """Bytes in use after the table, shape `(1,)`."""
         return self._words(0, (1,))
 
     @property
     def _processes(self) -> npt.NDArray[np.int64]:
-        """How many processes have counted, shape `(1,)`."""
+        """The number of processes that have counted, shape `(1,)`."""
         return self._words(1, (1,))
 
     @property
     def _counts(self) -> npt.NDArray[np.int64]:
-        """Hits and misses, shape `(rows, 2)`, a row for each process."""
+        """Hits and misses, shape `(rows, 2)`, a row per process."""
         return self._words(2, (_ROWS, 2))
 
     @property
     def _places(self) -> npt.NDArray[np.int64]:
-        """Where each sample begins, shape `(N,)`; 0 where it is not kept."""
+        """The position of each sample, shape `(N,)`; 0 if it is not kept."""
         return self._words(2 + 2 * _ROWS, (self._samples,))
 
     # ------------------------------------------------------------------ reading
@@ -111,12 +110,12 @@ class SampleCache(Dataset[Any]):
         return self._samples
 
     def __getitem__(self, index: int) -> Any:
-        """The sample; O(its bytes) where it is kept."""
+        """The sample; O(its bytes) if it is kept."""
         number = int(index)
         if number < 0:
             number += self._samples
         if not 0 <= number < self._samples:
-            raise IndexError(f"{index} is no sample of {self._samples}")
+            raise IndexError(f"index {index} is out of range for {self._samples} samples")
         place = self._places.item(number)
         if place:
             self._count(_HITS)
@@ -140,7 +139,7 @@ class SampleCache(Dataset[Any]):
             for part in parts:
                 memory[at : at + part.nbytes] = part
                 at += part.nbytes
-            # Killed before here, nothing has happened. The place, one word, makes it readable.
+            # The place is written last, as one word: killed before that, the sample is not kept.
             self._used[0] = -(-at // 8) * 8 - self._table
             self._places[number] = start
 
@@ -150,29 +149,29 @@ class SampleCache(Dataset[Any]):
             with self._file.locked():
                 row = self._row = _Row(os.getpid(), int(self._processes[0]) % _ROWS)
                 self._processes[0] += 1
-        with row.lock:  # a thread's addition is read, and then written
+        with row.lock:  # += on an array is not atomic between threads
             self._counts[row.number, kind] += 1
 
     # ------------------------------------------------------------------ figures
 
     @property
     def hits(self) -> int:
-        """How often a sample was kept already, in all processes."""
+        """How often a kept sample was returned, in all processes."""
         return int(self._counts[:, _HITS].sum())
 
     @property
     def misses(self) -> int:
-        """How often a sample was read."""
+        """How often a sample was read from the dataset, in all processes."""
         return int(self._counts[:, _MISSES].sum())
 
     @property
     def kept(self) -> int:
-        """How many samples are kept."""
+        """The number of samples that are kept."""
         return int(np.count_nonzero(self._places))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken, the table of contents included; never above `budget`."""
+        """Bytes in use, the table of contents included; never above `budget`."""
         return min(self._table + int(self._used[0]), self.budget)
 
     def __repr__(self) -> str:

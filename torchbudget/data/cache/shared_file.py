@@ -1,4 +1,4 @@
-"""Memory that processes share, whatever started them, with a lock that dies with its holder."""
+"""Memory that processes share, with a lock that is released when its owner dies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _NAME: Final = "torchbudget"
 
 
 class SharedFile:
-    """Bytes in memory that forked and spawned processes see alike.
+    """Bytes that forked and spawned processes share.
 
-    A file without a name, in memory where the system has such (it is not limited by /dev/shm, and
-    gone with the last process); mapped, so that pages take memory when they are first written.
+    It is a mapped file without a name, in memory if the system has `memfd_create`. So /dev/shm
+    does not limit it, it is freed with the last process, and pages take memory when they are first
+    written.
 
     A copy by plain `pickle` is an empty file of its own.
 
     Args:
-        nbytes: of the file.
+        nbytes: the file's size.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -41,12 +42,13 @@ class SharedFile:
         self.nbytes = nbytes
         self._descriptor = descriptor
         self.memory = mmap.mmap(descriptor, nbytes)
-        self._own: dict[int, threading.Lock] = {}  # of each process: a fork may copy a held one
+        self._own: dict[int, threading.Lock] = {}  # one per process: a fork may copy a locked one
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process or thread is inside; one that is killed inside lets the others in."""
-        with self._own.setdefault(os.getpid(), threading.Lock()):  # one for all its threads
+        """Exclude all other processes and threads; a killed process releases the lock."""
+        # `lockf` locks out other processes, this one the threads of the same process.
+        with self._own.setdefault(os.getpid(), threading.Lock()):
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
             try:
                 yield

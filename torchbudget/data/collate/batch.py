@@ -1,4 +1,4 @@
-"""What every batch of ragged samples knows and can do."""
+"""The base of all batches of ragged samples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
+from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import find_path, leaves_of, put_together
+from torchbudget.data.collate.structure import FieldPath, fields_of, find_path, put_together
 from torchbudget.errors import CollateError, OptionError
 
 BatchT = TypeVar("BatchT", bound="Batch")
@@ -30,25 +32,28 @@ BatchT = TypeVar("BatchT", bound="Batch")
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Batch(ABC):
-    """Tensors of n ragged samples, and where each sample lies in them.
+    """Tensors of n ragged samples, and the position of each sample in them.
 
-    What is common to `PaddedBatch`, `PackedBatch` and `JaggedBatch`. A collate makes it. A batch
-    of dict samples is a `Mapping` from field to tensor, so that `model(**batch)` works; one of
-    tuple samples is a `Sequence`, so that `x, y = batch` works; one of bare samples has its tensor
-    in `data`. It cannot be changed; `dict(batch)` can. Two batches are equal where they are the
-    same object.
+    The base of `PaddedBatch` and `PackedBatch`, made by a collate. A batch of dict samples is a
+    `Mapping` from field to tensor, so that `model(**batch)` works. A batch of tuple samples is a
+    `Sequence`, so that `x, y = batch` works. A batch of bare samples has its tensor in `data`.
+    Batches are immutable; `dict(batch)` is not. A batch equals only itself.
 
     Attributes:
         num_samples: n.
+        data: the plain structure: a dict, a tuple (a named tuple where the samples were) or a
+            tensor, nested as the samples were. Texts are lists of `str`.
     """
 
     num_samples: int
-    _stored: Any
-    _layouts: tuple[Any, ...]  # per field, how the samples lie in its tensor; None for texts
-    _length_field: int  # whose lengths are the batch's: a place in _layouts
+    data: Any
+    _paths: tuple[FieldPath, ...]  # per field, in the order of `fields_of`
+    _layouts: tuple[Any, ...]  # per field, where the samples are in its tensor; None for texts
+    _length_field: int  # index in _layouts of the field whose lengths are the batch's
 
     if TYPE_CHECKING:
-        # A batch reads as its samples do, which no type can tell: a checker allows all of it.
+        # Whether a batch is a mapping or a sequence depends on its samples, which no type knows:
+        # a checker allows both.
         def __getitem__(self, key: Any) -> Any: ...
         def __iter__(self) -> Iterator[Any]: ...
         def __len__(self) -> int: ...
@@ -61,43 +66,34 @@ class Batch(ABC):
             """The fields and their tensors, of a batch of dict samples."""
             ...
 
-    # Mapping compares by content, which tensors have no truth value for.
+    # Mapping compares by content, but `tensor == tensor` has no truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    @property
-    def data(self) -> Any:
-        """The plain structure: a dict, a tuple (a named tuple where the samples were) or a tensor.
-
-        Nested as the samples were. Texts are lists of `str`.
-        """
-        return self._stored
 
     @property
     def lengths(self) -> Tensor:
         """Each sample's length in the length field, without padding.
 
-        Int64 and on the CPU wherever the batch is, so that reading it waits for no device and
-        `torch.nn.utils.rnn.pack_padded_sequence` takes it: `(n,)`, or `(n, k)` for k ragged axes.
-        Where no field is ragged: `(n, 0)`.
+        Int64, shape `(n,)`, or `(n, k)` for k ragged axes; `(n, 0)` if no field is ragged. Always
+        on the CPU: reading it does not wait for the device, and
+        `torch.nn.utils.rnn.pack_padded_sequence` takes it.
         """
         lengths = self._host_lengths
         return torch.from_numpy((lengths[:, 0] if lengths.shape[1] == 1 else lengths).copy())
 
     @property
     def num_tokens(self) -> int:
-        """Positions that are no padding: Σ lengths, over k ragged axes Σ of their products.
+        """Positions without padding: Σ lengths, or for k ragged axes Σ of their products.
 
-        The weight of the batch in a mean over positions.
+        It is the weight of the batch in a mean over positions.
         """
         return int(self._host_lengths.prod(axis=1).sum())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors' elements, padding included, and of the texts."""
-        tensors = sum(t.nbytes for t in self._tensors())
-        texts = (v for _, v in leaves_of(self._stored) if not isinstance(v, Tensor))
-        return tensors + sum(sys.getsizeof(text) for column in texts for text in column)
+        texts = (text for text in tree_leaves(self.data) if not isinstance(text, Tensor))
+        return sum(t.nbytes for t in self._tensors()) + sum(map(sys.getsizeof, texts))
 
     @property
     def _host_lengths(self) -> IntArray:
@@ -108,18 +104,14 @@ class Batch(ABC):
     def _length_layout(self) -> Any:
         layout = self._layouts[self._length_field]
         if layout is None:
-            raise CollateError("this batch holds texts alone, which have no lengths")
+            raise CollateError("this batch has only texts, which have no lengths")
         return layout
 
     def _tensors(self) -> Iterator[Tensor]:
-        return (value for _, value in leaves_of(self._stored) if isinstance(value, Tensor))
+        return (value for value in tree_leaves(self.data) if isinstance(value, Tensor))
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-        mapped = (
-            function(value) if isinstance(value, Tensor) else value
-            for _, value in leaves_of(self._stored)
-        )
-        return replace(self, _stored=put_together(self._stored, mapped))
+        return replace(self, data=tree_map_only(Tensor, function, self.data))
 
     def to(
         self: BatchT, device: torch.device | str | int | None = None, *, non_blocking: bool = False
@@ -133,13 +125,14 @@ class Batch(ABC):
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: BatchT) -> BatchT:
-        """The batch in page-locked memory; `DataLoader(pin_memory=True)` calls this."""
+        """The batch in page-locked memory; called by `DataLoader(pin_memory=True)`."""
         return self._map(lambda t: t.pin_memory())
 
     def measured_by(self: BatchT, field: Any) -> BatchT:
-        """The same batch, with the lengths, and all that follows from them, of another field.
+        """The same batch with the lengths of another field.
 
-        Of a batch of sources and targets, `batch.mask` and `batch.measured_by("target").mask`.
+        `mask`, `num_tokens` and the like follow: of a batch of sources and targets, `batch.mask` is
+        the mask of the sources and `batch.measured_by("target").mask` that of the targets.
 
         Args:
             field: a name or a position; a tuple of those where samples are nested.
@@ -147,8 +140,7 @@ class Batch(ABC):
         Raises:
             CollateError: there is no such field, or it is not ragged.
         """
-        paths = [path for path, _ in leaves_of(self._stored)]
-        index = find_path(field, paths, "measured_by")
+        index = find_path(field, self._paths, "measured_by")
         layout = self._layouts[index]
         if layout is None or layout.lengths.shape[1] == 0:
             raise CollateError(f"field {field!r} has no ragged axis")
@@ -158,9 +150,9 @@ class Batch(ABC):
         """The batch as n batches of nearly equal numbers of samples, in order.
 
         Raises:
-            OptionError: n is no int from 1 to `num_samples`.
+            OptionError: n is not an int from 1 to `num_samples`.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= self.num_samples:
+        if not is_int(n) or not 1 <= n <= self.num_samples:
             raise OptionError(
                 f"a batch of {self.num_samples} samples splits into 1 to {self.num_samples} "
                 f"batches, got n={n!r}"
@@ -172,7 +164,7 @@ class Batch(ABC):
     def samples(self) -> list[Any]:
         """The n samples as they were before collating, their fields as views of the batch.
 
-        Tensors stand for arrays, lists and numbers. What comes can be collated again, also by
+        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
 
@@ -185,14 +177,14 @@ class Batch(ABC):
             f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
             if isinstance(v, Tensor)
             else f"text[{len(v)}]"
-            for _, v in leaves_of(self._stored)
+            for v in fields_of(self.data)
         )
-        fields = str(put_together(self._stored, shown)).replace("'", "")
+        fields = str(put_together(self.data, shown)).replace("'", "")
         return f"{type(self).__name__}(num_samples={self.num_samples}, {fields})"
 
 
 class MappingView(Batch, Mapping[Any, Any]):
-    """A batch of dict samples, read as the mapping that its data is."""
+    """A batch of dict samples: a mapping from field to tensor."""
 
     def __getitem__(self, key: Any) -> Any:
         return self.data[key]
@@ -204,20 +196,20 @@ class MappingView(Batch, Mapping[Any, Any]):
         return len(self.data)
 
     def update(self, fields: Mapping[Any, Any]) -> None:
-        """Nothing changes: the fields must be those that are there already.
+        """Accept the batch's own fields, and change nothing.
 
-        A `DataLoader` with `batch_size=None` copies a mapping, and updates the copy with each field
-        once more; of one that cannot be updated it makes a plain dict.
+        A `DataLoader` with `batch_size=None` copies each mapping and updates the copy with its own
+        fields. Without this method it would return a plain dict instead.
 
         Raises:
-            TypeError: they are others.
+            TypeError: the fields are not those of the batch.
         """
         for key, value in fields.items():
             _check_same(self.data.get(key), value)
 
 
 class SequenceView(Batch, Sequence[Any]):
-    """A batch of tuple samples, read as the tuple that its data is."""
+    """A batch of tuple samples: a sequence of tensors."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
@@ -229,29 +221,18 @@ class SequenceView(Batch, Sequence[Any]):
         return len(self.data)
 
 
-# So that `torch.utils.data.default_convert` lets them be what they are.
+# `torch.utils.data.default_convert` keeps the type of mutable containers only.
 MutableMapping.register(MappingView)  # type: ignore[type-abstract]  # its kinds are not
 MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kinds are not
 
 
 def _check_same(mine: Any, given: Any) -> None:
-    """Raise a `TypeError` unless it is the same, perhaps in another container."""
-    if isinstance(mine, Tensor) and isinstance(given, Tensor) and mine.is_nested == given.is_nested:
-        # Of a nested tensor every look is another view.
-        mine, given = (one.values() if one.is_nested else one for one in (mine, given))
-        if mine.is_set_to(given):
-            return
-    if mine is given:
-        return
-    if isinstance(mine, dict) and isinstance(given, dict) and mine.keys() == given.keys():
-        for key, value in mine.items():
-            _check_same(value, given[key])
-    elif isinstance(mine, (tuple, list)) and isinstance(given, (tuple, list)):
-        if len(mine) != len(given):
-            raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
-        for one, other in zip(mine, given, strict=True):
-            _check_same(one, other)
-    elif not isinstance(mine, str) or mine != given:
+    """Raise a `TypeError` unless all leaves are the same objects, perhaps in other containers."""
+    ours, theirs = tree_leaves_with_path(mine), tree_leaves_with_path(given)
+    if len(ours) != len(theirs) or any(
+        at != place or one is not other
+        for (at, one), (place, other) in zip(ours, theirs, strict=True)
+    ):
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
 
 
@@ -259,23 +240,26 @@ def make_batch(
     kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
     data: Any,
     num_samples: int,
+    paths: Sequence[FieldPath],
     layouts: Sequence[Any],
     length_field: int,
 ) -> BatchT:
-    """The batch of the kind that reads as its data does.
+    """A batch of the class that fits its data.
 
     Args:
-        kinds: for data that is neither a dict nor a tuple, for a dict, for a tuple.
+        kinds: the classes for data that is neither a dict nor a tuple, for a dict, for a tuple.
         data: tensors and texts, structured as the samples were.
         num_samples: n.
-        layouts: one per field, in the order of `take_apart`; None for texts.
-        length_field: the place, in that order, of the field whose lengths are the batch's.
+        paths: one per field, in the order of `take_apart`.
+        layouts: likewise; None for texts.
+        length_field: the index, in that order, of the field whose lengths are the batch's.
     """
     plain, mapping, sequence = kinds
     kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
     return kind(
         num_samples=num_samples,
-        _stored=data,
+        data=data,
+        _paths=tuple(paths),
         _layouts=tuple(layouts),
         _length_field=length_field,
     )

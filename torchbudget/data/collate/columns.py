@@ -1,13 +1,13 @@
-"""One field of all samples, read into a form that every collate can write from."""
+"""One field of all samples, in a form that padding and packing can write from."""
 
 from __future__ import annotations
 
 import functools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,23 +16,32 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import Field, Path, fail, fail_at_odd_one, kind_of, show
+from torchbudget.data.collate.structure import (
+    Field,
+    FieldPath,
+    fail,
+    fail_at_odd_one,
+    kind_of,
+    show,
+)
 from torchbudget.errors import CollateError
 
 _CPU = torch.device("cpu")
 _TYPECODES = {"int": "q", "float": "d"}
 
+LayoutT = TypeVar("LayoutT")
+
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
     """An uninitialised tensor; inside a `DataLoader` worker, in shared memory.
 
-    A tensor that is shared from the start travels to the main process as a file descriptor. Any
-    other is copied into shared memory when the worker sends it.
+    A tensor in shared memory is sent to the main process as a file descriptor. Any other tensor is
+    copied into shared memory when the worker sends it.
     """
     if get_worker_info() is None or device.type != "cpu" or 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)
-    # What default_collate does too; share_memory_() would copy the uninitialised bytes.
-    # torch leaves these two without types.
+    # As default_collate does; share_memory_() would copy the uninitialised bytes. Both calls are
+    # untyped in torch.
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
@@ -41,15 +50,15 @@ class Column(NamedTuple):
     """One field of n samples.
 
     Attributes:
-        path: where the field stands in a sample.
+        path: the field's path in a sample.
         shapes: each sample's shape, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
         device: where the samples' tensors are; the CPU for everything else.
-        values: n tensors, or n NumPy arrays; None where `flat` holds all.
-        flat: the values of all samples, one after the other, `(total,)`; only for d ≤ 1.
+        values: n tensors, or n NumPy arrays; None if there is `flat`.
+        flat: the values of all samples, concatenated, `(total,)`; only for d ≤ 1.
     """
 
-    path: Path
+    path: FieldPath
     shapes: IntArray
     dtype: torch.dtype
     device: torch.device = _CPU
@@ -60,7 +69,7 @@ class Column(NamedTuple):
         """The value of each sample, as tensors or as NumPy arrays.
 
         Raises:
-            CollateError: a tensor is not dense, or not where the first one is.
+            CollateError: a tensor is not dense, or not on the device of the first.
         """
         if self.flat is not None:
             if self.shapes.shape[1] == 0:
@@ -68,21 +77,21 @@ class Column(NamedTuple):
             return torch.split(self.flat, self.shapes[:, 0].tolist())
         assert self.values is not None  # noqa: S101  (a column has one of the two)
         if isinstance(self.values[0], Tensor):
-            # The first one was looked at, the type checker wants all.
+            # mypy does not see that all values have the type of the first.
             _check_dense(self.path, self.values)  # type: ignore[arg-type]
         return self.values
 
     def join(self, out: Tensor | None = None) -> Tensor:
-        """All samples in one tensor: concatenated along axis 0, or stacked where d is 0.
+        """All samples in one tensor: concatenated along axis 0, or stacked if d is 0.
 
         The samples must agree in every other axis.
 
         Args:
-            out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, what comes
-                is not for writing: it may be the column's own.
+            out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, the result
+                may share memory with the samples: do not write to it.
 
         Raises:
-            CollateError: a tensor is not dense, or not where the first one is.
+            CollateError: a tensor is not dense, or not on the device of the first.
         """
         if self.flat is not None:
             return self.flat if out is None else out.copy_(self.flat)
@@ -102,11 +111,11 @@ class Column(NamedTuple):
 
 
 def read_column(field: Field) -> Column:
-    """Read one field, and hold every sample to the first one's dtype, axes and device.
+    """Read one field; every sample must have the dtype, axes and device of the first.
 
     Raises:
-        CollateError: a sample differs, a list is ragged or holds no numbers, or torch has no
-            such dtype.
+        CollateError: a sample differs, a list is ragged or not of numbers, or torch has no such
+            dtype.
     """
     if field.kind == "tensor":
         return _read_tensors(field.path, field.values)
@@ -117,6 +126,21 @@ def read_column(field: Field) -> Column:
     return _read_numbers(field.path, field.kind, field.values)
 
 
+def write_fields(
+    fields: Iterable[Field], write: Callable[[Column], tuple[Tensor, LayoutT]]
+) -> tuple[list[Any], list[LayoutT | None]]:
+    """Each field's value in the batch, and the layout of the samples in it; texts become lists.
+
+    Raises:
+        CollateError: as in `read_column` and `write`.
+    """
+    written = [
+        (list(field.values), None) if field.kind == "text" else write(read_column(field))
+        for field in fields
+    ]
+    return [value for value, _ in written], [layout for _, layout in written]
+
+
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
 def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     flat = np.fromiter(chain.from_iterable(shapes), dtype=np.int64)
@@ -124,15 +148,15 @@ def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     return flat.reshape(len(shapes), len(shapes[0]))
 
 
-def _shapes(path: Path, shapes: Sequence[tuple[int, ...]]) -> IntArray:
+def _shapes(path: FieldPath, shapes: Sequence[tuple[int, ...]]) -> IntArray:
     if len(set(map(len, shapes))) > 1:
         fail_at_odd_one(path, shapes, len, "{} axes".format)
     return _shape_array(tuple(shapes))
 
 
-def _read_tensors(path: Path, values: Sequence[Tensor]) -> Column:
-    # Every check costs as much as copying short samples does, so only what torch.cat would let
-    # pass is looked for here; Column.join explains what torch.cat refuses.
+def _read_tensors(path: FieldPath, values: Sequence[Tensor]) -> Column:
+    # For short samples a check takes as long as the copy. So only what torch.cat would accept
+    # wrongly is checked here; Column.join explains what torch.cat refuses.
     if len({t.dtype for t in values}) > 1:
         fail_at_odd_one(path, values, lambda t: t.dtype, "dtype {}".format)
     try:
@@ -149,7 +173,7 @@ def _read_tensors(path: Path, values: Sequence[Tensor]) -> Column:
     )
 
 
-def _check_dense(path: Path, values: Iterable[Tensor]) -> None:
+def _check_dense(path: FieldPath, values: Iterable[Tensor]) -> None:
     for position, tensor in enumerate(values):
         if tensor.is_nested:
             fail(path, position, "a dense tensor", "a nested one")
@@ -167,7 +191,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
         return None
 
 
-def _read_arrays(path: Path, values: Sequence[npt.NDArray[Any] | np.generic]) -> Column:
+def _read_arrays(path: FieldPath, values: Sequence[npt.NDArray[Any] | np.generic]) -> Column:
     arrays = [np.asarray(value) for value in values]
     if len({a.dtype for a in arrays}) > 1:
         fail_at_odd_one(path, arrays, lambda a: a.dtype, "dtype {}".format)
@@ -179,7 +203,7 @@ def _read_arrays(path: Path, values: Sequence[npt.NDArray[Any] | np.generic]) ->
     )
 
 
-def _read_numbers(path: Path, kind: str, values: Sequence[Any]) -> Column:
+def _read_numbers(path: FieldPath, kind: str, values: Sequence[Any]) -> Column:
     if kind in _TYPECODES:
         try:
             flat = _numbers(kind, values)
@@ -197,8 +221,8 @@ def _numbers(kind: str, values: Iterable[Any]) -> Tensor:
     """Numbers as one tensor, an order of magnitude faster than `torch.tensor`.
 
     Raises:
-        TypeError: a value is no number of this kind; above all, no int where one is asked.
-        OverflowError: an int is past 64 bits.
+        TypeError: a value is not a number of this kind.
+        OverflowError: an int exceeds 64 bits.
     """
     numbers = array(_TYPECODES[kind], values)
     dtype = torch.int64 if kind == "int" else torch.float64
@@ -206,7 +230,7 @@ def _numbers(kind: str, values: Iterable[Any]) -> Tensor:
     return flat if kind == "int" else flat.to(torch.get_default_dtype())
 
 
-def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
+def _read_lists(path: FieldPath, values: Sequence[list[Any]]) -> Column:
     """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
 
     An empty list has no dtype of its own and takes the others'.
@@ -216,7 +240,7 @@ def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
         try:
             flat = _numbers(kind, list(chain.from_iterable(values)))
         except (TypeError, OverflowError):
-            pass  # [1, 0.5], or a mistake: the slow way reads the first and explains the second
+            pass  # [1, 0.5] or a mistake: the slow way below reads the one, explains the other
         else:
             lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
             return Column(path=path, shapes=lengths[:, None], dtype=flat.dtype, flat=flat)
@@ -229,7 +253,7 @@ def _read_lists(path: Path, values: Sequence[list[Any]]) -> Column:
     return _read_tensors(path, tensors)
 
 
-def _list_to_tensor(path: Path, position: int, values: list[Any]) -> Tensor:
+def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor:
     try:
         read = np.array(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchbudget.data.collate.batch import Batch, MappingView, SequenceView
 from torchbudget.data.collate.padding import PaddedLayout
-from torchbudget.data.collate.structure import leaves_of, put_together
+from torchbudget.data.collate.structure import fields_of, put_together
 
 PaddedT = TypeVar("PaddedT", bound="PaddedBatch")
 
@@ -31,31 +31,30 @@ class PaddedBatch(Batch):
 
     @property
     def padded_size(self) -> tuple[int, ...]:
-        """What the length field's ragged axes are padded to, one length per axis."""
+        """The padded lengths of the length field's ragged axes."""
         layout: PaddedLayout = self._length_layout
         return tuple(layout.padded_shape[axis] for axis in layout.length_axes)
 
     @property
     def mask(self) -> Tensor:
-        """True where the length field holds a sample's own elements.
+        """False where the length field is padding.
 
         Bool, `(n, L)`, or `(n, L₁, …, Lₖ)` for k ragged axes, on the length field's device.
-        Computed at each access, so that a batch that is only passed on never holds it.
+        Computed at each access, so that a batch does not keep it in memory.
         """
-        _, field = list(leaves_of(self._stored))[self._length_field]
         layout: PaddedLayout = self._length_layout
-        return layout.mask(field.device)
+        return layout.mask(fields_of(self.data)[self._length_field].device)
 
     def samples(self) -> list[Any]:
         """The n samples without their padding, their fields as views of the batch.
 
-        Tensors stand for arrays, lists and numbers. What comes can be collated again, also by
+        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
-        fields = [value for _, value in leaves_of(self._stored)]
+        fields = fields_of(self.data)
         return [
             put_together(
-                self._stored,
+                self.data,
                 (
                     value[i] if layout is None else value[(i, *layout.slices(i))]
                     for value, layout in zip(fields, self._layouts, strict=True)
@@ -65,12 +64,12 @@ class PaddedBatch(Batch):
         ]
 
     def _part(self: PaddedT, start: int, stop: int) -> PaddedT:
-        # Trimmed to its own longest sample, rounded up to the same size_multiple: a batch is split
-        # to save memory. What has nothing to trim stays a view; a trimmed tensor is copied, since
-        # models may ask for contiguous input.
+        # Trimmed to its own longest sample, rounded up to the same size_multiple, since a batch is
+        # split to save memory. A field without anything to trim stays a view; a trimmed one is
+        # copied, since some models need contiguous input.
         values: list[Any] = []
         layouts: list[PaddedLayout | None] = []
-        for (_, value), layout in zip(leaves_of(self._stored), self._layouts, strict=True):
+        for value, layout in zip(fields_of(self.data), self._layouts, strict=True):
             if layout is None:
                 values.append(value[start:stop])
                 layouts.append(None)
@@ -80,7 +79,7 @@ class PaddedBatch(Batch):
             layouts.append(trimmed)
         return replace(
             self,
-            _stored=put_together(self._stored, iter(values)),
+            data=put_together(self.data, iter(values)),
             num_samples=stop - start,
             _layouts=tuple(layouts),
         )

@@ -1,4 +1,4 @@
-"""The padding of one field: where each sample stands in the batch's tensor, and the writing."""
+"""The padding of one field: the position of each sample in the batch's tensor, and the writing."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from torchbudget.errors import CollateError
 Number: TypeAlias = complex  # by PEP 484: int, float and bool too
 PaddingValue: TypeAlias = Number | Callable[[Any], Any]
 
-# Up to here, gathering all samples and scattering them at once beats writing sample after sample;
-# beyond it, the second copy of the data costs more than the loop. Measured.
+# Up to this size it is faster to concatenate all samples and to scatter them at once than to write
+# sample by sample; for larger ones the second copy costs more than the loop. Measured.
 _SCATTER_SAMPLE_BYTES = 16 * 1024
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class PaddedLayout(NamedTuple):
-    """Where n samples stand in a padded tensor of d axes besides the first.
+    """The positions of n samples in a padded tensor of d axes after the batch's.
 
     Attributes:
         shapes: each sample's own shape, `(n, d)`.
         starts: the position of its first element on each axis, `(n, d)`.
-        padded_shape: what all samples are padded to, `(d,)`.
-        multiples: what the padded shape is a multiple of, `(d,)`.
-        length_axes: the axes, of d, that lengths and masks speak about.
+        padded_shape: the shape that all samples are padded to, `(d,)`.
+        multiples: the padded shape is a multiple of it on each axis, `(d,)`.
+        length_axes: the axes, of d, of lengths and masks.
     """
 
     shapes: IntArray
@@ -49,25 +49,25 @@ class PaddedLayout(NamedTuple):
         return self.shapes[:, list(self.length_axes)]
 
     def slices(self, i: int) -> tuple[slice, ...]:
-        """What cuts sample `i` out of its padded row."""
+        """The slices that cut sample `i` out of its padded row."""
         starts, shape = self.starts[i].tolist(), self.shapes[i].tolist()
         return tuple(slice(a, a + s) for a, s in zip(starts, shape, strict=True))
 
     def trim(self, start: int, stop: int) -> tuple[tuple[slice, ...], PaddedLayout]:
-        """The smallest window of the padded shape that holds samples `start` to `stop`.
+        """The smallest window of the padded shape that contains samples `start` to `stop`.
 
         Returns:
-            The slices that cut the window, its size rounded up to the multiples, and the layout
-            of the samples inside it.
+            The slices of the window, whose size is rounded up to the multiples, and the layout of
+            the samples inside it.
         """
         shapes, starts = self.shapes[start:stop], self.starts[start:stop]
-        # A sample without elements may stand anywhere: it does not widen the window.
+        # The position of a sample without elements does not matter: it does not widen the window.
         full = (shapes > 0).all(axis=1, keepdims=True)
         old = np.asarray(self.padded_shape, dtype=np.int64)
         first = np.where(full, starts, old).min(axis=0)
         last = np.where(full, starts + shapes, 0).max(axis=0)
         first = np.minimum(first, last)
-        # Such a sample may still be the longest on an axis that is not its empty one.
+        # But it may be the longest sample on another axis than its empty one.
         size = np.maximum(last - first, shapes.max(axis=0))
         size = -(-size // self.multiples) * self.multiples
         first = np.minimum(first, old - size)
@@ -82,7 +82,7 @@ class PaddedLayout(NamedTuple):
         return tuple(slice(a, a + s) for a, s in window), layout
 
     def select(self, axes: Sequence[int]) -> PaddedLayout:
-        """The layout of the length axes alone, which is that of a mask."""
+        """The layout of these axes alone: that of a mask."""
         columns = list(axes)
         return PaddedLayout(
             shapes=self.shapes[:, columns],
@@ -93,7 +93,7 @@ class PaddedLayout(NamedTuple):
         )
 
     def mask(self, device: torch.device) -> Tensor:
-        """True where an element is a sample's own along every length axis: bool, `(n, L, …)`."""
+        """False where an element is padding along a length axis: bool, `(n, L, …)`."""
         axes = self.length_axes
         mask = torch.ones((len(self.shapes),) + (1,) * len(axes), dtype=torch.bool, device=device)
         for place, axis in enumerate(axes):
@@ -110,10 +110,10 @@ class PaddingRule(NamedTuple):
     """How a field of d axes is padded.
 
     Attributes:
-        value: what padding is made of, or a function from a sample's value to it.
-        left_share: the share of the padding, in [0, 1], that stands before a sample.
-        multiples: what the padded shape is rounded up to, `(d,)`.
-        length_axes: the axes that lengths and masks speak about.
+        value: the padding value, or a function from a sample's value to it.
+        left_share: the share of the padding, in [0, 1], before a sample.
+        multiples: the padded shape is rounded up to a multiple of it on each axis, `(d,)`.
+        length_axes: the axes of lengths and masks.
     """
 
     value: PaddingValue
@@ -123,11 +123,11 @@ class PaddingRule(NamedTuple):
 
 
 class Placement:
-    """Where samples of given shapes, `(n, d)`, go."""
+    """The layout of samples of given shapes, `(n, d)`, and how to write them fast."""
 
     def __init__(self, shapes: IntArray, rule: PaddingRule) -> None:
         _, left_share, multiples, length_axes = rule
-        # Plain ints: over the few samples of a batch, a NumPy reduction costs more than it saves.
+        # Plain ints: for the few samples of a batch they are faster than NumPy's reductions.
         axes = list(zip(*shapes.tolist(), strict=True))
         longest, shortest = list(map(max, axes)), tuple(map(min, axes))
         padded = tuple(-(-a // m) * m for a, m in zip(longest, multiples, strict=True))
@@ -138,14 +138,14 @@ class Placement:
         self.layout = PaddedLayout(shapes, starts, padded, multiples, length_axes)
         self.has_padding = shortest != padded
         self.pads_first_axis_only = shortest[1:] == padded[1:]
-        # Without padding, where only the first axis is padded.
+        # Elements without padding, if only the first axis is padded.
         self.num_elements = sum(axes[0]) * math.prod(padded[1:]) if axes else len(shapes)
 
     @cached_property
     def own(self) -> npt.NDArray[np.bool_]:
-        """Where along axis 0 the samples' own elements stand: bool, `(n, L)`."""
+        """False where axis 0 is padding: bool, `(n, L)`."""
         layout = self.layout
-        # The fewer bytes a comparison reads, the faster it is. No axis is longer than 2³¹.
+        # A comparison of fewer bytes is faster. No axis is longer than 2³¹.
         short = layout.padded_shape[0] < 2**15
         dtype: np.dtype[np.signedinteger[Any]] = np.dtype(np.int16 if short else np.int32)
         positions = np.arange(layout.padded_shape[0], dtype=dtype)
@@ -166,7 +166,7 @@ class Padder:
         self._placements: dict[Any, Placement] = {}
 
     def pad(self, column: Column, rule: PaddingRule) -> tuple[Tensor, PaddedLayout]:
-        """One tensor `(n, *padded_shape)` of all samples, and where each stands in it.
+        """One tensor `(n, *padded_shape)` of all samples, and the position of each in it.
 
         Raises:
             CollateError: the padding value does not fit the dtype, or its function failed.
@@ -174,7 +174,7 @@ class Padder:
         value = rule.value
         if not callable(value) and value != 0:  # 0 fits every dtype
             _check_fits(column, value)
-        # The rule's d multiples tell shapes (2, 1) from (1, 2), whose bytes are the same.
+        # Arrays of shape (2, 1) and (1, 2) may have the same bytes; the rule's d multiples differ.
         key = (column.shapes.tobytes(), *rule[1:])
         placement = self._placements.get(key)
         if placement is None:
@@ -185,7 +185,7 @@ class Padder:
         if not out.numel():
             return out, layout
         if not placement.has_padding:
-            with torch.no_grad():  # what is written into a batch's memory has no history
+            with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
                 column.join(out if out.ndim == 1 else out.flatten(0, 1))
             return out, layout
         if callable(value):
@@ -209,7 +209,7 @@ def _write_each(out: Tensor, column: Column, layout: PaddedLayout) -> None:
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """A NumPy view of a CPU tensor; of its bits, where NumPy has no such dtype."""
+    """A NumPy view of a CPU tensor; of its bits, if NumPy has no such dtype."""
     try:
         return tensor.numpy()
     except TypeError:  # bfloat16, float8, complex32
@@ -237,7 +237,7 @@ def _fill_each(
 
 
 def _check_fits(column: Column, value: Any) -> None:
-    """A value that torch would wrap or round to another one must not become padding."""
+    """Raise a `CollateError` for a value that torch would wrap or round to another one."""
     dtype = column.dtype
     if column.shapes.shape[1] == 0 or dtype.is_complex:
         return

@@ -1,18 +1,20 @@
-"""Samples taken apart into one column per field, and batches put together again."""
+"""The structure of samples: their fields as columns, and the same structure of a batch."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CollateError
 
-Path: TypeAlias = tuple[Any, ...]
-"""The keys and positions that lead from a sample to one of its fields; `()` is the sample."""
+FieldPath: TypeAlias = tuple[Any, ...]
+"""The keys and positions from a sample to one of its fields; `()` is the sample itself."""
 
 NUMBERS = frozenset({"bool", "int", "float", "complex"})
 
@@ -32,20 +34,29 @@ _DESCRIPTIONS = {
 
 
 class Field(NamedTuple):
-    """One field of all samples: where it stands, what kind it is of, its value in each sample."""
+    """One field of all samples: its path, its kind, and its value in each sample."""
 
-    path: Path
+    path: FieldPath
     kind: str
     values: Sequence[Any]
 
 
-def as_path(name: Any) -> Path:
-    """The path that an option's key means: a tuple is one, anything else names a top field."""
+class HasLengths(Protocol):
+    """The layout of one field: what padded and packed layouts have in common."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Each sample's length on the field's k ragged axes, `(n, k)`."""
+        ...
+
+
+def as_path(name: Any) -> FieldPath:
+    """The path that an option's key means: a tuple is a path, anything else a top-level field."""
     return name if isinstance(name, tuple) else (name,)
 
 
-def show(path: Path) -> str:
-    """A path for people, spelled as the key that an option would take.
+def show(path: FieldPath) -> str:
+    """A path in an error message, written as an option's key.
 
     >>> show(("labels",)), show(("text", 0)), show(())
     ("field 'labels'", "field ('text', 0)", 'the sample')
@@ -55,11 +66,11 @@ def show(path: Path) -> str:
     return f"field {path[0]!r}" if len(path) == 1 else f"field {path!r}"
 
 
-def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
-    """The place in `paths` of the field that an option names.
+def find_path(name: Any, paths: Sequence[FieldPath], option: str) -> int:
+    """The index in `paths` of the field that an option names.
 
     Raises:
-        CollateError: no field has that name.
+        CollateError: there is no such field.
     """
     path = as_path(name)
     try:
@@ -71,23 +82,23 @@ def find_path(name: Any, paths: Sequence[Path], option: str) -> int:
         ) from None
 
 
-def fail(path: Path, position: int, expected: str, came: str) -> NoReturn:
-    """Raise the error of one sample that does not agree with the first."""
+def fail(path: FieldPath, position: int, expected: str, came: str) -> NoReturn:
+    """Raise the error for one sample that differs from the first."""
     raise CollateError(
         f"sample {position} of the batch, {show(path)}: expected {expected}, got {came}"
     )
 
 
 def fail_at_odd_one(
-    path: Path,
+    path: FieldPath,
     values: Iterable[Any],
     key: Callable[[Any], Any],
     describe: Callable[[Any], str] = str,
 ) -> NoReturn:
-    """Find the first sample whose `key` differs from sample 0's, and raise its error.
+    """Raise the error for the first sample whose `key` differs from sample 0's.
 
-    Collating checks all samples at once, by the set of their keys; only a batch that fails pays
-    for the search.
+    Collating compares all samples at once, by the set of their keys; only after a difference is
+    the sample searched for.
     """
     keys = [key(value) for value in values]
     position = next(i for i, k in enumerate(keys) if k != keys[0])
@@ -95,14 +106,14 @@ def fail_at_odd_one(
 
 
 def kind_of(value: Any) -> str:
-    """What a value is to a collate: a key of the table of descriptions."""
+    """The kind of a value: a key of `_DESCRIPTIONS`."""
     return kind_of_type(type(value))  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.lru_cache(maxsize=1024)
 def kind_of_type(cls: Any) -> str:
-    """What the values of a type are to a collate."""
-    # The order matters: np.float64 is a float, np.str_ a str, and bool an int.
+    """The kind of the values of a type."""
+    # In this order, since np.float64 is a float, np.str_ a str, and bool an int.
     for kind, bases in (
         ("tensor", torch.Tensor),
         ("text", (str, bytes)),
@@ -121,7 +132,7 @@ def kind_of_type(cls: Any) -> str:
 
 
 def holds_numbers(values: list[Any]) -> bool:
-    """Whether a list is one field, of numbers or of lists of numbers, and no list of fields."""
+    """Whether a list is one field, of numbers or of lists of numbers, not a list of fields."""
     types = set(map(type, values))
     if all(kind_of_type(t) in NUMBERS or issubclass(t, np.generic) for t in types):
         return True
@@ -131,9 +142,8 @@ def holds_numbers(values: list[Any]) -> bool:
 def take_apart(samples: Sequence[Any]) -> tuple[Any, list[Field]]:
     """One column per field.
 
-    The first sample says what the fields are, and every other one must agree. A mapping or a
-    tuple is always a structure of fields; a list is one field where it holds numbers, and a
-    structure otherwise.
+    Every sample must have the structure of the first. A mapping or a tuple is always a structure
+    of fields; a list is one field if it is of numbers, else a structure.
 
     Args:
         samples: n samples, n ≥ 1.
@@ -157,7 +167,7 @@ def take_apart(samples: Sequence[Any]) -> tuple[Any, list[Field]]:
     return structure, fields
 
 
-def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
+def _walk(path: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
     types = set(map(type, column))
     kinds = {kind_of_type(t) for t in types}
     if len(kinds) > 1:
@@ -165,8 +175,8 @@ def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
     (kind,) = kinds
     first = column[0]
     if kind == "mapping":
-        # As many keys as the first has, and none of those missing: the same keys. A defaultdict
-        # must not be asked for a key that it lacks.
+        # Dicts have the same keys if they have as many as the first and none of its keys is
+        # missing, which the loop below finds. A defaultdict would make up a missing key.
         if types == {dict}:
             alike = set(map(len, column)) == {len(first)}
         else:
@@ -193,7 +203,7 @@ def _walk(path: Path, column: Sequence[Any], fields: list[Field]) -> Any:
     return None
 
 
-def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
+def _fail_at_keys(path: FieldPath, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
     keys = column[0].keys()
     position = next(i for i, sample in enumerate(column) if sample.keys() != keys)
     came = column[position].keys()
@@ -205,44 +215,38 @@ def _fail_at_keys(path: Path, column: Sequence[Mapping[Any, Any]]) -> NoReturn:
 
 
 def choose_length_field(
-    name: Any | None, paths: Sequence[Path], is_ragged: Sequence[bool], is_text: Sequence[bool]
+    name: Any | None, paths: Sequence[FieldPath], layouts: Sequence[HasLengths | None]
 ) -> int:
-    """The place of the field whose lengths are the batch's: the named or the first ragged one.
+    """The index of the field whose lengths are the batch's: the named or the first ragged one.
 
-    Without a ragged field, the first that is no text.
+    Without a ragged field: the first that is not text.
 
     Raises:
-        CollateError: no field has that name, or it is not ragged.
+        CollateError: there is no such field, or it is not ragged.
     """
+    axes = [-1 if layout is None else layout.lengths.shape[1] for layout in layouts]
     if name is None:
-        if True in is_ragged:
-            return is_ragged.index(True)
-        return is_text.index(False) if False in is_text else 0
+        return next((i for i, k in enumerate(axes) if k > 0), axes.index(max(axes)))
     index = find_path(name, paths, "length_field")
-    if not is_ragged[index]:
+    if axes[index] <= 0:
         raise CollateError(
             f"length_field names {show(paths[index])}, which has no ragged axis; name one that has"
         )
     return index
 
 
-def put_together(structure: Any, leaves: Iterator[Any]) -> Any:
-    """The structure with the next of `leaves` in each field's place."""
+def put_together(structure: Any, fields: Iterator[Any]) -> Any:
+    """The structure with the next of `fields` in the place of each field."""
+    # By hand: torch's tree_map takes five times as long, and this runs for every sample too.
     if isinstance(structure, dict):
-        return {key: put_together(value, leaves) for key, value in structure.items()}
+        return {key: put_together(value, fields) for key, value in structure.items()}
     if isinstance(structure, tuple):
-        parts = [put_together(part, leaves) for part in structure]
+        parts = [put_together(part, fields) for part in structure]
         return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
-    return next(leaves)
+    return next(fields)
 
 
-def leaves_of(data: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Path and value of every field of a batch, in the order of `take_apart`."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from leaves_of(value, (*path, key))
-    elif isinstance(data, tuple):
-        for position, value in enumerate(data):
-            yield from leaves_of(value, (*path, position))
-    else:
-        yield path, data
+def fields_of(data: Any) -> list[Any]:
+    """The value of every field of a batch, in the order of `take_apart`."""
+    # A list is a field of strings, one per sample.
+    return tree_leaves(data, is_leaf=lambda value: isinstance(value, list))

@@ -1,4 +1,4 @@
-"""Sizes kept in a file, with a fingerprint of the dataset and the key that they are of."""
+"""A file that keeps sizes, with a fingerprint of their dataset and key."""
 
 from __future__ import annotations
 
@@ -9,57 +9,85 @@ import pickle
 import uuid
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes.quick import is_exactly
+from torchbudget.data.sizes.size_dataset import SizeDataset
 from torchbudget.errors import OptionError
 
 Fingerprint: TypeAlias = dict[str, Any]
 
+_PROBES: Final = 64
+
 logger = logging.getLogger(__name__)
 
 
+def fingerprint_of(dataset: Any, sizes: SizeDataset) -> Fingerprint:
+    """What must be the same for a file to be used: the dataset's type and length, key, content.
+
+    The content is the sizes of up to 64 evenly spread samples, which are read here.
+
+    Raises:
+        OptionError: a callable key has no fingerprint.
+        SizesError: one of those samples has no size.
+    """
+    # Only a `datasets.Dataset` itself: a wrapper may pass on the fingerprint of a dataset whose
+    # samples it changes. And it says nothing of the size that a callable computes.
+    if is_exactly(dataset, "datasets", "Dataset") and not callable(sizes.key):
+        content = dataset._fingerprint
+    else:
+        spread = np.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset)))
+        content = sizes[spread.astype(np.int64).tolist()].tolist()
+    return {
+        "dataset": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        "length": len(dataset),
+        "key": describe_key(sizes.key),
+        "content": content,
+    }
+
+
 def load_sizes(path: Path, fingerprint: Fingerprint) -> Sizes | None:
-    """The sizes that the file keeps; None, with a warning, where it is torn or of other samples."""
+    """The sizes in the file; None, with a logged warning, if it is broken or of other samples."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             found = dict(json.loads(str(file["fingerprint"])))
             sizes: Sizes = file["sizes"]
     except FileNotFoundError:
         return None
-    except Exception as error:  # noqa: BLE001  (torn or no such file: whatever it raises)
-        logger.warning("measuring anew: the cache of sizes %s is unreadable: %s", path, error)
+    except Exception as error:  # noqa: BLE001  (a broken file may raise anything)
+        logger.warning("measuring again: the cache of sizes %s is unreadable: %s", path, error)
         return None
     differs = [name for name, value in fingerprint.items() if found.get(name) != value]
     if differs:
         logger.warning(
-            "measuring anew: the cache of sizes %s is of another %s", path, ", ".join(differs)
+            "measuring again: the cache of sizes %s is of another %s", path, ", ".join(differs)
         )
         return None
     return sizes
 
 
 def save_sizes(path: Path, fingerprint: Fingerprint, sizes: Sizes) -> None:
-    """Write a whole file or none: readers and other ranks never see half of one."""
+    """Write the file atomically: other processes never see half of it."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with partial.open("xb") as file:
             np.savez(file, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
         partial.replace(path)
-    except OSError as error:  # hours of measuring are not lost to a full disk
+    except OSError as error:  # a full disk must not cost hours of measuring
         logger.warning("the sizes are not cached: %s cannot be written: %s", path, error)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def describe_key(key: SizeKey) -> str:
-    """The same text for the same key in another process, and another for another key.
+    """A fingerprint of a key, which is the same in every process.
 
     Raises:
-        OptionError: a callable other than a function cannot be pickled.
+        OptionError: a callable that is not a function cannot be pickled.
     """
     if not callable(key):
         return repr(key)
@@ -82,6 +110,6 @@ def _stable(constant: object) -> object:
     if isinstance(constant, CodeType):
         constants = tuple(map(_stable, constant.co_consts))
         return constant.co_code, constant.co_names, constant.co_varnames, constants
-    if isinstance(constant, frozenset):  # its order depends on the process
+    if isinstance(constant, frozenset):  # in an order that depends on the process
         return sorted(map(repr, constant))
     return constant

@@ -1,4 +1,4 @@
-"""Where the size of a sample stands: a field, several of them, a callable, or the sample itself."""
+"""Keys of sizes: a field of a sample, several of them, a callable, or the sample itself."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchbudget.checks import is_int
 from torchbudget.errors import OptionError, SizesError
 
-Field: TypeAlias = str | int
+FieldName: TypeAlias = str | int
 Size: TypeAlias = int | tuple[int, ...]
-SizeKey: TypeAlias = Field | tuple[Field, ...] | Callable[[Any], Size] | None
+SizeKey: TypeAlias = FieldName | tuple[FieldName, ...] | Callable[[Any], Size] | None
 
 
 def check_key(key: SizeKey) -> None:
-    """Raise an `OptionError` where `key` is of no such kind."""
+    """Raise an `OptionError` if `key` is not a `SizeKey`."""
     if key is None or callable(key):
         return
     fields = key if isinstance(key, tuple) and key else (key,)
-    if any(isinstance(field, bool) or not isinstance(field, (str, int)) for field in fields):
+    if not all(isinstance(field, str) or is_int(field) for field in fields):
         raise OptionError(
             f"expected None, a str, an int, a tuple of those or a callable as key, got {key!r}"
         )
@@ -33,7 +34,7 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
     """The size of one sample: an int, or one int per ragged axis.
 
     Raises:
-        SizesError: it has none; the text names its `index`.
+        SizesError: it has none; the message names its `index`.
     """
     try:
         if callable(key):
@@ -59,23 +60,24 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
         ) from error
 
 
-_SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
+SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
+"""Types whose `len` is their size, which a subclass may change."""
 
 
 def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArray[np.int64]:
     """The sizes of many samples, shape `(n,)` or `(n, d)`.
 
     Args:
-        samples: at least one.
-        key: where the size stands.
-        first: number of the first sample, for errors.
+        samples: n ≥ 1 of them.
+        key: what is ragged.
+        first: the index of the first sample, for errors.
 
     Raises:
-        SizesError: a sample has none, or another number of axes than the first one.
+        SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
         found = _as_array(_quick(samples, key))
-    except Exception:  # noqa: BLE001  (which sample it was: found one by one, below)
+    except Exception:  # noqa: BLE001  (the sample is found one by one, below)
         found = np.empty(0)
     if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
         sizes = [size_of(sample, key, first + i) for i, sample in enumerate(samples)]
@@ -88,7 +90,7 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
 
 def _as_array(sizes: list[Any]) -> npt.NDArray[Any]:
     if isinstance(sizes[0], int) and not isinstance(sizes[0], bool):
-        try:  # in two thirds of NumPy's time
+        try:  # takes two thirds of NumPy's time
             return np.frombuffer(array("q", sizes), np.int64)
         except (TypeError, OverflowError):
             pass
@@ -103,8 +105,8 @@ def _quick(samples: Sequence[Any], key: SizeKey) -> list[Any]:
         return list(zip(*columns, strict=True))
     values = samples if key is None else list(map(operator.itemgetter(key), samples))
     kinds = set(map(type, values))
-    if not kinds <= _SIZED or (key is None and tuple in kinds):
-        raise TypeError("not the kinds whose length is their size beyond doubt")
+    if not kinds <= SIZED or (key is None and tuple in kinds):
+        raise TypeError("not all of these types have a plain length")
     return list(map(len, values))
 
 

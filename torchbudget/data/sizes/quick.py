@@ -1,4 +1,4 @@
-"""The sizes of columns and lists, whose lengths stand somewhere already: no sample is read."""
+"""The sizes of columns and lists, from their lengths, without reading a sample."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from torchbudget.data.sizes.key import Field, SizeKey
+from torchbudget.data.sizes.key import SIZED, FieldName, SizeKey
 from torchbudget.errors import SizesError
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 
-_PLAIN: Final = frozenset({str, bytes, list, tuple, np.ndarray, torch.Tensor})
-# Columns that a sample holds as they are stored; others (images, say) are decoded when read.
+# Columns whose values are stored as samples have them; others, such as images, are decoded.
 _STORED: Final = frozenset({"Value", "List", "LargeList", "Sequence", "list"})
 
 
 def is_exactly(dataset: object, library: str, name: str) -> bool:
-    """Whether the dataset is of that class; a subclass may read its samples in another way."""
+    """Whether the dataset is of that very class; a subclass may read its samples differently."""
     kind = getattr(sys.modules.get(library), name, None)
     return kind is not None and type(dataset) is kind
 
 
 def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
-    """What reading all samples would tell, shape `(N,)` or `(N, d)`; None where not certain.
+    """The sizes that reading all samples would give, `(N,)` or `(N, d)`; None if not certain.
 
     Raises:
-        SizesError: a column holds a null.
+        SizesError: a column has a null.
     """
     if callable(key):
         return None
@@ -46,7 +44,7 @@ def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
     return sizes if isinstance(key, tuple) else sizes[:, 0]
 
 
-def _axis(dataset: Any, field: Field | None) -> Lengths | None:
+def _axis(dataset: Any, field: FieldName | None) -> Lengths | None:
     if is_exactly(dataset, "datasets", "Dataset"):
         return _arrow(dataset, field)
     if is_exactly(dataset, "pandas", "DataFrame"):
@@ -57,7 +55,7 @@ def _axis(dataset: Any, field: Field | None) -> Lengths | None:
     return _items(dataset, field) if type(dataset) in (list, tuple) else None
 
 
-def _items(samples: Sequence[Any], field: Field | None) -> Lengths | None:
+def _items(samples: Sequence[Any], field: FieldName | None) -> Lengths | None:
     kinds = set(map(type, samples))
     if field is None:
         return None if tuple in kinds else _lengths(samples)
@@ -70,7 +68,7 @@ def _items(samples: Sequence[Any], field: Field | None) -> Lengths | None:
 
 
 def _lengths(values: Sequence[Any]) -> Lengths | None:
-    if not set(map(type, values)) <= _PLAIN:
+    if not set(map(type, values)) <= SIZED:
         return None
     try:
         return np.fromiter(map(len, values), dtype=np.int64, count=len(values))
@@ -78,8 +76,8 @@ def _lengths(values: Sequence[Any]) -> Lengths | None:
         return None
 
 
-def _arrow(dataset: Any, field: Field | None) -> Lengths | None:
-    """The lengths in a column of a `datasets.Dataset`, −1 where it is null."""
+def _arrow(dataset: Any, field: FieldName | None) -> Lengths | None:
+    """The lengths in a column of a `datasets.Dataset`, −1 for a null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

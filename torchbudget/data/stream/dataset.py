@@ -9,13 +9,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, natural, optional
+from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.collate.pad import PadCollate
+from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.positions import END, Positions
@@ -24,12 +25,16 @@ from torchbudget.data.stream.transforms import Transform
 from torchbudget.data.stream.windows import Settings
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import BudgetError, OptionError, StateError, StateMismatchError
+from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
-from torchbudget.plan.oversize import Oversize
+from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import default_window
 from torchbudget.units import parse_bytes
 
-_WINDOW: Final = 4096  # samples of each rank
+_LARGEST: Final = 2**16  # size that a cost is asked for at most, to tell it from others
+_AXES: Final = 4
 _HOST_SHARE: Final = 4  # a quarter of the host's bytes is for what waits for its micro-batch
 _WORKERS: Final = 512  # that count for themselves
 _KINDS: Final = ("oversize", "failed")
@@ -156,15 +161,10 @@ class BudgetedIterableDataset(IterableDataset[Any]):
         rank: int | None = None,
     ) -> None:
         super().__init__()
-        for name, flag in {"shuffle": shuffle, "drop_last": drop_last, "uneven": uneven}.items():
-            if not isinstance(flag, bool):
-                raise OptionError(f"{name} must be a bool, got {flag!r}")
-        for name, value, allowed in (
-            ("oversize", oversize, ("raise", "skip", "alone")),
-            ("on_error", on_error, ("raise", "skip")),
-        ):
-            if value not in allowed:
-                raise OptionError(f"{name} must be one of {allowed}, got {value!r}")
+        check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven)
+        check_oversize(oversize)
+        if on_error not in ("raise", "skip"):
+            raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         check_key(size)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
@@ -178,7 +178,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                 "batches differ, and ranks would wait for each other for ever: say "
                 "batches_per_epoch=…; or uneven=True, and end the loop with stop_together(loader)"
             )
-        window = optional("window", window) or _WINDOW * shared
+        window = optional("window", window) or default_window(shared)
         if window < shared:
             raise OptionError(f"window={window} is below the number of ranks, {shared}")
         self.look_ahead = None if look_ahead is None else parse_bytes(look_ahead)
@@ -212,7 +212,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
                 "shuffle": shuffle,
                 "split": reads.split,
                 "sized": sized,
-                "cost": repr(cost) if isinstance(cost, CostModel) else "a predicate",
+                "cost": _fingerprint(cost) if isinstance(cost, CostModel) else "a predicate",
                 "budget": None if self.budget is None else self.budget.device,
                 "drop_last": drop_last,
                 "oversize": oversize,
@@ -232,20 +232,18 @@ class BudgetedIterableDataset(IterableDataset[Any]):
     def _grouping(
         self, cost: CostModel | ShouldAdd, rules: dict[str, Any], oversize: Oversize, ranks: int
     ) -> Grouping:
+        shared = Ranks(number=ranks)
         if not isinstance(cost, type) and isinstance(cost, CostModel):
-            device_bytes = None if self.budget is None else self.budget.device
-            if device_bytes is None:
-                raise BudgetError(f"the budget must limit the device, got {self.budget!r}")
-            return ByCost(
-                BatchRules(cost=cost, budget_bytes=device_bytes, **rules), oversize, ranks
-            )
+            if self.budget is None:
+                raise BudgetError("with a cost, the budget must limit the device, got None")
+            return ByCost(BatchRules.of(cost, self.budget, **rules), oversize, shared)
         if isinstance(cost, type) or not callable(cost):
             raise OptionError(
                 f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}"
             )
         if rules != {"size_multiple": 1, "max_batch_size": None, "batch_size_multiple": 1}:
             raise OptionError(f"a predicate alone decides what a batch holds; leave out {rules}")
-        return ByPredicate(cost, ranks)
+        return ByPredicate(cost, shared)
 
     @property
     def epoch(self) -> int:
@@ -442,6 +440,12 @@ class BudgetedIterableDataset(IterableDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _walks=weakref.WeakSet())
+
+
+def _fingerprint(cost: CostModel) -> str:
+    """That of a cost on as many axes as it takes: a stream does not know its sizes yet."""
+    of_axes = [cost_fingerprint(cost, np.full(axes, _LARGEST)) for axes in range(2, _AXES + 1)]
+    return fingerprint(cost_fingerprint(cost, _LARGEST), *of_axes)
 
 
 def _add(counts: torch.Tensor, kind: str, number: int) -> None:

@@ -15,6 +15,7 @@ from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.data.stream.source import WorkerSlot, is_indexed
 from torchbudget.data.stream.windows import BufferedSamples, Settings, Start, Windows
 from torchbudget.errors import StateError, StateMismatchError, UnevenRanksError
+from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
 
 _VERSION: Final = 1
@@ -273,7 +274,7 @@ class EpochReader(Iterator[Any]):
             if last is not None:
                 at, before = last.start, last.number - 1
                 samples = [sample for batch in last.batches for sample in batch] + samples
-            joined = BufferedSamples(waiting.start, samples, ())
+            joined = BufferedSamples(waiting.start, samples)
             for number, batch in enumerate(self._rounds(joined)[rank::ranks], before + 1):
                 if at != start or number > done:
                     yield at, number, batch
@@ -291,11 +292,18 @@ class EpochReader(Iterator[Any]):
             return []
         if settings.sized and held.sizes is None:
             held.sizes = sizes_of_all(samples, settings.size, held.start.position)
-        key = (settings.seed, self.epoch, held.start.number, held.start.window, held.start.position)
+        start = held.start
+        key = WindowKey(
+            seed=settings.seed,
+            path=(self.epoch, start.number),
+            places=np.array([start.position]),
+            numbers=np.array([start.window]),
+            shuffle=settings.shuffle,
+        )
         places, starts, stops = settings.grouping.rounds(
             samples,
             held.sizes,
-            key=key if settings.shuffle else None,
+            key=key,
             drop_last=settings.drop_last and held.last,
         )
         # An array of objects picks several times as fast as a list.
@@ -314,4 +322,4 @@ class EpochReader(Iterator[Any]):
         sizes = None
         if waiting.sizes is not None and held.sizes is not None:
             sizes = np.concatenate([waiting.sizes, held.sizes])
-        return BufferedSamples(waiting.start, samples, (), held.last, sizes)
+        return BufferedSamples(waiting.start, samples, held.last, sizes)

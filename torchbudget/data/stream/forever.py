@@ -1,4 +1,4 @@
-"""An endless stream of a data set's samples, drawn with weights."""
+"""An endless source of a dataset's samples, drawn with weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
 from torchbudget.checks import natural
-from torchbudget.data.sizes.sizes_of import MapStyle
+from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError
 from torchbudget.plan.order import Order
 
@@ -28,12 +28,12 @@ class SampleForever(IterableDataset[Any]):
         self._drawn = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` draw others."""
+        """Choose the epoch of the next `iter()`, and so its draws."""
         self._epoch = natural("epoch", epoch)
         self._drawn = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Draw, from the beginning or from the position that was loaded."""
+        """Draw samples, from the beginning or from the loaded position."""
         epoch = self._order.epoch(self._epoch)
         while True:
             start = self._drawn
@@ -42,35 +42,35 @@ class SampleForever(IterableDataset[Any]):
                 yield self._dataset[index]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the drawing stands: a number, since any position can be drawn from."""
+        """The position: the number of draws so far, since draws can start at any position."""
         return {"epoch": self._epoch, "drawn": self._drawn}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there."""
+        """Go on from a position."""
         self._epoch, self._drawn = int(state_dict["epoch"]), int(state_dict["drawn"])
 
 
 def sample_forever(
     dataset: MapStyle, *, weights: npt.ArrayLike | None = None, seed: int = 0
 ) -> SampleForever:
-    """Draw samples of a data set for ever, each independently of the others.
+    """Draw samples of a dataset endlessly, each independently of the others.
 
     A source for `BudgetedIterableDataset(…, batches_per_epoch=…)`.
 
     Args:
         dataset: N samples.
-        weights: relative frequencies, shape `(N,)`. Default: all alike.
+        weights: relative frequencies, shape `(N,)`. Default: all equal.
         seed: the draws are a function of (seed, epoch, position).
 
     Raises:
-        OptionError: the data set is empty, or the weights are no frequencies.
+        OptionError: the dataset is empty, or the weights are invalid.
 
     >>> from itertools import islice
     >>> set(islice(sample_forever("ab", weights=[0, 1]), 5))
     {'b'}
     """
     if not len(dataset):
-        raise OptionError("an empty data set has nothing to draw")
+        raise OptionError("an empty dataset has no samples to draw")
     try:
         frequencies = None if weights is None else np.asarray(weights, np.float64)
     except (TypeError, ValueError) as error:

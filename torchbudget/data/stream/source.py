@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,12 +23,9 @@ from torchbudget.data.stream.libraries import (
     split_by,
 )
 from torchbudget.errors import OptionError, SampleError
-from torchbudget.plan.permutation import Permutation, shuffled_keys
+from torchbudget.plan.permutation import Permutation, Stream, shuffled_keys
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
-
-_SHARD_STREAM: Final = 5
-_INDEX_STREAM: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,7 @@ class Source:
             if self.shuffle:
                 order = order[
                     np.argsort(
-                        shuffled_keys(self.seed, epoch, number, _SHARD_STREAM, numbers=order)
+                        shuffled_keys(self.seed, epoch, number, Stream.SHARDS, numbers=order)
                     )
                 ]
             order = order[part::parts]
@@ -317,7 +314,7 @@ class IndexReader(Reader):
     def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
         super().__init__((), ())
         self._length = length
-        self._order = None if key is None else Permutation(length, *key, _INDEX_STREAM)
+        self._order = None if key is None else Permutation(length, *key, Stream.INDEX)
 
     def place(self, position: int) -> tuple[int, int]:
         """There are no shards."""

@@ -1,14 +1,14 @@
-"""Small functions of a sample, to be put together: each one gives a picklable object.
+"""Small transforms of a sample that can be combined: each function returns a picklable callable.
 
 >>> from torchbudget import transforms
 >>> shorter = transforms.apply_at("ids", list.__getitem__, slice(2))
 >>> shorter({"ids": [7, 8, 9], "label": 1})
 {'ids': [7, 8], 'label': 1}
 
-What is random draws from `transforms.rng()`, the generator of the one sample: a function of
-(seed, epoch, shard, place within it), and so the same for any number of threads and of workers.
-Only a source that splits itself, as a function `(shard, num_shards)` does, has other shards for
-another number of workers.
+Random transforms draw from `transforms.rng()`, the generator of one sample. Its numbers are a
+function of (seed, epoch, shard, position in the shard), and so the same for any number of threads
+and workers. The exception is a source that splits itself, such as a function `(shard, num_shards)`:
+its shards depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,12 @@ from torchbudget.errors import OptionError
 
 Transform: TypeAlias = Callable[[Any], Any]
 
-__all__ = [
-    "apply_at",
-    "expand",
-    "keep_if",
-    "multiply",
-    "random_apply",
-    "rng",
-    "sample_args",
-    "unpack_args",
-    "zip_apply",
-]
-
 
 class SampleRandom:
-    """What is random about one sample.
+    """The random generator of one sample.
 
     Args:
-        key: what its numbers are a function of.
+        key: the seed; the numbers are a function of it.
     """
 
     __slots__ = ("_generator", "_key")
@@ -52,7 +40,7 @@ class SampleRandom:
 
     @property
     def generator(self) -> np.random.Generator:
-        """Made when it is first asked for: most samples draw nothing."""
+        """Made at its first use, since most samples draw nothing."""
         if self._generator is None:
             self._generator = np.random.Generator(
                 np.random.Philox(np.random.SeedSequence(self._key))
@@ -69,17 +57,17 @@ def rng() -> np.random.Generator:
     For torch: `torch.Generator().manual_seed(int(rng().integers(2**63)))`.
 
     Raises:
-        OptionError: no stream is transforming a sample.
+        OptionError: called outside a stream's transforms.
     """
     try:
         return sample_random.get().generator
     except LookupError:
-        raise OptionError("transforms.rng() is that of a sample in a stream's transforms") from None
+        raise OptionError("transforms.rng() works only inside a stream's transforms") from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A function with arguments that follow the sample."""
+    """A function with further arguments after the sample."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -154,7 +142,7 @@ class _Drawn(_Call):
 
 @dataclass(frozen=True, slots=True)
 class Expanded(_Call):
-    """Gives many samples of one, or none."""
+    """Turns one sample into any number of samples."""
 
 
 def _like(value: Any, fields: list[Any]) -> Any:
@@ -164,7 +152,7 @@ def _like(value: Any, fields: list[Any]) -> Any:
 
 
 def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """`function(*sample, *args, **kwargs)`; of a mapping, its fields by name.
+    """`function(*sample, *args, **kwargs)`; a mapping's fields are passed by name.
 
     >>> unpack_args(max)((3, 5))
     5
@@ -175,7 +163,7 @@ def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tran
 def apply_at(
     places: int | str | Sequence[int | str], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Transform:
-    """Replace one field or several: each by `function(field, *args, **kwargs)`.
+    """Replace each of some fields by `function(field, *args, **kwargs)`.
 
     >>> apply_at(0, len)(("abc", "d"))
     (3, 'd')
@@ -185,7 +173,7 @@ def apply_at(
 
 
 def zip_apply(*functions: Transform | None) -> Transform:
-    """The first function for the first field, and so on; `None` leaves a field as it is.
+    """Apply the first function to the first field, and so on; `None` leaves a field as it is.
 
     >>> zip_apply(len, None)(("abc", "d"))
     (3, 'd')
@@ -194,7 +182,7 @@ def zip_apply(*functions: Transform | None) -> Transform:
 
 
 def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """The same function for every field.
+    """Apply the same function to every field.
 
     >>> multiply(len)({"source": "abc", "target": "de"})
     {'source': 3, 'target': 2}
@@ -205,7 +193,7 @@ def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transfo
 def random_apply(
     probability: float, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Transform:
-    """`function(sample, *args, **kwargs)` with a probability, else the sample as it is.
+    """`function(sample, *args, **kwargs)` with a probability, else the sample unchanged.
 
     Raises:
         OptionError: the probability is not between 0 and 1.
@@ -216,20 +204,20 @@ def random_apply(
 
 
 def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """`function(sample, *args, **kwargs)`, where arguments that are callable are called first.
+    """`function(sample, *args, **kwargs)`; arguments that are callable are called first.
 
-    They draw from `transforms.rng()`.
+    They may draw from `transforms.rng()`.
     """
     return _Drawn(function, args, kwargs)
 
 
 def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> Transform:
-    """All of `function(sample, *args, **kwargs)` become samples of their own."""
+    """Each element of `function(sample, *args, **kwargs)` becomes a sample of its own."""
     return Expanded(function, args, kwargs)
 
 
 def keep_if(predicate: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """Leave out the samples of which `predicate(sample, *args, **kwargs)` is false."""
+    """Keep only samples for which `predicate(sample, *args, **kwargs)` is true."""
     return Expanded(_Kept(predicate), args, kwargs)
 
 

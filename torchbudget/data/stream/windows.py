@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.sizes.key import SizeKey, size_of, sizes_of_all
 from torchbudget.data.stream.pipeline import Failed, Item, Pipeline
 from torchbudget.data.stream.sample_bytes import held_bytes
@@ -20,9 +17,7 @@ from torchbudget.data.stream.source import Reader, Source, WorkerSlot
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import SampleError, SizesError, StateMismatchError
 from torchbudget.plan.grouping import Grouping
-from torchbudget.plan.tight import reserve
 
-_NONE: Final = np.empty(0, np.int64)
 _log: Final = logging.getLogger("torchbudget")
 
 
@@ -52,14 +47,12 @@ class BufferedSamples:
     Attributes:
         start: where they begin.
         samples: in the order in which they were read.
-        positions: of the items that they were made of.
         last: nothing follows in the pass.
         sizes: of the samples, once they were measured.
     """
 
     start: Start
     samples: list[Any]
-    positions: Sequence[int] | IntArray
     last: bool = False
     sizes: npt.NDArray[Any] | None = None
 
@@ -132,7 +125,6 @@ class Windows:
         self._endless = endless
         self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.called)
         self._told = False
-        self._ahead: tuple[IntArray, list[Any]] = _NONE, []  # read, and left for the next window
         self.next = Start(left=settings.window)
         self.made = 0
         self.buffered_bytes = 0
@@ -202,7 +194,7 @@ class Windows:
             _remove(held, failed)
             self.measure(held)
             return
-        over = settings.grouping.over(held.sizes, first)
+        over = settings.grouping.oversized(held.sizes, first)
         if over.size:
             self._count("oversize", over.size)
             held.sizes = np.delete(held.sizes, over, axis=0)
@@ -250,32 +242,16 @@ class Windows:
     def _window(self, reader: Reader, epoch: int, at: Start) -> Iterator[BufferedSamples]:
         """The samples of one window, all at once or as many as the bytes allow."""
         settings = self._settings
-        ahead, samples = self._ahead
-        self._ahead = _NONE, []
         left = at.left - (reader.position - at.position)
         if not settings.transforms and self._most_bytes is None:
-            read = reader.position
-            first = max(left - reserve(settings.window), 0)
-            samples += reader.take(first)
-            mark = reader.state()
-            samples += reader.take(left - first)
+            samples = reader.take(left)
             samples += reader.take(self._tail(reader))
-            positions = np.append(ahead, np.arange(read, reader.position))
-            yield from self._ended(reader, BufferedSamples(at, samples, positions), mark)
+            yield from self._ended(reader, BufferedSamples(at, samples))
             return
-        again = (
-            (position, [sample for _, sample in group])
-            for position, group in groupby(
-                zip(ahead.tolist(), samples, strict=True), key=itemgetter(0)
-            )
-        )
-        items = self._pipeline(self._items(reader, left), settings.seed, epoch, at.number)
-        mark = None
-        places: list[int] = []
-        held = BufferedSamples(at, [], places)
-        for position, made in chain(again, items):
-            if position - at.position == at.left - reserve(settings.window):
-                mark = reader.state()
+        held = BufferedSamples(at, [])
+        for position, made in self._pipeline(
+            self._items(reader, left), settings.seed, epoch, at.number
+        ):
             if isinstance(made, Failed):
                 if not settings.skip_failed:
                     raise made.error
@@ -289,40 +265,19 @@ class Windows:
                 self.measure(held)
                 if held.samples:
                     yield held
-                places = []
-                held = BufferedSamples(self.next, [], places)
+                held = BufferedSamples(self.next, [])
                 self.buffered_bytes = 0
             held.samples += made
-            places += [position] * len(made)
             self.buffered_bytes += needed
             self.largest_buffered_bytes = max(self.largest_buffered_bytes, self.buffered_bytes)
-        yield from self._ended(reader, held, mark)
+        yield from self._ended(reader, held)
         self.buffered_bytes = 0
 
-    def _ended(
-        self, reader: Reader, held: BufferedSamples, mark: dict[str, Any] | None
-    ) -> Iterator[BufferedSamples]:
-        """A window's last samples, less those that are left for the next one."""
+    def _ended(self, reader: Reader, held: BufferedSamples) -> Iterator[BufferedSamples]:
+        """A window's last samples."""
         held.last = reader.ended
-        read = len(held.samples)
         self.measure(held)
         self.next = self._behind(reader, held.start)
-        alone = self._settings.source.split != "none" or self._slot.workers == 1
-        # Who goes on from there reads again what was left out, and counts its bytes.
-        whole = len(held.samples) == read
-        if alone and whole and not reader.ended and held.sizes is not None:
-            keep = self._settings.grouping.filled(held.sizes)
-            while 0 < keep < len(held.samples) and held.positions[keep] == held.positions[keep - 1]:
-                keep -= 1
-            if 0 < keep < len(held.samples):
-                position = int(held.positions[keep])
-                # Threads read ahead, and samples that were left out count as positions.
-                if mark is None or mark["position"] > position:
-                    mark = held.start.source
-                self.next = replace(self.next, position=position, source=mark)
-                self._ahead = np.asarray(held.positions[keep:]), held.samples[keep:]
-                held.sizes = held.sizes[:keep]
-                del held.samples[keep:]
         if held.samples:
             yield held
 
@@ -339,8 +294,6 @@ class Windows:
             yield Item(position, reader.place(position), value)
 
 
-def _remove(held: BufferedSamples, places: list[int]) -> None:
+def _remove(held: BufferedSamples, places: Iterable[int]) -> None:
     gone = set(places)
-    kept = [place for place in range(len(held.samples)) if place not in gone]
-    held.samples = [held.samples[place] for place in kept]
-    held.positions = [held.positions[place] for place in kept]
+    held.samples = [one for place, one in enumerate(held.samples) if place not in gone]

@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import Column, new_tensor, read_column
+from torchbudget.data.collate.columns import Column, new_tensor, write_fields
 from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch
 from torchbudget.data.collate.padding import PaddedLayout, Padder, PaddingRule, PaddingValue
 from torchbudget.data.collate.structure import (
-    Path,
+    FieldPath,
     choose_length_field,
     find_path,
     put_together,
@@ -24,8 +25,9 @@ from torchbudget.errors import CollateError, OptionError
 
 Side: TypeAlias = str | float
 Axes: TypeAlias = int | tuple[int, ...]
+Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
 
-# What these fields mean to models: F.cross_entropy ignores -100, and attention what is 0.
+# By convention: F.cross_entropy ignores -100, and attention ignores what is masked with 0.
 _OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
 
 
@@ -33,41 +35,42 @@ _OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
 class PadCollate:
     """Collates ragged samples into a `PaddedBatch`: every field padded to one shape.
 
-    **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested as deep as
-    they like, all alike. **Fields** are tensors, NumPy arrays, lists of numbers (of lists of
-    numbers for more axes), numbers, or strings. A field keeps its dtype; Python's ints become
-    int64, floats the default dtype, bools bool, as in `torch.tensor`. Every axis in which samples
-    differ is padded to the longest; numbers are stacked; strings become a list. What the samples
-    leave open is an error rather than a guess: another dtype, another number of axes or a missing
-    key in one sample raises, with its field and position.
+    **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested to any depth,
+    all of the same structure. **Fields** are tensors, NumPy arrays, lists of numbers (nested lists
+    for more axes), numbers, or strings. A field keeps its dtype; Python's ints become int64,
+    floats the default dtype, bools bool, as in `torch.tensor`. Every axis in which samples differ
+    is padded to the longest; numbers are stacked; strings become a list. Nothing is guessed: a
+    sample with another dtype, another number of axes or a missing key raises an error that names
+    the field and the sample's position.
 
-    Each option is one value for all fields, or a mapping from field to value, where a field is
-    named by its key or position, and by a tuple of those where samples are nested. A field that
-    the mapping leaves out has the default.
+    Each option is one value for all fields, or a mapping from field to value. A field is named by
+    its key or position, and by a tuple of those if samples are nested. A field that is not in the
+    mapping has the default.
 
-    Inside a `DataLoader` worker the batch is written straight into shared memory.
+    Inside a `DataLoader` worker the batch is written directly into shared memory.
 
     Args:
         padding_value: a number, or a function of a sample's own value: `torch.min` for tensors and
             lists, `np.min` for arrays. The fields `labels` and `attention_mask` pad with -100,
             which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them.
-        side: where padding stands: "right", "left", or the share of it that stands on the left,
-            from 0 to 1; 0.5 centres samples.
-        length_axes: the axes, counted without the batch's, whose lengths the batch reports and
-            whose padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height,
-            width, channels, -1 for channels by time. A field that lacks such an axis goes without.
-        size_multiple: padded lengths are rounded up to a multiple of it, as the sampler's are:
-            an int for all of `length_axes`, or a tuple of one per axis.
+        side: the side of the padding: "right", "left", or the share of it on the left, from 0 to 1;
+            0.5 centres samples.
+        length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
+            padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
+            channels, -1 for channels by time. A field without such an axis has no length.
+        size_multiple: padded lengths are rounded up to a multiple of it. It must be that of the
+            sampler or stream: give an int for all of `length_axes`, a tuple of one per axis, or
+            the sampler or stream itself, from which the int is read once.
         length_field: the field, by name or position, whose lengths are the batch's `lengths`,
             `mask` and `num_tokens`; by default the first that has one of the `length_axes`.
-        mask: a name, such as "attention_mask", under which a batch of dict samples gets the length
-            field's mask, as the int64 ones and zeros that tokenizers give and models of Hugging
-            Face take. `PaddedBatch.mask` is the same as bool.
+        mask: the name, such as "attention_mask", of a field that is added to a batch of dict
+            samples: the length field's mask as int64 ones and zeros, as Hugging Face models take
+            it. `PaddedBatch.mask` is the same as bool.
 
     Raises:
-        OptionError: an option is none of the above.
-        CollateError: when it is called with samples that cannot form one batch, or that lack a
-            field that an option names.
+        OptionError: an option is invalid.
+        CollateError: when called with samples that cannot form one batch, or without a field that
+            an option names.
 
     >>> collate = PadCollate(padding_value={"ids": 9}, side="left", mask="attention_mask")
     >>> batch = collate([{"ids": [1, 2, 3], "labels": [4, 5]}, {"ids": [6], "labels": [7]}])
@@ -89,22 +92,23 @@ class PadCollate:
     padding_value: PaddingValue | Mapping[Any, PaddingValue] = 0
     side: Side | Mapping[Any, Side] = "right"
     length_axes: Axes | Mapping[Any, Axes] = 0
-    size_multiple: Axes | Mapping[Any, Axes] = 1
+    size_multiple: Multiple | Mapping[Any, Multiple] = 1
     length_field: Any | None = None
     mask: str | None = None
-    _rules: dict[tuple[Path, int], PaddingRule] = field(
+    _rules: dict[tuple[FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """Read every option once, so that a wrong one fails here and not in a worker."""
-        for option, check in _PER_FIELD.items():
+        """Read every option once, so that an invalid one fails here and not in a worker."""
+        for option, read in _PER_FIELD.items():
             given = getattr(self, option)
             if isinstance(given, Mapping):
-                # A copy: what the caller does to the mapping later must not reach a frozen value.
-                object.__setattr__(self, option, dict(given))
-            for value in given.values() if isinstance(given, Mapping) else [given]:
-                check(value)
+                # A copy: later changes to the caller's mapping must not change a frozen value.
+                kept = {name: read(value) for name, value in given.items()}
+            else:
+                kept = read(given)
+            object.__setattr__(self, option, kept)
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
@@ -114,39 +118,27 @@ class PadCollate:
         paths = [entry.path for entry in fields]
         self._check_names(paths)
         padder = Padder()
-        values: list[Any] = []
-        layouts: list[PaddedLayout | None] = []
-        for entry in fields:
-            value, layout = (
-                (list(entry.values), None)
-                if entry.kind == "text"
-                else self._pad(padder, read_column(entry))
-            )
-            values.append(value)
-            layouts.append(layout)
-        index = choose_length_field(
-            self.length_field,
-            paths,
-            [layout is not None and bool(layout.length_axes) for layout in layouts],
-            [layout is None for layout in layouts],
-        )
+
+        def write(column: Column) -> tuple[torch.Tensor, PaddedLayout]:
+            return padder.pad(column, self._rule(column.path, column.shapes.shape[1]))
+
+        values, layouts = write_fields(fields, write)
+        index = choose_length_field(self.length_field, paths, layouts)
         data = put_together(structure, iter(values))
         if self.mask is not None:
             layouts.append(self._add_mask(data, layouts[index]))
-        return make_batch(PADDED_KINDS, data, len(samples), layouts, index)
+            paths.append((self.mask,))
+        return make_batch(PADDED_KINDS, data, len(samples), paths, layouts, index)
 
-    def _check_names(self, paths: Sequence[Path]) -> None:
+    def _check_names(self, paths: Sequence[FieldPath]) -> None:
         for option in _PER_FIELD:
             given = getattr(self, option)
             if isinstance(given, dict):
                 for name in given:
                     find_path(name, paths, option)
 
-    def _pad(self, padder: Padder, column: Column) -> tuple[torch.Tensor, PaddedLayout]:
-        return padder.pad(column, self._rule(column.path, column.shapes.shape[1]))
-
-    def _rule(self, path: Path, ndim: int) -> PaddingRule:
-        """What the options mean for a field, worked out once."""
+    def _rule(self, path: FieldPath, ndim: int) -> PaddingRule:
+        """How the options apply to a field, computed once."""
         if (path, ndim) not in self._rules:
             axes: list[int] = []
             multiples = [1] * ndim
@@ -171,7 +163,7 @@ class PadCollate:
             )
         return self._rules[path, ndim]
 
-    def _value(self, path: Path) -> Any:
+    def _value(self, path: FieldPath) -> Any:
         own = _OWN_PADDING.get(path[-1]) if path else None
         if isinstance(self.padding_value, dict):
             return _of_field(self.padding_value, path, 0 if own is None else own)
@@ -179,7 +171,9 @@ class PadCollate:
 
     def _add_mask(self, data: Any, layout: PaddedLayout | None) -> PaddedLayout:
         if not isinstance(data, dict):
-            raise CollateError("mask= adds a field to dict samples; these are none: use batch.mask")
+            raise CollateError(
+                "mask= adds a field to dict samples, which these are not: use batch.mask"
+            )
         if self.mask in data:
             raise CollateError(f"mask={self.mask!r} would overwrite a field that the samples have")
         if layout is None or not layout.length_axes:
@@ -189,7 +183,7 @@ class PadCollate:
         return layout.select(layout.length_axes)
 
 
-def _of_field(option: Any, path: Path, default: Any) -> Any:
+def _of_field(option: Any, path: FieldPath, default: Any) -> Any:
     if not isinstance(option, dict):
         return option
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
@@ -199,15 +193,12 @@ def _as_tuple(axes: Axes) -> tuple[int, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_value(value: Any) -> None:
+def _read_value(value: Any) -> Any:
     if not callable(value) and not isinstance(value, (int, float, complex)):
         raise OptionError(
             f"padding_value must be a number, a function or a mapping of those, got {value!r}"
         )
+    return value
 
 
 def _left_share(side: Any) -> float:
@@ -224,22 +215,27 @@ def _left_share(side: Any) -> float:
     return float(side)
 
 
-def _check_axes(axes: Any) -> None:
+def _read_side(side: Any) -> Any:
+    _left_share(side)
+    return side
+
+
+def _read_axes(axes: Any) -> Any:
     named = _as_tuple(axes)
-    if not all(map(_is_int, named)) or len(set(named)) < len(named):
+    if not all(map(is_int, named)) or len(set(named)) < len(named):
         raise OptionError(f"length_axes must be an int or a tuple of different ints, got {axes!r}")
+    return axes
 
 
-def _check_multiple(multiple: Any) -> None:
-    if not all(_is_int(m) and m >= 1 for m in _as_tuple(multiple)):
-        raise OptionError(
-            f"size_multiple must be a positive int or a tuple of those, got {multiple!r}"
-        )
+def _read_multiple(multiple: Any) -> int | tuple[int, ...]:
+    if isinstance(multiple, tuple):
+        return tuple(map(size_multiple_of, multiple))
+    return size_multiple_of(multiple)
 
 
-_PER_FIELD: dict[str, Callable[[Any], object]] = {
-    "padding_value": _check_value,
-    "side": _left_share,
-    "length_axes": _check_axes,
-    "size_multiple": _check_multiple,
+_PER_FIELD: dict[str, Callable[[Any], Any]] = {
+    "padding_value": _read_value,
+    "side": _read_side,
+    "length_axes": _read_axes,
+    "size_multiple": _read_multiple,
 }

@@ -1,4 +1,4 @@
-"""Samples read by identity, as users of feeders write them."""
+"""Samples read by identity."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from torchbudget import (
     transforms,
 )
 from torchbudget.errors import OptionError, SampleError
-from torchbudget.readers import HookedCollate, ReaderDataset
+from torchbudget.readers import ReaderDataset
 
 TOKENS = PaddedCost(unit_bytes=1)
+
+
 RATE = 4
 
 
@@ -81,7 +83,7 @@ def test_an_epoch_over_identities(workers: int, tmp_path: Path) -> None:
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     batches = list(loader)
     assert pairs(batches) == expected(40)
-    assert files.reads.tolist() == [1] * 40  # whatever the number of workers
+    assert files.reads.tolist() == [1] * 40  # with any number of workers
     stream.set_epoch(1)
     assert pairs(loader) == expected(40)
     assert max(inputs.numel() for inputs, _ in batches) <= 100
@@ -117,21 +119,6 @@ def test_the_remainder_is_kept_or_dropped(tmp_path: Path) -> None:
         assert sum(batch.num_samples for batch in loader) == n
 
 
-def louder(x: torch.Tensor) -> torch.Tensor:
-    return 10 * x
-
-
-def test_hooks_on_batches(tmp_path: Path) -> None:
-    """On inputs, on targets, on batches of inputs alone."""
-    reader = reader_of(Files(tmp_path, 6))
-    hooked = HookedCollate(collate_fn=PadCollate(), on_input=louder, on_target=torch.neg)
-    [batch] = DataLoader(reader, batch_size=12, collate_fn=hooked)
-    inputs, targets = batch
-    assert torch.equal(inputs[:, 0], -10.0 * targets)
-    alone = HookedCollate(collate_fn=torch.stack, on_input=louder)
-    assert alone([torch.ones(2)]).tolist() == [[10, 10]]
-
-
 def two(identity: Any) -> Any:
     return [identity, identity]
 
@@ -141,39 +128,5 @@ def test_what_cannot_be() -> None:
         ReaderDataset([], two)
     with pytest.raises(OptionError, match="read_target"):
         ReaderDataset([1], two, read_target=3)  # type: ignore[arg-type]
-    with pytest.raises(SampleError, match="the read of 1 gave 2 variants, 3 were expected"):
+    with pytest.raises(SampleError, match="expected 3 variants of 1, its read returned 2"):
         ReaderDataset([1], two, variants_per_read=3)[0]
-
-
-class Broken:
-    """A map-style data set with one index that cannot be read."""
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 13:
-            raise OSError("unreadable")
-        return torch.full((1 + index % 5,), index)
-
-
-@pytest.mark.parametrize("workers", [0, 3])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_map_style_data_set_is_a_source(workers: int) -> None:
-    """Shuffled as a whole; one that cannot be read is skipped and counted, or named."""
-    stream = BudgetedIterableDataset(Broken(), TOKENS, 20, window=8, on_error="skip")
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    order = [one for batch in loader for one in batch.data[:, 0].tolist()]
-    assert sorted(order) == [n for n in range(50) if n != 13]
-    assert stream.skipped_samples.failed == 1
-    first = order[:8]
-    assert max(first) - min(first) > 8  # not the first window of the data set's own order
-    with pytest.raises(SampleError, match="OSError: unreadable"):
-        list(BudgetedIterableDataset(Broken(), TOKENS, 20, window=8))
-
-
-def test_a_map_style_data_set_seeks() -> None:
-    stream = BudgetedIterableDataset(Broken(), TOKENS, 20, window=8, on_error="skip")
-    walk = iter(stream)
-    next(walk)
-    assert walk.state_dict()["goes_on_by"] == "seeking"

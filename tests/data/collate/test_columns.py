@@ -8,13 +8,60 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.support.sample_strategies import same as bitwise
+from tests.support.sample_strategies import tensors_of
 from torchbudget import PackCollate, PadCollate
-from torchbudget.data.collate.pack import JaggedCollate
+
+
+class TestFields:
+    def test_python_numbers_become_what_torch_makes_of_them(self) -> None:
+        samples = [{"i": 1, "f": 0.5, "b": True, "c": 1j, "s": "x"}] * 2
+        batch = PadCollate()(samples)
+        assert [batch[k].dtype for k in "ifbc"] == [
+            torch.int64, torch.float32, torch.bool, torch.complex64,
+        ]  # fmt: skip
+        assert batch["s"] == ["x", "x"]
+
+    def test_the_default_dtype_is_that_of_floats(self) -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            batch = PadCollate()([{"n": 0.1, "l": [0.1]}])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert batch["n"].item() == batch["l"].item() == 0.1
+
+    def test_a_list_of_ints_and_floats_holds_floats(self) -> None:
+        batch = PadCollate()([[1, 0.5], [0.25]])
+        assert bitwise(batch.data, torch.tensor([[1, 0.5], [0.25, 0]]))
+
+    def test_numbers_of_numpy_may_stand_in_lists(self) -> None:
+        batch = PadCollate()([[np.int32(1)], [np.int32(2), np.int32(3)]])
+        assert bitwise(batch.data, torch.tensor([[1, 0], [2, 3]]))
+
+    def test_numpy_scalars_keep_their_dtype(self) -> None:
+        batch = PadCollate()([np.float64(1), np.float64(2)])
+        assert bitwise(batch.data, torch.tensor([1, 2], dtype=torch.float64))
+
+    def test_empty_lists_have_the_dtype_and_axes_of_the_others(self) -> None:
+        batch = PadCollate()([{"a": [], "b": [[1, 2], [3, 4]]}, {"a": [True], "b": []}])
+        assert bitwise(batch["a"], torch.tensor([[False], [True]]))
+        assert bitwise(batch["b"], torch.tensor([[[1, 2], [3, 4]], [[0, 0], [0, 0]]]))
+        assert bitwise(PadCollate()([[], []]).data, torch.empty(2, 0))
+
+    def test_arrays_of_any_byte_order_and_stride(self) -> None:
+        samples = [np.arange(6, dtype=">i4")[::-2], np.arange(4, dtype=">i4")]
+        expected = torch.tensor([[5, 3, 1, 0], [0, 1, 2, 3]], dtype=torch.int32)
+        assert bitwise(PadCollate()(samples).data, expected)
+        assert bitwise(PadCollate(size_multiple=4)(samples[:1]).data, expected[:1])
+
+    def test_read_only_arrays_are_read(self) -> None:
+        array = np.arange(3)
+        array.flags.writeable = False
+        assert PadCollate()([array, array[:2]]).data.tolist() == [[0, 1, 2], [0, 1, 0]]
+
 
 COLLATES = (
     PadCollate(padding_value={"tokens": -1}, side="left", size_multiple=4, mask="mask"),
     PackCollate(),
-    JaggedCollate(),
 )
 
 
@@ -40,7 +87,7 @@ class Every:
 
     def __call__(self, samples: list[Any]) -> tuple[list[Any], bool, bool]:
         batches = [collate(samples) for collate in COLLATES]
-        tensors = [tensor for batch in batches for tensor in batch._tensors() if tensor.numel()]
+        tensors = [tensor for batch in batches for tensor in tensors_of(batch) if tensor.numel()]
         shared = all(tensor.is_shared() for tensor in tensors)
         tight = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
         return batches, shared and tight, get_worker_info() is not None
@@ -65,12 +112,10 @@ def test_workers_make_the_same_batches_straight_in_shared_memory(context: str | 
         expected = [collate([dataset[i] for i in indices]) for collate in COLLATES]
         for came, here in zip(batches, expected, strict=True):
             assert type(came) is type(here)
-            assert all(map(bitwise, came._tensors(), here._tensors()))
+            assert all(map(bitwise, tensors_of(came), tensors_of(here)))
             assert bitwise(came.lengths, here.lengths)
             assert came["name"] == here["name"]
             assert came.nbytes == here.nbytes
-        jagged = batches[2]
-        assert (jagged["tokens"] + jagged["tokens"]).is_nested
         assert batches[0].mask.sum() == batches[0].num_tokens
         seen += batches[0].num_samples
     assert seen == len(dataset)

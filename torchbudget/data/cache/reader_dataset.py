@@ -1,10 +1,9 @@
-"""`ReaderDataset`: samples that are read by their identities, several at a read."""
+"""`ReaderDataset`: samples that are read by identity, several per read."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -18,24 +17,24 @@ Read = Callable[[Any], Any]
 class ReaderDataset(Dataset[Any]):
     """Samples that are read by identity: a file's name, a patient's number, a key.
 
-    A read may give several variants (crops, slices, channels), each of which is a sample. With
-    `read_target` samples are pairs of input and target; targets are read likewise.
+    A read may return several variants (crops, slices, channels), each of which is a sample. With
+    `read_target`, samples are pairs of input and target; targets are read likewise.
 
-    Sample number i is variant `i % variants_per_read` of identity `i // variants_per_read`. Of
-    neighbours that are asked for one after the other each identity is read once. For an order that
-    is shuffled, `reads` has a whole read at each index, and a stream makes samples of it, with
-    `transforms=[transforms.expand(list)]`.
+    Sample i is variant `i % variants_per_read` of identity `i // variants_per_read`. In order,
+    each identity is read once. For a shuffled order use `reads`, which has all variants of an
+    identity at each index, in a stream with `transforms=[transforms.expand(list)]`.
 
     Args:
-        identities: what is read.
-        read: gives the input of an identity, or a sequence of `variants_per_read` of them where
-            that is above 1.
-        read_target: likewise, its target.
-        variants_per_read: samples of each identity.
+        identities: the identities to read.
+        read: returns the input of an identity; if `variants_per_read` is above 1, a sequence of so
+            many.
+        read_target: likewise for the target.
+        variants_per_read: samples per identity.
 
     Raises:
-        OptionError: no identities, or no such number.
-        SampleError: a read gave another number of variants; when the sample is asked for.
+        OptionError: there are no identities, a function is not callable, or `variants_per_read`
+            is not an int of at least 1.
+        SampleError: a read returned another number of variants; raised when a sample is read.
 
     >>> reader = ReaderDataset(["ab", "cd"], list, variants_per_read=2)
     >>> len(reader), reader[3], list(reader.reads[0])
@@ -62,14 +61,14 @@ class ReaderDataset(Dataset[Any]):
         self._last = _Last()
 
     def __len__(self) -> int:
-        """Samples: identities times variants."""
+        """The number of samples: identities times variants."""
         return len(self.identities) * self.variants_per_read
 
     def __getitem__(self, index: int) -> Any:
-        """The sample of that number."""
+        """Sample `index`."""
         number = int(index) + (len(self) if index < 0 else 0)
         if not 0 <= number < len(self):
-            raise IndexError(f"{index} is no sample of {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} samples")
         place, variant = divmod(number, self.variants_per_read)
         if self._last.place != place:
             self._last.samples = self._samples(place)
@@ -78,7 +77,7 @@ class ReaderDataset(Dataset[Any]):
 
     @property
     def reads(self) -> Reads:
-        """The samples of each identity, as a data set of lists."""
+        """The samples of each identity, as a dataset of lists."""
         return Reads(self)
 
     def _samples(self, place: int) -> list[Any]:
@@ -94,14 +93,14 @@ class ReaderDataset(Dataset[Any]):
             return [found]
         if len(found) != self.variants_per_read:
             raise SampleError(
-                f"the read of {identity!r} gave {len(found)} variants, "
-                f"{self.variants_per_read} were expected"
+                f"expected {self.variants_per_read} variants of {identity!r}, "
+                f"its read returned {len(found)}"
             )
         return list(found)
 
 
 class _Last(threading.local):
-    """What this thread has read last; nothing that is pickled."""
+    """The last read of this thread; not pickled."""
 
     place = -1
     samples: list[Any]
@@ -121,33 +120,3 @@ class Reads(Dataset[list[Any]]):
 
     def __getitem__(self, place: int) -> list[Any]:
         return self._reader._samples(place)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HookedCollate:
-    """A collate with hooks on the batch of inputs and on that of targets.
-
-    Args:
-        collate_fn: makes a batch of samples.
-        on_input: of the batch, or of its first field where samples are pairs, makes what comes.
-        on_target: of its second field, likewise.
-
-    >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
-    >>> collate([([1.0, 2.0], 3)])
-    (tensor([[0.1000, 0.2000]]), tensor([3]))
-    """
-
-    collate_fn: Callable[[list[Any]], Any]
-    on_input: Callable[[Any], Any] | None = None
-    on_target: Callable[[Any], Any] | None = None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """The hooked batch: a pair where samples are pairs."""
-        batch = self.collate_fn(samples)
-        if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
-            return batch if self.on_input is None else self.on_input(batch)
-        inputs, targets = batch
-        return (
-            inputs if self.on_input is None else self.on_input(inputs),
-            targets if self.on_target is None else self.on_target(targets),
-        )

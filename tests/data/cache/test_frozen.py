@@ -1,0 +1,81 @@
+"""Samples as bytes, through the cache that keeps them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+
+from torchbudget import SampleCache
+
+dtypes = st.sampled_from([np.bool_, np.int8, np.uint16, np.int64, np.float16, np.float64, "U3"])
+
+
+leaves = st.one_of(
+    st.integers(),
+    st.text(),
+    st.binary(),
+    st.none(),
+    np_st.arrays(dtypes, np_st.array_shapes(min_dims=0, min_side=0, max_side=4)),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+    ).flatmap(
+        lambda dtype: st.sampled_from([(), (0,), (3,), (2, 3)]).map(
+            lambda shape: torch.ones(shape).to(dtype)
+        )
+    ),
+    st.just(torch.arange(12).reshape(3, 4).t()),  # not contiguous
+)
+
+
+samples = st.recursive(
+    leaves,
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, np.ndarray):
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+class Audio(NamedTuple):
+    wave: Any
+    text: str
+
+
+@given(samples)
+def test_what_comes_back_is_what_went_in(sample: Any) -> None:
+    """Tensors of every dtype, arrays, texts, nested: the same, again and again."""
+    cache = SampleCache([sample], "1MiB")
+    for _ in range(3):
+        assert same(sample, cache[0])
+    assert (cache.misses, cache.hits) == (1, 2)
+
+
+def test_a_sample_is_ones_own() -> None:
+    """What is done to a sample in place is not done to the cache."""
+    cache = SampleCache([Audio(torch.zeros(3), "a"), Audio(np.zeros(3), "b")], "1MiB")
+    for index in (0, 1):
+        for _ in range(3):
+            sample = cache[index]
+            assert isinstance(sample, Audio)
+            assert not sample.wave.any()
+        sample.wave[:] = 1
+        assert not cache[index].wave.any()

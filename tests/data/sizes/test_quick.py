@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.map_datasets import WHY, example, hugging_face, of, texts
+from torchbudget.data.sizes.quick import quick_sizes
+from torchbudget.errors import SizesError
+
+
+def test_a_plain_list_needs_no_pass():
+    samples = [[1], "ab", torch.zeros(3), np.zeros(4), b"12345"]
+    assert quick_sizes(samples, None).tolist() == [1, 2, 3, 4, 5]
+    assert quick_sizes([([1], "ab"), ([], "a")], (0, 1)).tolist() == [[1, 2], [0, 1]]
+
+
+cells = st.one_of(texts, st.lists(st.integers(0, 9), max_size=5), st.none(), st.just(float("nan")))
+
+
+@given(
+    rows=st.lists(st.tuples(cells, texts), max_size=8),
+    seed=st.integers(0, 9),
+    key=st.sampled_from(["a", "b", ("a", "b"), ("b",), "absent", len]),
+)
+@settings(deadline=None)
+def test_pandas_quick_equals_slow(rows, seed, key):
+    """A frame of any index is read by position; both ways agree on the sizes and on the error."""
+    pandas = pytest.importorskip("pandas", reason=WHY)
+    frame = pandas.DataFrame(rows, columns=["a", "b"]).sample(frac=1, random_state=seed)
+    assert_same_both_ways(frame, key)
+    for column in ("a", "b"):
+        assert_same_both_ways(frame[column], None)
+
+
+class Opaque:
+    """The same samples, read by position, in a class that no quick way knows."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.rows = getattr(dataset, "iloc", dataset)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __getattr__(self, name):
+        if name == "__getitems__":
+            return self.rows.__getitems__
+        raise AttributeError(name)
+
+
+def assert_same_both_ways(dataset, key):
+    assert outcome(dataset, key) == outcome(Opaque(dataset), key)
+
+
+def outcome(dataset, key):
+    try:
+        sizes = of(dataset, key)
+    except SizesError as error:
+        return str(error).partition(" has no size")[0]
+    return str(sizes.dtype), sizes.shape, sizes.tolist()
+
+
+def test_pandas_columns_need_no_pass():
+    pandas = pytest.importorskip("pandas", reason=WHY)
+    frame = pandas.DataFrame({"text": ["abc", "é🙂"], "ids": [[1], [2, 3]]}, index=[7, 3])
+    assert quick_sizes(frame, ("text", "ids")).tolist() == [[3, 1], [2, 2]]
+    assert quick_sizes(frame["text"], None).tolist() == [3, 2]
+    assert quick_sizes(frame["text"].astype("category").astype(object), None).tolist() == [3, 2]
+
+
+numbers = st.integers(-5, 5)
+
+
+row = st.fixed_dictionaries(
+    {
+        "text": texts,
+        "large": texts,
+        "raw": st.binary(max_size=5),
+        "ids": st.lists(numbers, max_size=5),
+        "nested": st.lists(st.lists(st.floats(width=32, allow_nan=False), max_size=3), max_size=3),
+        "pair": st.lists(numbers, min_size=2, max_size=2),
+        "words": st.lists(texts, max_size=3),
+        "number": numbers,
+    }
+)
+
+
+hf_keys = st.sampled_from(
+    ["text", "large", "raw", "ids", "nested", "pair", "words", "number", "absent", ("ids", "text")]
+)
+
+
+@given(data=st.data(), rows=st.lists(row, min_size=1, max_size=8), key=hf_keys)
+@settings(max_examples=60, deadline=None)
+def test_hugging_face_quick_equals_slow(data, rows, key):
+    """Through concatenation, selection, shuffling, slicing, nulls and formats, in any order."""
+    datasets = pytest.importorskip("datasets", reason=WHY)
+    nulls = data.draw(st.lists(st.tuples(st.integers(0, 7), st.sampled_from(sorted(rows[0])))))
+    for index, name in nulls[:1]:
+        rows[index % len(rows)] = {**rows[index % len(rows)], name: None}
+    dataset = hugging_face(rows)
+    for step in data.draw(st.lists(st.sampled_from(["join", "pick", "shuffle", "slice"]))):
+        if step == "join" and len(dataset) < 50:
+            dataset = datasets.concatenate_datasets([dataset, dataset])
+        elif step == "pick":
+            picks = st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=9)
+            dataset = dataset.select(data.draw(picks))
+        elif step == "shuffle":
+            dataset = dataset.shuffle(seed=3)
+        elif step == "slice":
+            dataset = dataset.select(range(len(dataset) // 3, len(dataset)))
+    layout = data.draw(st.sampled_from([None, "numpy", "torch", "pandas"]))
+    columns = data.draw(st.sampled_from([None, ["ids", "text"], ["number"]]))
+    dataset = dataset.with_format(layout, columns=columns)
+    assert_same_both_ways(dataset, key)
+
+
+def test_hugging_face_columns_need_no_pass():
+    dataset = example().shuffle(seed=0).select(range(5, 60))
+    expected = {name: [len(value) for value in dataset[name]] for name in ("text", "ids", "words")}
+    for name, lengths in expected.items():
+        assert quick_sizes(dataset, name).tolist() == lengths
+    assert (
+        quick_sizes(dataset.with_format("torch", columns=["ids"]), "ids").tolist()
+        == expected["ids"]
+    )
+
+
+def test_a_transform_is_measured_and_not_its_column():
+    """What `set_transform` gives is what the model will see."""
+    dataset = example(8).with_transform(lambda batch: {"ids": [v * 2 for v in batch["ids"]]})
+    assert of(dataset, "ids").tolist() == [2 * i for i in range(8)]
+
+
+def test_a_null_is_named_by_its_index_in_the_selection():
+    """Where the row stands now; rows that were left out do not matter."""
+    rows = [{**example(1)[0], "ids": None if i == 5 else [i]} for i in range(20)]
+    dataset = hugging_face(rows)
+    with pytest.raises(SizesError, match=r"sample 2\b"):
+        of(dataset.select([9, 8, 5, 7]), "ids")
+    assert of(dataset.select([9, 8, 7]), "ids").tolist() == [1, 1, 1]

@@ -1,0 +1,76 @@
+"""Endless draws with weights, as a source of streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost
+from torchbudget.errors import OptionError
+from torchbudget.readers import sample_forever
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+def test_weights_are_frequencies() -> None:
+    found = Counter(islice(sample_forever("abc", weights=[1, 0, 3], seed=1), 4000))
+    assert set(found) == {"a", "c"}
+    assert abs(found["c"] / 4000 - 0.75) < 0.03
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_endless_batches(workers: int) -> None:
+    """As many batches as asked for, other ones in another epoch, weighted."""
+    dataset = [{"x": np.arange(n)} for n in range(1, 50)]
+    stream = BudgetedIterableDataset(
+        sample_forever(dataset, weights=np.arange(49)),
+        TOKENS,
+        500,
+        size="x",
+        batches_per_epoch=30,
+        collate_fn=PadCollate(),
+    )
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    assert len(loader) == 30
+    first = [batch.lengths.tolist() for batch in loader]
+    assert len(first) == 30
+    assert min(length for batch in first for length in batch) > 1
+    stream.set_epoch(1)
+    second = [batch.lengths.tolist() for batch in loader]
+    assert len(second) == 30
+    assert second != first
+    stream.close()
+
+
+def test_endless_draws_seek() -> None:
+    """The source goes on from a number: nothing is skipped through."""
+    stream = BudgetedIterableDataset(
+        sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
+        collate_fn=list,
+    )  # fmt: skip
+    walk = iter(stream)
+    begun = list(islice(walk, 33))
+    state = walk.state_dict()
+    assert state["goes_on_by"] == "seeking"
+    assert state["start"]["source"]["position"] > 0
+    other = BudgetedIterableDataset(
+        sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
+        collate_fn=list,
+    )  # fmt: skip
+    whole = list(other)
+    assert begun == whole[:33]
+    other.load_state_dict(state)
+    assert list(other) == whole[33:]
+
+
+def test_nothing_to_draw() -> None:
+    with pytest.raises(OptionError, match="empty"):
+        sample_forever([])
+    with pytest.raises(OptionError, match="one weight per sample"):
+        sample_forever("ab", weights=[1])
+    with pytest.raises(OptionError, match="numbers"):
+        sample_forever("ab", weights=["x", "y"])

@@ -1,0 +1,129 @@
+"""`plan_step`: the micro-batches of one step whose samples are already in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.budget import MemoryBudget
+from torchbudget.checks import at_least_one
+from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.order import Order
+from torchbudget.plan.oversize import Oversize, skipped_samples
+from torchbudget.plan.report import PlanReport, ReportBuilder
+from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.solver import Block, solve
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """The micro-batches of one step.
+
+    Attributes:
+        micro_batches: of each rank, lists of indices in `sizes`; as many on every rank, the
+            costliest first.
+        inverse: puts results back into the order of `sizes`: with the results of all micro-batches
+            of rank 0, then of rank 1, and so on, joined along the first axis, `joined[inverse]` are
+            those of the samples in their order, less those that were skipped; shape `(n,)`.
+        skipped_samples: indices of samples that are over the budget alone and are in no
+            micro-batch, with `oversize="skip"`; shape `(k,)`.
+    """
+
+    micro_batches: list[list[list[int]]]
+    inverse: IntArray
+    skipped_samples: IntArray
+    _sizes: SizeTable = field(repr=False)
+    _rules: BatchRules = field(repr=False)
+    _ranks: Ranks = field(repr=False)
+    _block: Block = field(repr=False)
+
+    def report(self) -> PlanReport:
+        """What the step holds: fill, padding, imbalance; beside fixed batches."""
+        builder = ReportBuilder(self._sizes, self._rules, self._ranks)
+        builder.add(self._block)
+        order = Order(dataset_length=len(self._sizes), skipped=self.skipped_samples, shuffle=False)
+        return builder.report(len(order), order.epoch(0), len(self.skipped_samples))
+
+
+def plan_step(
+    sizes: npt.ArrayLike,
+    cost: CostModel,
+    budget: MemoryBudget | int | str,
+    *,
+    num_replicas: int = 1,
+    micro_batches_multiple: int = 1,
+    max_batch_size: int | None = None,
+    batch_size_multiple: int = 1,
+    size_multiple: int = 1,
+    balance: CostModel | None = None,
+    oversize: Oversize = "raise",
+) -> StepPlan:
+    """Cut samples that are in memory into micro-batches that fit a budget, evenly over ranks.
+
+    For reinforcement learning and loops of one's own: a step's samples are there, with their sizes.
+    All ranks that call it with the same arguments get the same plan; nothing in it is random.
+
+    Args:
+        sizes: of the step's samples, non-negative ints, shape `(N,)` or `(N, d)`.
+        cost: bytes of a micro-batch, as in `MemoryBudgetBatchSampler`.
+        budget: likewise.
+        num_replicas: ranks that share the step. Each has as many micro-batches, and their sums of
+            costs are as equal as can be.
+        micro_batches_multiple: the number of micro-batches on each rank is a multiple of it, as
+            pipeline schedules need.
+        max_batch_size: samples in a micro-batch at the most.
+        batch_size_multiple: numbers of samples are multiples of it wherever that many fit and are
+            left, and no splitting is needed.
+        size_multiple: padded sizes are rounded up to a multiple of it.
+        balance: what the ranks get equal sums of. Default: the cost.
+        oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"` or
+            `"alone"`.
+
+    Returns:
+        The plan. O(N log N).
+
+    Raises:
+        SizesError: sizes of a wrong shape, type or sign.
+        BudgetError: the budget does not limit the device.
+        OversizeError: a sample is over the budget and `oversize="raise"`.
+        OptionError: an option, or a pair of options, that cannot hold.
+        UnevenRanksError: too few samples for equal numbers of micro-batches; the message says how
+            many would do.
+
+    >>> from torchbudget import PaddedCost, plan_step
+    >>> step = plan_step([3, 9, 4, 8, 1, 2], PaddedCost(unit_bytes=1), 18, num_replicas=2)
+    >>> step.micro_batches
+    [[[1, 3]], [[2, 0, 5, 4]]]
+    >>> import numpy as np
+    >>> joined = np.array(sum((batch for rank in step.micro_batches for batch in rank), []))
+    >>> joined[step.inverse].tolist()
+    [0, 1, 2, 3, 4, 5]
+    """
+    table = SizeTable.of(sizes)
+    rules = BatchRules.of(
+        cost,
+        budget,
+        size_multiple=size_multiple,
+        max_batch_size=max_batch_size,
+        batch_size_multiple=batch_size_multiple,
+        balance=balance,
+    )
+    rules.check_axes(table)
+    ranks = Ranks(
+        number=at_least_one("num_replicas", num_replicas),
+        even_sums=True,
+        multiple=at_least_one("micro_batches_multiple", micro_batches_multiple),
+    )
+    skipped = skipped_samples(table, rules, oversize)
+    kept = np.delete(np.arange(len(table)), skipped)
+    block = solve(rules, table.values[kept][None], ranks)
+    indices = kept[block.samples].tolist()
+    batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
+    micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
+    joined = [index for mine in micro_batches for batch in mine for index in batch]
+    inverse = np.argsort(np.array(joined, np.int64))
+    return StepPlan(micro_batches, inverse, skipped, table, rules, ranks, block)
