@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.data.stream.test_stream import TOKENS, Numbered, numbers, shards_of, size_of
-from tests.support.torchrun import torchrun
+from tests.support.ranks import run_ranks
 from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost, transforms, trim_malloc
 from torchbudget.errors import SampleError
 
@@ -348,7 +348,7 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_real_ranks_and_workers(tmp_path: Path) -> None:
     """Once over three ranks of two workers each, as many on each; and an end that is agreed."""
-    told = torchrun(RANKS, tmp_path, 3)
+    told = run_ranks(RANKS, tmp_path, 3)
     shared = [one[0] for one in told]
     assert numbers([batch for rank in shared for batch in rank]) == list(range(len(SIZES)))
     assert len(set(map(len, shared))) == 1
