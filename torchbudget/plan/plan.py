@@ -385,8 +385,8 @@ class Plan:
             for name, values in (("largest", costs), ("longest", singles), ("shortest", -singles)):
                 number = int(values.argmax())
                 if name not in best or values[number] > best[name][0]:
-                    held = span.indices[block.starts[number] : block.stops[number]]
-                    best[name] = int(values[number]), held
+                    indices = span.indices[block.starts[number] : block.stops[number]]
+                    best[name] = int(values[number]), indices
         return {name: indices for name, (_, indices) in best.items()}
 
     def report(self, epoch: int = 0) -> PlanReport:
