@@ -115,7 +115,8 @@ def read_column(field: Field) -> Column:
         CollateError: a sample differs, a list is ragged or not of numbers, or torch has no such
             dtype.
     """
-    return _READERS.get(field.kind, _read_numbers)(field.path, field.values)
+    read: Callable[[FieldPath, Any], Column] = _READERS.get(field.kind, _read_numbers)
+    return read(field.path, field.values)
 
 
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
