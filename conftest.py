@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import os
 import tempfile
 import warnings
 from bisect import bisect
@@ -17,6 +18,10 @@ from typing import Any
 from unittest import SkipTest
 
 import pytest
+
+# pytest-xdist starts a process per core: more threads in each would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from sybil import Sybil
 from sybil.document import PythonDocStringDocument

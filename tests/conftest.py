@@ -1,7 +1,8 @@
-"""Hypothesis profiles."""
+"""Hypothesis profiles, and what processes of the tests have imported when they begin."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 from hypothesis import HealthCheck, Phase, settings
@@ -18,3 +19,9 @@ settings.register_profile(
     "quick", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("TORCHBUDGET_HYPOTHESIS", "default"))
+
+# Ranks and workers are forked from a process that has imported these; `torch._dynamo` is what
+# optimizers and `DistributedDataParallel` import when they are first used.
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torchbudget", "tests.support.large_steps"]
+)

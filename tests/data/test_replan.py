@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.ranks import run_ranks
 from tests.support.strategies import problems
-from tests.support.torchrun import torchrun
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.errors import MeasureWarning, OptionError, UnevenRanksError
 
@@ -204,9 +204,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_ranks_agree_under_torchrun(tmp_path: Path) -> None:
+def test_ranks_replan_together(tmp_path: Path) -> None:
     """One rank sees a step that needs more: all replan from the same window on."""
-    told = torchrun(RANKS, tmp_path, 3)
+    told = run_ranks(RANKS, tmp_path, 3)
     epochs = [epoch for epoch, _ in told]
     assert len({len(epoch) for epoch in epochs}) == 1
     assert sorted(index for epoch in epochs for b in epoch for index in b) == list(range(2000))

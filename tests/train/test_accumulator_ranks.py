@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torchrun import torchrun
+from tests.support.ranks import run_ranks, torchrun
 
 COMMON = """
 import json
@@ -122,7 +122,8 @@ def test_five_steps_over_ranks(
 
     Gradients are reduced once a step: each element in one collective, beside one of a few numbers.
     """
-    results = torchrun(STEPS, tmp_path, ranks, kind, name, optimizer, norm)
+    start = torchrun if name == "frozen" else run_ranks
+    results = start(STEPS, tmp_path, ranks, kind, name, optimizer, norm)
     assert max(worst for worst, _, _ in results) <= 1e-12
     if kind == "fsdp":
         return
@@ -164,7 +165,7 @@ finish([difference(model.module, large), accumulator.last.number])
 @pytest.mark.distributed
 def test_ranks_that_end_early(tmp_path: Path) -> None:
     """Ranks with 3, 5 and 7 micro-batches take four steps together; none waits for ever."""
-    results = torchrun(UNEVEN, tmp_path, 3)
+    results = run_ranks(UNEVEN, tmp_path, 3)
     assert max(worst for worst, _ in results) <= 1e-12
     assert [steps for _, steps in results] == [4, 4, 4]
 
@@ -204,7 +205,7 @@ finish([worst, accumulator.last.number])
 @pytest.mark.distributed
 def test_the_samplers_plan_over_ranks(tmp_path: Path) -> None:
     """A sampler in a DataLoader with workers on each of three ranks: three exact steps an epoch."""
-    for worst, steps in torchrun(PLANNED, tmp_path, 3):
+    for worst, steps in run_ranks(PLANNED, tmp_path, 3):
         assert worst <= 1e-12
         assert steps == 6
 
@@ -237,7 +238,7 @@ finish([told, mean])
 @pytest.mark.distributed
 def test_buffers_and_a_forward_outside(tmp_path: Path) -> None:
     """Buffers are copied from rank 0 after a step; a DDP forward outside is noticed."""
-    results = torchrun(BUFFERS, tmp_path, 2)
+    results = run_ranks(BUFFERS, tmp_path, 2)
     for categories, mean in results:
         assert categories == ["BatchNormWarning", "UnsynchronizedWarning"]
         assert mean == results[0][1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.support.large_steps import CLASSES
-from tests.support.torchrun import torchrun
+from tests.support.ranks import run_ranks
 from torchbudget import (
     BudgetedIterableDataset,
     GradAccumulator,
@@ -267,7 +267,7 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_fitting_over_ranks(tmp_path: Path) -> None:
     """Two ranks train alike, evaluate together, are stopped and go on; the first one writes."""
-    first, second = torchrun(RANKS, tmp_path, 2, tmp_path / "files")
+    first, second = run_ranks(RANKS, tmp_path, 2, tmp_path / "files")
     assert first == second
     whole, weights, stopped, resumed = first
     assert weights == resumed
@@ -300,7 +300,7 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_an_evaluation_over_some_of_the_ranks(tmp_path: Path) -> None:
     """Each group has the loss of its own samples, on every rank of it."""
-    first, second, third = torchrun(SUBGROUPS, tmp_path, 3)
+    first, second, third = run_ranks(SUBGROUPS, tmp_path, 3)
     whole = DataLoader(samples(20, 9), batch_size=20, collate_fn=PadCollate())
     alone = DataLoader(samples(7, 3), batch_size=7, collate_fn=PadCollate())
     assert first == second == pytest.approx(evaluate(Tagger(), whole, loss_of, weight=tokens))

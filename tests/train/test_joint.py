@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.large_steps import difference
-from tests.support.torchrun import torchrun
+from tests.support.ranks import run_ranks
 from torchbudget import GradAccumulator, joint_backward, trace_peak_bytes
 from torchbudget.errors import OptionError
 
@@ -168,7 +168,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_representations_of_all_ranks(ranks: int, tmp_path: Path) -> None:
     """Each rank contrasts its pairs with those of all ranks, its temperature learns once: 1e-12."""
-    for worst, losses in torchrun(RANKS, tmp_path, ranks):
+    for worst, losses in run_ranks(RANKS, tmp_path, ranks):
         assert worst <= 1e-12
         assert losses <= 1e-12
 

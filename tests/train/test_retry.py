@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.support.large_steps import Data, loss_sum, make_model
-from tests.support.torchrun import ROOT, torchrun
+from tests.support.ranks import ROOT, run_ranks
 from torchbudget import GradAccumulator, MeasuredCost, PaddedCost
 from torchbudget.errors import OptionError, StepError
 
@@ -261,7 +261,7 @@ Path(folder, f"{rank}.json").write_text(json.dumps(told))
 @pytest.mark.distributed
 def test_one_rank_alone_runs_out_of_memory(tmp_path: Path) -> None:
     """Its parts are one micro-batch to the others: same steps, same parameters."""
-    results = torchrun(RANKS, tmp_path, 2, "twice")
+    results = run_ranks(RANKS, tmp_path, 2, "twice")
     assert [one["counted"] for one in results] == [36, 36]
     assert [one["out_of_memory"] for one in results] == [0, 2]
     assert max(one["difference"] for one in results) <= 1e-12
@@ -270,7 +270,7 @@ def test_one_rank_alone_runs_out_of_memory(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_one_rank_that_gives_up_takes_the_others_along(tmp_path: Path) -> None:
     """No rank waits for ever for one that has failed."""
-    results = torchrun(RANKS, tmp_path, 2, "hopeless")
+    results = run_ranks(RANKS, tmp_path, 2, "hopeless")
     assert "on another rank" in results[0]["error"]
     assert "with one sample" in results[1]["error"]
 

@@ -12,6 +12,7 @@ from torch import nn
 from tests.support.training_cases import CASES
 from torchbudget import (
     MemoryBudgetBatchSampler,
+    PaddedCost,
     describe_step,
     measure_cost,
     trace_peak_bytes,
@@ -98,15 +99,11 @@ def test_packed_batches_are_measured() -> None:
         assert trace_peak_bytes(step, batch_of(sizes[batch].tolist())) <= budget
 
 
-class Rounding:
-    """What a sampler or a stream is to measuring: padded sizes are multiples of it."""
-
-    size_multiple = 8
-
-
-def test_size_multiple_is_an_int_or_read_from_what_has_one() -> None:
+def test_size_multiple_is_read_from_the_sampler() -> None:
+    """An int, or the sampler whose padded sizes are multiples of it."""
     training = CASES["heavy"]()
-    for source in (8, Rounding()):
+    sampler = MemoryBudgetBatchSampler([3], PaddedCost(unit_bytes=1), 8, size_multiple=8)
+    for source in (8, sampler):
         cost = measure_cost(
             training.step, training.make_batch, max_size=100, method="trace", size_multiple=source
         )

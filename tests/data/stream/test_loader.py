@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.data.stream.test_stream import TOKENS, Numbered, numbers, shards_of, size_of
-from tests.support.torchrun import torchrun
+from tests.support.ranks import run_ranks
 from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost, transforms, trim_malloc
 from torchbudget.errors import SampleError
 
@@ -295,8 +295,8 @@ def test_the_look_ahead_is_bounded_in_bytes() -> None:
     """
     stream = blobs(look_ahead="100MB", collate_fn=len)
     assert sum(stream) == 300
-    assert stream._walk is not None
-    assert 50e6 < stream._walk.windows.largest_buffered_bytes <= 100e6
+    assert stream._reader is not None
+    assert 50e6 < stream._reader.windows.largest_buffered_bytes <= 100e6
     stream = blobs(look_ahead="100MB", collate_fn=measured)
     loader = DataLoader(
         stream,
@@ -319,8 +319,8 @@ def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
         collate_fn=len,
     )
     assert sum(stream) == 20
-    assert stream._walk is not None
-    assert stream._walk.windows.largest_buffered_bytes <= 100_000_000
+    assert stream._reader is not None
+    assert stream._reader.windows.largest_buffered_bytes <= 100_000_000
 
 
 # ---------------------------------------------------------------------- ranks
@@ -348,7 +348,7 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_real_ranks_and_workers(tmp_path: Path) -> None:
     """Once over three ranks of two workers each, as many on each; and an end that is agreed."""
-    told = torchrun(RANKS, tmp_path, 3)
+    told = run_ranks(RANKS, tmp_path, 3)
     shared = [one[0] for one in told]
     assert numbers([batch for rank in shared for batch in rank]) == list(range(len(SIZES)))
     assert len(set(map(len, shared))) == 1

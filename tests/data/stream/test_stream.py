@@ -55,7 +55,7 @@ def walks(stream: BudgetedIterableDataset, workers: int) -> list[list[EpochReade
     ranks = stream.num_replicas
     return [
         [
-            stream._walk_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
+            stream.reader_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
             for worker in range(workers)
         ]
         for rank in range(ranks)
@@ -146,7 +146,7 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
                 whole = list(walk)
             except UnevenRanksError:
                 return
-            again = stream._walk_of(walk.slot)
+            again = stream.reader_of(walk.slot)
             at_first = json.dumps(again.state_dict())
             stop = data.draw(st.integers(0, len(whole)))
             begun = [next(again) for _ in range(stop)]
@@ -154,7 +154,7 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
             saved = json.dumps(again.state_dict())
             assert len(saved) < len(at_first) + 20
             state = json.loads(saved)
-            resumed = stream._walk_of(walk.slot)
+            resumed = stream.reader_of(walk.slot)
             resumed.load_state_dict(state)
             assert list(resumed) == whole[stop:]
             assert list(resumed) == []

@@ -1,0 +1,124 @@
+"""Real ranks over gloo, each a process with one thread that runs a script.
+
+A rank must not end as Python processes usually do. The thread of gloo that ran the last collective
+frees its tensors, and needs the interpreter for that; if Python has begun to end by then, torch
+2.13 aborts ("terminate called without an active exception"). `destroy_process_group` would join
+that thread, but `DistributedDataParallel` keeps the group alive. So ranks write their results and
+leave with `os._exit`, as processes of `multiprocessing` do anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import time
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+# The last lines of a script that torchrun starts, after its results are written.
+END = """
+import os
+import sys
+
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
+    """Run a script on that many ranks; what each wrote as JSON to `sys.argv[1]/<rank>.json`.
+
+    Ranks find each other as under torchrun, by environment variables, but are forked from a
+    process that has imported torch already.
+
+    Args:
+        script: calls `init_process_group("gloo")`.
+        folder: of the script and the results; `sys.argv[1]`.
+        ranks: their number.
+        arguments: follow as text.
+
+    Raises:
+        AssertionError: a rank failed, or did not end in time.
+    """
+    path = folder / "script.py"
+    path.write_text(script)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    argv = [str(path), str(folder), *map(str, arguments)]
+    processes = [
+        context.Process(target=_run_rank, args=(argv, rank, ranks, store.port))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        _wait_for_all(processes, timeout_s=240)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    errors = [error.read_text() for error in sorted(folder.glob("*.error"))]
+    codes = [process.exitcode for process in processes]
+    assert not any(codes), f"exit codes {codes}\n" + "\n".join(errors)
+    return _results(folder, ranks)
+
+
+def torchrun(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
+    """As `run_ranks`, under torchrun itself, which takes seconds."""
+    path = folder / "script.py"
+    path.write_text(script + END)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run += [f"--nproc-per-node={ranks}", str(path), str(folder), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        run, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return _results(folder, ranks)
+
+
+def _results(folder: Path, ranks: int) -> list[Any]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _wait_for_all(processes: list[Any], timeout_s: float) -> None:
+    """Return when all have ended well, the first has failed, or time is up."""
+    end = time.monotonic() + timeout_s
+    running = list(processes)
+    while running and (left := end - time.monotonic()) > 0:
+        wait([process.sentinel for process in running], timeout=left)
+        if any(process.exitcode for process in running):
+            return
+        running = [process for process in running if process.exitcode is None]
+
+
+def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
+    """Run the script with the environment that torchrun gives."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of the process that started the ranks
+    }
+    sys.argv = argv
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # workers of loaders start as anywhere else
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except Exception:  # noqa: BLE001  (passed on as text)
+        Path(argv[1], f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        sys.exit(1)
