@@ -66,6 +66,7 @@ class GradAccumulator(AccumulatesGradients):
         out_of_memory: how often memory ran out in `run_or_split`.
         needs_samples: whether each micro-batch must state its samples, since steps end by them.
         ranks: that share the steps.
+        sharded: whether FSDP shards a module.
 
     Raises:
         OptionError: an argument of a wrong type or value.
@@ -114,6 +115,7 @@ class GradAccumulator(AccumulatesGradients):
             max_norm=max_norm,
         )
         self._distributed = DistributedModules(self.modules)
+        self.sharded = self._distributed.sharded
         self._boundary = step_boundary_of(steps, samples, weight, len(self.ranks))
         self._pending = Pending()
         self._steps = 0
@@ -122,11 +124,6 @@ class GradAccumulator(AccumulatesGradients):
         self._detector = MisuseDetector(
             self._optimizers.optimizers, self.modules, self._distributed.modules
         )
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP shards a module."""
-        return self._distributed.sharded
 
     @contextmanager
     def single_steps(self) -> Iterator[None]:
@@ -195,7 +192,7 @@ class GradAccumulator(AccumulatesGradients):
             raise
         finally:
             self._open = None
-            self._detector.micro_batch_ends()
+            self._detector.in_micro_batch = False
         if not opened.backwards:
             raise StepError(
                 "there was no accumulator.backward(loss) inside micro_batch: its gradients would "
@@ -278,7 +275,12 @@ class GradAccumulator(AccumulatesGradients):
                 if cost is not None:
                     cost.observe(n, part.padded_size, None)
                 if n == 1:
-                    self._give_up()
+                    # The other ranks learn of it in the collective that they meet in next.
+                    parameters = self._optimizers.parameters()
+                    total_over_ranks(self.ranks, self._pending, parameters, failed=True)
+                    raise SampleTooLargeError(
+                        "out of memory with one sample; shorten it, or give it more memory"
+                    )
         except BaseException:
             run.undo()
             if run.whole is not None:  # parts that succeeded are undone, too
@@ -286,13 +288,6 @@ class GradAccumulator(AccumulatesGradients):
             raise
         finally:
             self._run = None
-
-    def _give_up(self) -> None:
-        """Raise, after telling the other ranks in the collective that they meet in next."""
-        total_over_ranks(self.ranks, self._pending, self._optimizers.parameters(), failed=True)
-        raise SampleTooLargeError(
-            "out of memory with one sample; shorten it, or give it more memory"
-        )
 
     # ------------------------------------------------------------------ steps
 
@@ -337,10 +332,6 @@ class GradAccumulator(AccumulatesGradients):
         pending, self._pending = self._pending, Pending()
         parameters = self._optimizers.parameters()
         total = total_over_ranks(self.ranks, pending, parameters, done=done)
-        if total.failed:
-            raise SampleTooLargeError(
-                "out of memory with one sample on another rank, which has given up"
-            )
         if not total.micro_batches:  # in `flush`, ranks at their end meet here once more
             return total.done
         self._boundary.taken(pending.micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
 from torch import Tensor
@@ -25,10 +26,7 @@ def encode_state(steps: int, pending: Pending, parameters: Sequence[Tensor]) -> 
     return {
         "version": _VERSION,
         "steps": steps,
-        "micro_batches": pending.micro_batches,
-        "samples": pending.samples,
-        "weight": pending.weight,
-        "loss": float(pending.loss),
+        **asdict(replace(pending, loss=float(pending.loss))),
         "gradients": [None if g is None else g.detach().clone() for g in gradients],
     }
 
@@ -52,5 +50,4 @@ def load_state(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> tuple[
         raise StateError("the state's gradients are of other parameters")
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-    names = ("micro_batches", "samples", "weight", "loss")
-    return state["steps"], Pending(**{name: state[name] for name in names})
+    return state["steps"], Pending(**{field.name: state[field.name] for field in fields(Pending)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchbudget.errors import OptionError
 from torchbudget.protocols import HasNumSamples, SplittableBatch
-
-
-@runtime_checkable
-class _Movable(Protocol):
-    def to(self, device: torch.device | str, *, non_blocking: bool) -> Any: ...
 
 
 def num_samples(batch: Any) -> int:
@@ -48,16 +43,16 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
     """The batch on a device; without one, the batch itself."""
     if device is None:
         return batch
-    if isinstance(batch, _Movable):
+    if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def _rows(batch: Any) -> int:
-    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
     lengths = {
         len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
-        for leaf in leaves
+        for leaf in tree_leaves(batch)
+        if leaf is not None
     }
     rows = lengths.pop() if len(lengths) == 1 else None
     if rows is None:

@@ -37,10 +37,7 @@ def run_state(
         batches_done: in the current loop over the loader; `None`: it is over.
         epoch: that this loop reads; after it, the coming one.
     """
-    mine = {
-        "data": _data_state(loader, batches_done, epoch),
-        "random": asdict(RandomState.take()),
-    }
+    mine = {"data": _data_state(loader, batches_done, epoch), "random": asdict(RandomState.take())}
     return {
         "version": _VERSION,
         "model": model.state_dict(),
@@ -92,9 +89,8 @@ def save(state: Any, path: Path) -> None:
 
 
 def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:
-    ranks = state["ranks"]
-    mine: dict[str, Any] = ranks[accumulator.ranks.rank % len(ranks)]
-    return mine
+    ranks: list[dict[str, Any]] = state["ranks"]
+    return ranks[accumulator.ranks.rank % len(ranks)]
 
 
 def _data_state(loader: DataLoader[Any], batches_done: int | None, epoch: int) -> dict[str, Any]:

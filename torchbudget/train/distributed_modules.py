@@ -24,6 +24,10 @@ class DistributedModules:
     Args:
         modules: that are trained.
 
+    Attributes:
+        modules: all whose forward must be inside `accumulating`.
+        sharded: whether FSDP2 shards any module.
+
     Raises:
         OptionError: one is the older FSDP, which divides gradients before the weight over all ranks
             is known; or FSDP2 shards only a part of a module.
@@ -40,6 +44,7 @@ class DistributedModules:
         self._replicated = [p for p in inner if isinstance(p, DistributedDataParallel)]
         # Flags that are set on a root apply to all modules inside it.
         self._roots = [one for one in modules if fsdp and isinstance(one, fsdp.FSDPModule)]
+        self.modules: list[nn.Module] = [*self._replicated, *self._roots]
         self.sharded = bool(fsdp) and any(isinstance(part, fsdp.FSDPModule) for part in inner)
         if self.sharded and len(self._roots) < len(modules):
             raise OptionError("fully_shard must be applied to every module as a whole, too")
@@ -57,11 +62,6 @@ class DistributedModules:
                 # which a rank without micro-batches would never come: see `broadcast_buffers`.
                 module.require_forward_param_sync = False
             yield
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All whose forward must be inside `accumulating`."""
-        return [*self._replicated, *self._roots]
 
     def broadcast_buffers(self) -> None:
         """Copy DDP's buffers from rank 0 to every rank, as each forward of DDP does otherwise."""

@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -115,8 +116,14 @@ def fit(
         raise OptionError(
             "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
         )
-    files = None if folder is None else Path(folder)
-    run = _Run(model, loader, accumulator, files, checkpoint_steps, callbacks)
+    run = _Run(
+        model=model,
+        loader=loader,
+        accumulator=accumulator,
+        folder=None if folder is None else Path(folder),
+        checkpoint_steps=checkpoint_steps,
+        callbacks=callbacks,
+    )
     while not run.is_stopped() and len(run.history) < epochs and run.is_improving(patience):
         model.train()
         if run.begin_epoch():
@@ -165,39 +172,37 @@ class _Tally:
         self.skipped += step.skipped
 
 
+@dataclass(kw_only=True)
 class _Run:
     """The progress of a training, and its files."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loader: DataLoader[Any],
-        accumulator: GradAccumulator,
-        folder: Path | None,
-        checkpoint_steps: int | None,
-        callbacks: Sequence[Callback],
-    ) -> None:
-        self.history: list[Epoch] = []
-        self.is_first_rank = accumulator.ranks.rank == 0
-        self._tally = _Tally()
-        self._clock_s = 0.0  # up to which the tally's seconds count
-        self._stopped = False
-        self._model, self._loader, self._accumulator = model, loader, accumulator
-        self._folder, self._checkpoint_steps, self._callbacks = folder, checkpoint_steps, callbacks
-        self._loaded: dict[str, Any] | None = None  # until its random generators are restored
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        accumulator.ranks.gather_objects(None)  # the first rank may still write for an earlier call
-        if (folder / "last.pt").exists():
-            self._load(folder)
+    model: nn.Module
+    loader: DataLoader[Any]
+    accumulator: GradAccumulator
+    folder: Path | None
+    checkpoint_steps: int | None
+    callbacks: Sequence[Callback]
+    history: list[Epoch] = field(default_factory=list)
+    tally: _Tally = field(default_factory=_Tally)
+    clock_s: float = 0.0  # up to which the tally's seconds count
+    stopped: bool = False
+    loaded: dict[str, Any] | None = None  # until its random generators are restored
+
+    def __post_init__(self) -> None:
+        self.is_first_rank = self.accumulator.ranks.rank == 0
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The first rank may still write for an earlier call.
+            self.accumulator.ranks.gather_objects(None)
+            if (self.folder / "last.pt").exists():
+                self._load(self.folder)
 
     def _load(self, folder: Path) -> None:
-        self._loaded = loaded = torch.load(folder / "last.pt", "cpu", weights_only=True)
-        load_run_state(loaded["run"], self._model, self._accumulator, self._loader)
+        self.loaded = loaded = torch.load(folder / "last.pt", "cpu", weights_only=True)
+        load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
-        self._tally = _Tally(**loaded["tally"])
-        if not self._tally.steps:  # between epochs; within one, `train_epoch` calls it
+        self.tally = _Tally(**loaded["tally"])
+        if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
             self.restore_generators()
         if self.is_first_rank:
             self._truncate_statistics(folder, loaded["run"]["training"]["accumulator"]["steps"])
@@ -208,51 +213,48 @@ class _Run:
         if not path.exists():
             return
         last = {"step": steps, "epoch": len(self.history) - 1}
-
-        def is_kept(line: str) -> bool:
-            record = json.loads(line)
-            return bool(record["number"] <= last[record["kind"]])
-
         lines = path.read_text("utf-8").splitlines(keepends=True)
-        path.write_text("".join(filter(is_kept, lines)), "utf-8")
+        records = map(json.loads, lines)
+        kept = (record["number"] <= last[record["kind"]] for record in records)
+        path.write_text("".join(compress(lines, kept)), "utf-8")
 
     def restore_generators(self) -> None:
         """Go on with the random numbers of the run that was loaded."""
-        if self._loaded is not None:
-            restore_generators(self._loaded["run"], self._accumulator)
-            self._loaded = None
+        if self.loaded is not None:
+            restore_generators(self.loaded["run"], self.accumulator)
+            self.loaded = None
 
     def begin_epoch(self) -> bool:
         """Whether the coming epoch is to be trained on.
 
         It is not where the run was stopped after that epoch's last step, before its end.
         """
-        self._clock_s = time.perf_counter()
+        self.clock_s = time.perf_counter()
         number = len(self.history)
-        sampler: Any = self._loader.batch_sampler
-        if self._loaded is not None and (
-            self._loaded["epoch_is_over"]
+        sampler: Any = self.loader.batch_sampler
+        if self.loaded is not None and (
+            self.loaded["epoch_is_over"]
             or (isinstance(sampler, ResumableSource) and sampler.epoch > number)
         ):
             self.restore_generators()
             return False
-        for source in (sampler, self._loader.sampler, self._loader.dataset):
+        for source in (sampler, self.loader.sampler, self.loader.dataset):
             if isinstance(source, HasEpochs):
                 source.set_epoch(number)
         return True
 
     def step_taken(self, step: Step, batches_done: int | None) -> bool:
         """Count, write and save; whether the training ends here."""
-        self._tally.add(step)
+        self.tally.add(step)
         self._write(step)
-        if self._checkpoint_steps and self._tally.steps % self._checkpoint_steps == 0:
+        if self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0:
             self._save(batches_done)
         return self._call_back(step)
 
     def end_epoch(self, validation: float | None) -> None:
         """Add the epoch to the history, write and save."""
         self._read_clock()
-        tally, best = self._tally, min(self._losses(), default=math.inf)
+        tally, best = self.tally, min(self._losses(), default=math.inf)
         epoch = Epoch(
             number=len(self.history),
             loss=tally.loss / tally.weight if tally.weight else math.nan,
@@ -262,16 +264,16 @@ class _Run:
             seconds=tally.seconds,
         )
         self.history.append(epoch)
-        self._tally = _Tally()
+        self.tally = _Tally()
         self._write(epoch)
         self._save(None)
-        if self._folder is not None and self.is_first_rank and self._losses()[-1] < best:
-            save(self._model.state_dict(), self._folder / "best.pt")
+        if self.folder is not None and self.is_first_rank and self._losses()[-1] < best:
+            save(self.model.state_dict(), self.folder / "best.pt")
         self._call_back(epoch)
 
     def is_stopped(self) -> bool:
         """Whether a callback has ended the training."""
-        return self._stopped
+        return self.stopped
 
     def is_improving(self, patience: int | None) -> bool:
         """Whether the best validation loss is fewer epochs ago than `patience`."""
@@ -286,38 +288,34 @@ class _Run:
         return [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
 
     def _call_back(self, record: Step | Epoch) -> bool:
-        for callback in self._callbacks:
-            self._stopped |= bool(callback(record))
-        return self._stopped
+        for callback in self.callbacks:
+            self.stopped |= bool(callback(record))
+        return self.stopped
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
-        self._tally.seconds += now_s - self._clock_s
-        self._clock_s = now_s
+        self.tally.seconds += now_s - self.clock_s
+        self.clock_s = now_s
 
     def _write(self, record: Step | Epoch) -> None:
-        if self._folder is not None and self.is_first_rank:
+        if self.folder is not None and self.is_first_rank:
             line = {"kind": type(record).__name__.lower(), **asdict(record)}
-            with (self._folder / "statistics.jsonl").open("a", encoding="utf-8") as file:
+            with (self.folder / "statistics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     def _save(self, batches_done: int | None) -> None:
         """Write `last.pt`, within an epoch after so many batches of its loop."""
-        if self._folder is None:
+        if self.folder is None:
             return
-        if self._tally.steps:
+        if self.tally.steps:
             self._read_clock()
         state = {
             "run": run_state(
-                self._model,
-                self._accumulator,
-                self._loader,
-                batches_done,
-                epoch=len(self.history),
+                self.model, self.accumulator, self.loader, batches_done, epoch=len(self.history)
             ),
             "history": [asdict(epoch) for epoch in self.history],
-            "tally": asdict(self._tally),
-            "epoch_is_over": batches_done is None and bool(self._tally.steps),
+            "tally": asdict(self.tally),
+            "epoch_is_over": batches_done is None and bool(self.tally.steps),
         }
         if self.is_first_rank:
-            save(state, self._folder / "last.pt")
+            save(state, self.folder / "last.pt")

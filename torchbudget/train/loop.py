@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import length_hint
 from typing import Any, TypeAlias
 
 import torch
@@ -60,7 +61,8 @@ def train_epoch(
     if when_begun is not None:
         when_begun()
     if progress:
-        batches = with_bar(batches, total=_length(loader), unit="batches", leave=False)
+        length = length_hint(loader) or None  # a stream's is not known in advance
+        batches = with_bar(batches, total=length, unit="batches", leave=False)
     for done, batch in enumerate(batches, 1):
         samples = num_samples(batch) if accumulator.needs_samples else None
         with accumulator.micro_batch(weight(batch), samples=samples):
@@ -133,10 +135,3 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
                 module.train(mode)
         for replicated in broadcasting:
             replicated.require_forward_param_sync = True
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # of a stream, whose length is not known in advance
-        return None

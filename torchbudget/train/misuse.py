@@ -8,7 +8,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 import torch
@@ -38,6 +40,9 @@ class MisuseDetector:
         optimizers: that step.
         modules: that are trained.
         distributed: the modules whose forward must be inside `micro_batch`.
+
+    Attributes:
+        in_micro_batch: set by `micro_batch_begins`, to be cleared where the micro-batch is left.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class MisuseDetector:
         ]
         self._parameters: list[int] | None = None  # ids of those of the latest step
         self._texts: set[str] = set()  # that were warned of
-        self._in_micro_batch = False
+        self.in_micro_batch = False
         self._in_own_step = False
         self._is_muted = False
         # A parameter with its gradient and that one's version, after the latest micro-batch.
@@ -91,7 +96,7 @@ class MisuseDetector:
                 "end of an epoch",
             )
         self.check_gradients()
-        self._in_micro_batch = True
+        self.in_micro_batch = True
 
     def check_gradients(self) -> None:
         """Warn where gradients changed since the last micro-batch; from here on they may."""
@@ -105,10 +110,6 @@ class MisuseDetector:
                     "batch's",
                 )
         self._sentinel = None
-
-    def micro_batch_ends(self) -> None:
-        """A micro-batch was left, by an exception or not."""
-        self._in_micro_batch = False
 
     def micro_batch_failed(self) -> None:
         """A micro-batch raised after its backward, and is not undone."""
@@ -223,7 +224,7 @@ class MisuseDetector:
             )
 
     def _module_runs(self) -> None:
-        if not self._in_micro_batch and torch.is_grad_enabled():
+        if not self.in_micro_batch and torch.is_grad_enabled():
             self._warn(
                 UnsynchronizedWarning,
                 "the forward of a distributed module is outside accumulator.micro_batch(…): it "
@@ -236,28 +237,20 @@ class MisuseDetector:
             warnings.warn(text, category, stacklevel=_callers_level())
 
 
+@dataclass(frozen=True)
 class _Hook:
     """Calls a method of a detector without keeping it alive; a copy of the hook does nothing."""
 
-    def __init__(
-        self,
-        detector: Callable[[], MisuseDetector | None],
-        method: Callable[[MisuseDetector], None],
-    ) -> None:
-        self._detector = detector
-        self._method = method
+    detector: Callable[[], MisuseDetector | None]
+    method: Callable[[MisuseDetector], None]
 
     def __call__(self, *_: Any) -> None:
-        detector = self._detector()
+        detector = self.detector()
         if detector is not None:
-            self._method(detector)
+            self.method(detector)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_no_detector, MisuseDetector._optimizer_steps)
-
-
-def _no_detector() -> None:
-    return None
+        return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
 
 
 def _callers_level() -> int:

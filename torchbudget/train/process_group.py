@@ -22,11 +22,16 @@ class Ranks:
 
     Args:
         group: of processes. Default: that of all, where `torch.distributed` is initialized.
+
+    Attributes:
+        group: as given.
+        rank: the number of this rank.
     """
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self._number = dist.get_world_size(group) if is_distributed() else 1
+        self.rank = dist.get_rank(group) if is_distributed() else 0
 
     def __len__(self) -> int:
         return self._number
@@ -64,11 +69,6 @@ class Ranks:
             for bucket in _buckets(gradients):
                 self._sum(bucket)
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return dist.get_rank(self.group) if self._number > 1 else 0
-
     def gather_objects(self, mine: Any) -> list[Any]:
         """The object of each rank, on every rank; one collective of pickled objects."""
         objects = [mine] * self._number
@@ -105,9 +105,8 @@ class Ranks:
             return
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=self.group)
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
 
 
 def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

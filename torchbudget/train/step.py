@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, SampleTooLargeError
 from torchbudget.train.process_group import Ranks
 
 
@@ -62,7 +62,6 @@ class Total:
         weight: Σ weight.
         micro_batches: their number.
         done: every rank is at the end of its data.
-        failed: a rank gave up.
         present: for each parameter, on how many ranks it has a gradient; empty on a single rank.
     """
 
@@ -70,7 +69,6 @@ class Total:
     weight: float
     micro_batches: int
     done: bool
-    failed: bool
     present: Sequence[float]
 
 
@@ -93,6 +91,7 @@ def total_over_ranks(
 
     Raises:
         OptionError: a gradient is sparse, on any of several ranks.
+        SampleTooLargeError: another rank gives up, and this one does not.
     """
     if len(ranks) == 1:  # without tensors: `measure_cost` may trace the step on fake ones
         return Total(
@@ -100,7 +99,6 @@ def total_over_ranks(
             weight=pending.weight,
             micro_batches=pending.micro_batches,
             done=done,
-            failed=failed,
             present=(),
         )
     present = [float(parameter.grad is not None) for parameter in parameters]
@@ -117,11 +115,14 @@ def total_over_ranks(
         raise OptionError(
             "sparse gradients cannot be summed over ranks; make the embedding with sparse=False"
         )
+    if failures and not failed:
+        raise SampleTooLargeError(
+            "out of memory with one sample on another rank, which has given up"
+        )
     return Total(
         loss=loss,
         weight=weight,
         micro_batches=int(micro_batches),
         done=at_end == len(ranks),
-        failed=failures > 0,
         present=present,
     )

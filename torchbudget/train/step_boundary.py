@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from torchbudget.checks import at_least_one, is_int
 from torchbudget.errors import OptionError
@@ -12,12 +14,21 @@ from torchbudget.train.inputs import positive_number
 from torchbudget.train.step import Pending
 
 
-class StepBoundary:
-    """Decides which micro-batch ends a step: here none, so that only `step` and `flush` do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaching:
+    """Steps of at least so many micro-batches or samples, or of at least a weight, on each rank.
+
+    Attributes:
+        amount: what is compared: "micro_batches", "samples" or "weight".
+        least: at which a step ends; if infinite, only `step` and `flush` end one.
+    """
+
+    amount: str
+    least: float
 
     def ends(self, pending: Pending) -> bool:
         """Whether a step that has this much on this rank, the coming micro-batch included, ends."""
-        return False
+        return bool(getattr(pending, self.amount) >= self.least)
 
     def taken(self, micro_batches: int) -> None:
         """Take note of a step that had so many micro-batches of this rank."""
@@ -27,24 +38,7 @@ class StepBoundary:
         return False
 
 
-class Reaching(StepBoundary):
-    """Steps of at least so many micro-batches or samples, or of at least a weight, on each rank.
-
-    Args:
-        amount: what is compared: the number of micro-batches, of samples, or the weight.
-        least: at which a step ends.
-    """
-
-    def __init__(self, amount: Callable[[Pending], float], least: float) -> None:
-        self._amount = amount
-        self._least = least
-
-    def ends(self, pending: Pending) -> bool:
-        """See `StepBoundary.ends`."""
-        return self._amount(pending) >= self._least
-
-
-class Planned(StepBoundary):
+class Planned:
     """The steps that a sampler has planned for the epoch that it is iterating over."""
 
     def __init__(self, source: StepSource) -> None:
@@ -54,7 +48,7 @@ class Planned(StepBoundary):
         self._end: int | None = None  # micro-batches at which the present step ends
 
     def ends(self, pending: Pending) -> bool:
-        """See `StepBoundary.ends`.
+        """See `Reaching.ends`.
 
         Raises:
             OptionError: the source plans no further step in this iteration.
@@ -75,13 +69,16 @@ class Planned(StepBoundary):
         return pending.micro_batches >= self._end
 
     def taken(self, micro_batches: int) -> None:
-        """See `StepBoundary.taken`; what a step that was ended early lacks is the next step."""
+        """See `Reaching.taken`; what a step that was ended early lacks is the next step."""
         if self._end is not None:
             self._end = self._end - micro_batches if self._end > micro_batches else None
 
     def restarted(self) -> bool:
-        """See `StepBoundary.restarted`."""
+        """See `Reaching.restarted`."""
         return self._iteration not in (None, self._source.iterations)
+
+
+StepBoundary: TypeAlias = Reaching | Planned
 
 
 def step_boundary_of(
@@ -104,9 +101,9 @@ def step_boundary_of(
                 "steps must be an int of at least 1, or a sampler that has `steps` and "
                 f"`iterations`, such as a MemoryBudgetBatchSampler; got {steps!r}"
             )
-        return Reaching(attrgetter("micro_batches"), int(steps))
+        return Reaching(amount="micro_batches", least=int(steps))
     if samples is not None:
-        return Reaching(attrgetter("samples"), at_least_one("samples", samples) / ranks)
+        return Reaching(amount="samples", least=at_least_one("samples", samples) / ranks)
     if weight is not None:
-        return Reaching(attrgetter("weight"), positive_number("weight", weight) / ranks)
-    return StepBoundary()
+        return Reaching(amount="weight", least=positive_number("weight", weight) / ranks)
+    return Reaching(amount="micro_batches", least=math.inf)

@@ -99,8 +99,7 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
     numbers = [field.name for field in fields(ModuleMemory) if field.name not in ("name", "kind")]
     total = {number: sum(getattr(one, number) for one in modules) for number in numbers}
     return MemorySummary(
-        modules=tuple(modules),
-        total=ModuleMemory(name="total", kind=type(model).__name__, **total),
+        modules=tuple(modules), total=ModuleMemory(name="total", kind=type(model).__name__, **total)
     )
 
 

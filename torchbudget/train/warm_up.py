@@ -67,12 +67,9 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
             with peak_memory(state.device) as peak:
                 step(batch)
             del batch  # before the next one is made
-            runs.append(
-                WarmUp(
-                    name=name,
-                    samples=len(indices),
-                    predicted_bytes=sampler.batch_bytes(indices),
-                    peak_bytes=peak.bytes,
-                )
+            predicted = sampler.batch_bytes(indices)
+            run = WarmUp(
+                name=name, samples=len(indices), predicted_bytes=predicted, peak_bytes=peak.bytes
             )
+            runs.append(run)
     return runs
