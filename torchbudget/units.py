@@ -16,18 +16,9 @@ MAX_BYTES: Final = 2**63 - 1
 Number: TypeAlias = "float | Fraction | np.integer[Any] | np.floating[Any]"
 Amount: TypeAlias = "int | np.integer[Any] | str"
 
-_UNITS: Final = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS: Final = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 _TEXT: Final = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
