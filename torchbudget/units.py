@@ -16,9 +16,12 @@ MAX_BYTES: Final = 2**63 - 1
 Number: TypeAlias = "float | Fraction | np.integer[Any] | np.floating[Any]"
 Amount: TypeAlias = "int | np.integer[Any] | str"
 
-_UNITS: Final = {"": 1, "b": 1}
-for _power, _prefix in enumerate("kmgt", start=1):
-    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
+_PREFIXES: Final = ("", "k", "m", "g", "t")
+_UNITS: Final = {
+    "": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES) if power},
+}
 _TEXT: Final = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 

@@ -113,8 +113,10 @@ class _Quadratic:
             CostOverflowError: a sample costs 2⁵³ bytes or more.
         """
         lengths = np.asarray(sizes)
+        units: Any = self.unit_bytes
+        pairs: Any = self.pair_bytes
         if self.axes == 1:
-            lengths = lengths[..., None]
+            lengths, units, pairs = lengths[..., None], (units,), ((pairs,),)
         elif lengths.ndim == 0 or lengths.shape[-1] != self.axes:
             raise CostError(
                 f"this cost has {self.axes} axes: expected sizes of shape (…, {self.axes}), "
@@ -123,10 +125,10 @@ class _Quadratic:
         length = [lengths[..., axis].astype(np.float64) for axis in range(self.axes)]
         total: Any = self.sample_bytes
         # Horner's scheme on each axis, which is monotone like the sum it stands for.
-        units, pairs = np.atleast_1d(self.unit_bytes), np.atleast_2d(self.pair_bytes)
         for axis, (slope, row) in enumerate(zip(units, pairs, strict=True)):
-            for other in np.flatnonzero(row):
-                slope = slope + row[other] * length[other]
+            for other, pair in enumerate(row):
+                if pair:
+                    slope = slope + pair * length[other]
             total = total + slope * length[axis]
         if total.size and not total.max() < _EXACT:
             raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
