@@ -41,7 +41,6 @@ class AccumulatesGradients(Protocol):
 
     def single_steps(self) -> AbstractContextManager[None]:
         """Make each micro-batch inside a step of its own, and forget all of them at the end."""
-        ...
 
 
 class TrainingState:
