@@ -16,17 +16,11 @@ MAX_BYTES: Final = 2**63 - 1
 Number: TypeAlias = "float | Fraction | np.integer[Any] | np.floating[Any]"
 Amount: TypeAlias = "int | np.integer[Any] | str"
 
+_PREFIXES: Final = ("", "k", "m", "g", "t")
 _UNITS: Final = {
     "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES) if power},
 }
 _TEXT: Final = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost, trace_peak_bytes
-from torchbudget.cost.measuring.tracing import StepTracer
+from torchbudget.cost.measuring.tracing import traces
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import MeasureWarning
 
@@ -40,8 +40,8 @@ def test_a_traced_fit_predicts_other_shapes(name: str) -> None:
     n, sizes = other_shapes(training, 30)
     again = CASES[name]()
     batches = (again.make_batch(*shape) for shape in zip(n, sizes, strict=True))
-    tracer = StepTracer(again.step, TrainingState(again.step))
-    peaks = np.array([trace.peak_bytes for trace in tracer.traces(batches)])
+    traced = traces(again.step, TrainingState(again.step), batches)
+    peaks = np.array([trace.peak_bytes for trace in traced])
     assert peaks[0] == trace_peak_bytes(again.step, again.make_batch(n[0], sizes[0]))
     errors = cost.fitted_bytes(n, np.array(sizes)) / peaks - 1
     assert errors.min() >= -0.005

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
 from torchbudget.cost.measuring.judging import table_unless_it_fits
 from torchbudget.cost.measuring.shapes import Size, check_shape, traced_shapes
 from torchbudget.cost.measuring.subject import Subject
-from torchbudget.cost.measuring.tracing import StepTracer
+from torchbudget.cost.measuring.tracing import traces
 from torchbudget.cost.models.measured import Form
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Traced:
-    """What tracing found.
-
-    Attributes:
-        forms: those whose maximum counts, or a table.
-        probes: what was traced.
-        aligned: whether each moment of the step was fitted; otherwise only the peaks.
-    """
-
-    forms: tuple[Form, ...]
-    probes: tuple[Probe, ...]
-    aligned: bool
-
-
-def trace_probes(subject: Subject) -> Traced:
+def trace_probes(subject: Subject) -> tuple[tuple[Form, ...], tuple[Probe, ...], bool]:
     """Trace the step on a few shapes, and fit its live bytes.
+
+    Returns:
+        The forms whose maximum counts, or a table; what was traced; and whether each moment of the
+        step was fitted, otherwise only the peaks.
 
     Raises:
         BatchError: `make_batch` ignores its arguments.
@@ -48,9 +36,9 @@ def trace_probes(subject: Subject) -> Traced:
             yield batch
             del batch
 
-    *traces, again = StepTracer(subject.step, subject.state).traces(batches())
-    first = traces[0]
-    kept_bytes = max(trace.kept_bytes for trace in traces)
+    first, *others, again = traces(subject.step, subject.state, batches())
+    counted = [first, *others]
+    kept_bytes = max(trace.kept_bytes for trace in counted)
     if kept_bytes > 0:
         subject.warn(
             f"a step leaves up to {format_bytes(kept_bytes)} allocated when it ends: a leak?"
@@ -67,13 +55,13 @@ def trace_probes(subject: Subject) -> Traced:
         )
     probes = tuple(
         Probe(n, size, trace.peak_bytes, held_out, "trace")
-        for (n, size, held_out), trace in zip(shapes, traces, strict=True)
+        for (n, size, held_out), trace in zip(shapes, counted, strict=True)
     )
-    fitted = [(p, trace) for p, trace in zip(probes, traces, strict=True) if not p.held_out]
+    fitted = [(p, trace) for p, trace in zip(probes, counted, strict=True) if not p.held_out]
     n, sizes, peaks = columns([probe for probe, _ in fitted])
     forms = fit_traces(n, sizes, [trace for _, trace in fitted], subject.domain.largest)
     aligned = forms is not None
     if forms is None:
         subject.notes.append("the step's operations depend on the shape: fitted to the peaks alone")
         forms = fit_peaks(n, sizes, peaks)
-    return Traced(table_unless_it_fits(forms, probes, subject), probes, aligned)
+    return table_unless_it_fits(forms, probes, subject), probes, aligned

@@ -105,9 +105,8 @@ def measure_cost(
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
     subject = Subject(step, make_batch, domain, state)
     if method == "trace" or room is None:
-        traced = trace_probes(subject)
-        forms, probes = traced.forms, traced.probes
-        least = _LEAST_TRACE_MARGIN if traced.aligned else _LEAST_PEAKS_MARGIN
+        forms, probes, aligned = trace_probes(subject)
+        least = _LEAST_TRACE_MARGIN if aligned else _LEAST_PEAKS_MARGIN
     else:
         known = () if method == "run" else _traced_forms(subject)
         forms, probes = run_probes(subject, room, known)
@@ -152,7 +151,7 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
 def _traced_forms(subject: Subject) -> tuple[PaddedCost, ...]:
     """The forms of the trace; none if no form fits, or the step cannot be traced but only run."""
     try:
-        forms = trace_probes(subject).forms
+        forms, _, _ = trace_probes(subject)
     except BatchError:
         raise
     except CostError as error:

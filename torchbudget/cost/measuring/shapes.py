@@ -125,11 +125,10 @@ def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
         spread = np.outer(np.arange(1, num_coefficients(axes) + 3), steps) % 1
         wanted = [(2 + i % 7, 2.0 ** (3 * where - 3), False) for i, where in enumerate(spread)]
     wanted += [(n, where, True) for n, where in _HELD_OUT]
-    found: dict[tuple[int, Size], tuple[int, Size, bool]] = {}
+    found: dict[tuple[int, Size], bool] = {}
     for n, where, held_out in wanted:
-        size = domain.at(where)
-        found.setdefault((n, size), (n, size, held_out))
-    return list(found.values())
+        found.setdefault((n, domain.at(where)), held_out)
+    return [(*shape, held_out) for shape, held_out in found.items()]
 
 
 def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]]:

@@ -29,9 +29,7 @@ _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.defa
 _UPDATE_SCALE: Final = torch.ops.aten._amp_update_scale_.default
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
 # They wrap a tensor that was just made from Python numbers; fake tensors remember such values.
-_LIFTS: Final = frozenset(
-    {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
-)
+_LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,66 +55,58 @@ class Trace:
         return int(self.live_bytes.max())
 
 
-class StepTracer:
-    """Traces the user's own step, on the user's own model and optimizer.
+def traces(
+    step: Callable[[Any], object], state: TrainingState, batches: Iterable[Any]
+) -> Iterator[Trace]:
+    """Trace the user's own step on each batch, with the user's own model and optimizer.
 
     Every operation gets fake tensors instead of real ones, so that nothing is computed and no
     tensor changes; the references to tensors in modules and optimizers are restored at the end.
+    Exhaust or close the iterator: only then is everything restored.
+
+    One step on the first batch comes first and does not count, since optimizers allocate their
+    state in it.
 
     Args:
         step: the full training step on a batch.
         state: what it trains.
+        batches: may be made lazily.
 
     Raises:
-        CostError: the step has no parameters, whose device is to be traced.
+        CostError: the step has no parameters, whose device is to be traced; it does not run on
+            fake tensors; or it is no full training step.
     """
-
-    def __init__(self, step: Callable[[Any], object], state: TrainingState) -> None:
-        self._step = step
-        self._state = state
-        self.device = state.device
-
-    def traces(self, batches: Iterable[Any]) -> Iterator[Trace]:
-        """Trace a step on each batch, which may be made lazily.
-
-        One step on the first batch comes first and does not count, since optimizers allocate their
-        state in it. Exhaust or close the iterator: only then is everything restored.
-
-        Raises:
-            CostError: the step does not run on fake tensors, or is no full training step.
-        """
-        fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        live = _LiveBytes(fakes, self.device)
+    live = _LiveBytes(state.device)
+    with state.restored(contents=False), _no_garbage_collection():
+        for tensor in state.tensors():
+            live.stand_in(tensor)
         first = True
-        with self._state.restored(contents=False), _no_garbage_collection():
-            for tensor in self._state.tensors():
-                live.stand_in(tensor)
-            for batch in batches:
-                if first:
-                    self._run(fakes, live, batch)
-                    first = False
-                yield self._run(fakes, live, batch)
-                del batch
+        for batch in batches:
+            if first:
+                _trace(step, state, live, batch)
+                first = False
+            yield _trace(step, state, live, batch)
+            del batch
 
-    def _run(self, fakes: FakeTensorMode, live: _LiveBytes, batch: Any) -> Trace:
-        live.begin()
-        before = live.storages.num_bytes
-        try:
-            with self._state.checked(), fakes, live:
-                self._step(batch)
-        except CostError:
-            raise
-        except Exception as error:
-            raise CostError(
-                "the step does not run on fake tensors, which have shapes but no values; "
-                f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}"
-            ) from error
-        return Trace(
-            np.asarray(live.history, np.int64),
-            tuple(live.operations),
-            live.storages.num_bytes - before - live.arrived_bytes,
-            live.assumed,
-        )
+
+def _trace(
+    step: Callable[[Any], object], state: TrainingState, live: _LiveBytes, batch: Any
+) -> Trace:
+    live.begin()
+    before = live.storages.num_bytes
+    try:
+        with state.checked(), live.fakes, live:
+            step(batch)
+    except CostError:
+        raise
+    except Exception as error:
+        raise CostError(
+            "the step does not run on fake tensors, which have shapes but no values; "
+            f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}"
+        ) from error
+    kept_bytes = live.storages.num_bytes - before - live.arrived_bytes
+    history = np.asarray(live.history, np.int64)
+    return Trace(history, tuple(live.operations), kept_bytes, live.assumed)
 
 
 def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
@@ -150,7 +140,7 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     >>> trace_peak_bytes(step, torch.zeros(1000, 100)) // 1000  # the batch alone is 400,000 bytes
     444
     """
-    [trace] = StepTracer(step, TrainingState(step)).traces([batch])
+    [trace] = traces(step, TrainingState(step), [batch])
     return trace.peak_bytes
 
 
@@ -158,11 +148,11 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
 class _LiveBytes(TorchDispatchMode):
     """The bytes that live on a device after each operation, each storage counted once."""
 
-    def __init__(self, fakes: FakeTensorMode, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         self.storages = LiveStorages()
         self.begin()
-        self._fakes = fakes
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device.type
         self._block = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
@@ -182,7 +172,7 @@ class _LiveBytes(TorchDispatchMode):
             return tensor
         fake: torch.Tensor | None = self._stand_ins.get(tensor)
         if fake is None:
-            fake = self._stand_ins[tensor] = self._fakes.from_tensor(tensor)
+            fake = self._stand_ins[tensor] = self.fakes.from_tensor(tensor)
             self.arrived_bytes += self._count(fake)
         return fake
 
@@ -193,17 +183,12 @@ class _LiveBytes(TorchDispatchMode):
         return self.storages.add(storage, -(-storage.nbytes() // self._block) * self._block)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is _ITEM:
             if args[0].dtype.is_floating_point:
-                if args[0].untyped_storage() in self._no_infinity:
-                    return 0.0
-                return 1.0  # of a loss that is logged, of an optimizer's count of steps
+                # 1.0 of a loss that is logged, of an optimizer's count of steps.
+                return 0.0 if args[0].untyped_storage() in self._no_infinity else 1.0
             if args[0].dtype is torch.bool:
                 self.assumed += 1
                 return False  # is a loss NaN, does a mask hide nothing

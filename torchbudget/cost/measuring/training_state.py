@@ -41,7 +41,6 @@ class AccumulatesGradients(Protocol):
 
     def single_steps(self) -> AbstractContextManager[None]:
         """Make each micro-batch inside a step of its own, and forget all of them at the end."""
-        ...
 
 
 class TrainingState:
@@ -159,9 +158,10 @@ class TrainingState:
             for one in [*parts, *self.optimizers, *self.helpers]
             for saved in _containers(vars(one))
         ]
-        random_state = RandomState.take()
-        own_states = [(one, _state_of(one)) for one in self.generators]
         with copied(written) as put_back, ExitStack() as stack:
+            stack.callback(RandomState.take().restore)
+            for generator in self.generators:
+                stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
                 stack.enter_context(accumulator.single_steps())
             try:
@@ -172,13 +172,6 @@ class TrainingState:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
-                random_state.restore()
-                for generator, state in own_states:
-                    _set_state(generator, state)
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
@@ -233,10 +226,9 @@ def _references(one: Any) -> list[Any]:
         return [one.__self__, one.__func__]
     if isinstance(one, types.FunctionType):
         return _of_function(one)
-    if isinstance(one, (list, tuple, set, frozenset)):
-        return list(one) if len(one) <= _MOST_ITEMS else []
-    if isinstance(one, dict):
-        return list(one.values()) if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, (list, tuple, set, frozenset, dict)):
+        items = one.values() if isinstance(one, dict) else one
+        return list(items) if len(one) <= _MOST_ITEMS else []
     if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
         return []
     slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
@@ -264,16 +256,11 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     return [*found, *vars(function).values()]
 
 
-def _state_of(generator: Any) -> Any:
+def _restoring(generator: Any) -> Callable[[], object]:
+    """A function that sets the generator to the state that it has now."""
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())

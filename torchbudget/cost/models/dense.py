@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -114,14 +115,13 @@ class DenseCost:
             "output", output_shape, inputs[0].dtype if output_dtype is None else output_dtype
         )
         host_sample_bytes = _nbytes([*inputs, *targets])
+        cost = partial(
+            cls, host_sample_bytes=host_sample_bytes, variants_per_read=variants_per_read
+        )
         if module is None:
             if optimizer is not None:
                 raise CostError("an optimizer needs the module that it trains; give module")
-            return cls(
-                sample_bytes=host_sample_bytes,
-                host_sample_bytes=host_sample_bytes,
-                variants_per_read=variants_per_read,
-            )
+            return cost(sample_bytes=host_sample_bytes)
         replica, sample_bytes, scratch_bytes = replay(module, inputs, targets)
         trained = [p for p in replica.parameters() if p.requires_grad]
         trained_bytes = _nbytes(trained)
@@ -133,12 +133,10 @@ class DenseCost:
         # them; one that steps them in turn, two of the current one, at most of the largest.
         largest_bytes = max((_nbytes([parameter]) for parameter in trained), default=0)
         step_bytes = max(trained_bytes, 2 * largest_bytes) if states else 0
-        return cls(
+        return cost(
             sample_bytes=sample_bytes,
             fixed_bytes=state_bytes + scratch_bytes,
             floor_bytes=state_bytes + step_bytes,
-            host_sample_bytes=host_sample_bytes,
-            variants_per_read=variants_per_read,
         )
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from torchbudget.cost.models import cost_file, fit_report
 from torchbudget.cost.models.coefficients import additive_bound
-from torchbudget.cost.models.padded import UNLIMITED, PackedCost, PaddedCost
+from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
@@ -107,10 +108,7 @@ class MeasuredCost:
 
     def fitted_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """What was fitted, without the margin; see `CostModel.batch_bytes`."""
-        total = self.forms[0].batch_bytes(n, padded_size)
-        for form in self.forms[1:]:
-            total = np.maximum(total, form.batch_bytes(n, padded_size))
-        return total
+        return reduce(np.maximum, (form.batch_bytes(n, padded_size) for form in self.forms))
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; the margin is included."""
@@ -123,17 +121,10 @@ class MeasuredCost:
         whole = budget // (_PARTS + self._parts)
         rest = np.minimum(budget - whole * (_PARTS + self._parts), _PARTS - 1)
         fitted = whole * _PARTS + rest
-        n = np.full(np.broadcast_shapes(fitted.shape, self._shape(padded_size)), UNLIMITED)
-        for form in self.forms:
-            n = np.minimum(n, form.capacity(padded_size, fitted))
-        return n
+        return reduce(np.minimum, (form.capacity(padded_size, fitted) for form in self.forms))
 
     def _add_margin(self, fitted: _Bytes) -> _Bytes:
         return fitted + (fitted // _PARTS + 1) * self._parts
-
-    def _shape(self, padded_size: ArrayLike) -> tuple[int, ...]:
-        shape = np.shape(padded_size)
-        return shape if self.axes == 1 else shape[:-1]
 
     def packed(self) -> PackedCost:
         """This cost for batches without padding, where `make_batch` made such ones.

@@ -15,7 +15,6 @@ from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
 
-UNLIMITED: Final = MAX_BYTES
 # Below 2**53 every whole number of bytes is a float64, so a sample's bytes are exact as computed.
 _EXACT: Final = float(2**53)
 
@@ -114,34 +113,34 @@ class _Quadratic:
             CostOverflowError: a sample costs 2⁵³ bytes or more.
         """
         lengths = np.asarray(sizes)
-        if isinstance(self.unit_bytes, tuple):
-            total = self._form(lengths, self.unit_bytes)
-        else:
-            length = lengths.astype(np.float64)
-            # Horner's scheme: two multiplications, and monotone like the sum it stands for.
-            total = (self.pair_bytes * length + self.unit_bytes) * length + self.sample_bytes
-        if total.size and not total.max() < _EXACT:
-            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
-        return np.ceil(total).astype(np.int64)
-
-    def _form(self, lengths: npt.NDArray[Any], unit: tuple[float, ...]) -> npt.NDArray[np.float64]:
-        if lengths.ndim == 0 or lengths.shape[-1] != len(unit):
+        units: Any = self.unit_bytes
+        pairs: Any = self.pair_bytes
+        if self.axes == 1:
+            lengths, units, pairs = lengths[..., None], (units,), ((pairs,),)
+        elif lengths.ndim == 0 or lengths.shape[-1] != self.axes:
             raise CostError(
-                f"this cost has {len(unit)} axes: expected sizes of shape (…, {len(unit)}), "
+                f"this cost has {self.axes} axes: expected sizes of shape (…, {self.axes}), "
                 f"got {lengths.shape}"
             )
-        length = [lengths[..., axis].astype(np.float64) for axis in range(len(unit))]
-        total: npt.NDArray[np.float64] = np.full(lengths.shape[:-1], self.sample_bytes)
-        # The field's type is what users give; __post_init__ made it a tuple of rows.
-        for axis, (linear, row) in enumerate(zip(unit, self.pair_bytes, strict=True)):  # type: ignore[arg-type]
-            slope: Any = linear
+        length = [lengths[..., axis].astype(np.float64) for axis in range(self.axes)]
+        total: Any = self.sample_bytes
+        # Horner's scheme on each axis, which is monotone like the sum it stands for.
+        for axis, (slope, row) in enumerate(zip(units, pairs, strict=True)):
             for other, pair in enumerate(row):
                 if pair:
                     slope = slope + pair * length[other]
             total = total + slope * length[axis]
-        return total
+        if total.size and not total.max() < _EXACT:
+            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
+        items: IntArray = np.ceil(total).astype(np.int64)
+        return items
 
-    def _padded_bytes(self, n: ArrayLike, padded_size: ArrayLike, floor_bytes: int) -> IntArray:
+    @property
+    def _floor_bytes(self) -> int:
+        return int(getattr(self, "floor_bytes", 0))  # which only padded batches have
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
         number = np.asarray(n, dtype=np.int64)
         item = self.item_bytes(padded_size)
         if number.size and number.min() < 0:
@@ -151,18 +150,17 @@ class _Quadratic:
         largest = np.asarray(number.astype(np.float64) * item)
         if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES - 4096):
             raise CostOverflowError("this batch costs 2**63 bytes or more")
-        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), floor_bytes)
+        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), self._floor_bytes)
         return total
 
-    def _capacity(
-        self, padded_size: ArrayLike, budget_bytes: ArrayLike, floor_bytes: int
-    ) -> IntArray:
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
         item = self.item_bytes(padded_size)
         budget = np.asarray(budget_bytes, dtype=np.int64)
-        room = np.where(budget < floor_bytes, -1, budget) - self.fixed_bytes
+        room = np.where(budget < self._floor_bytes, -1, budget) - self.fixed_bytes
         n: IntArray = np.maximum(room, 0) // np.maximum(item, 1)
         if not item.all():  # samples that cost nothing
-            n = np.where((item == 0) & (room >= 0), UNLIMITED, n)
+            n = np.where((item == 0) & (room >= 0), MAX_BYTES, n)
         return n
 
 
@@ -201,14 +199,6 @@ class PaddedCost(_Quadratic):
         super(PaddedCost, self).__post_init__()
         object.__setattr__(self, "floor_bytes", _whole("floor_bytes", self.floor_bytes))
 
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
-        return self._padded_bytes(n, padded_size, int(self.floor_bytes))
-
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; exact at the boundary."""
-        return self._capacity(padded_size, budget_bytes, int(self.floor_bytes))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCost(_Quadratic, AdditiveCost):
@@ -225,11 +215,3 @@ class PackedCost(_Quadratic, AdditiveCost):
     def base_bytes(self) -> int:
         """Bytes of a batch beside its samples."""
         return int(self.fixed_bytes)
-
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
-        return self._padded_bytes(n, padded_size, 0)
-
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; exact at the boundary."""
-        return self._capacity(padded_size, budget_bytes, 0)

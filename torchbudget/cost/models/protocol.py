@@ -32,7 +32,6 @@ class CostModel(Protocol):
         Returns:
             Bytes, shape `(…)`.
         """
-        ...
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """The largest number of samples that fits.
@@ -45,7 +44,6 @@ class CostModel(Protocol):
             The largest n with `batch_bytes(n, padded_size) <= budget_bytes`; 0 where not even one
             sample fits; 2⁶³ − 1 where any number does.
         """
-        ...
 
 
 class AdditiveCost(ABC):
