@@ -33,8 +33,6 @@ from torchbudget.plan.rules import BatchRules
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
 _ONE_RANK: Final = Ranks()
-# Ranks whose costliest one is within this of the mean are even enough.
-_EVEN: Final = 1.002
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,8 +265,6 @@ def _even_out(
         first, last = last, last + count
         dealt = slice(first // ranks.number, last // ranks.number)
         sums = work[rounds[dealt]].sum(axis=0)
-        if sums.max() * ranks.number <= sums.sum() * _EVEN:
-            continue
         most, budget = int(sums.max()), int(budgets[row])
         found = level(windows, row, work[first:last], most, budget, ranks.number)
         if found is not None:
