@@ -305,13 +305,13 @@ class BudgetedIterableDataset(IterableDataset[Any]):
     def _begun(self, worker: int, workers: int) -> EpochReader:
         """A worker's walk, where it begins."""
         slot = WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
-        walk, state = self._walk_of(slot), self._loaded
+        walk, state = self.reader_of(slot), self._loaded
         if state is not None:
             walk.load_state_dict(state["workers"][worker] if "workers" in state else state)
         return walk
 
-    def _walk_of(self, slot: WorkerSlot) -> EpochReader:
-        """The present epoch, from its beginning, as one process sees it."""
+    def reader_of(self, slot: WorkerSlot) -> EpochReader:
+        """What one process reads of the present epoch, from its beginning."""
         most_bytes = self.look_ahead
         if most_bytes is None and self.budget is not None and self.budget.host is not None:
             most_bytes = max(self.budget.host // _HOST_SHARE // slot.workers, 1)
@@ -385,7 +385,7 @@ class BudgetedIterableDataset(IterableDataset[Any]):
 
     def _beginning(self, epoch: int) -> dict[str, Any]:
         slot = WorkerSlot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
-        return {**self._walk_of(slot).beginning(), "epoch": epoch}
+        return {**self.reader_of(slot).beginning(), "epoch": epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make `iter()` begin where a state stands, until its epoch has ended.

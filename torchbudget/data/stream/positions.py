@@ -16,8 +16,8 @@ from torchbudget.errors import StateError
 _WORKERS: Final = 128  # whose positions are kept
 _KEPT: Final = 256  # of each: loaders run that many micro-batches ahead at most
 _FIELDS: Final = 6
-_HEADER: Final = 7
-_EPOCH, _ALL, _SHIFT, _SEED, _LOOP, _MADE, _ENDED = range(_HEADER)
+_HEADER: Final = 8
+_EPOCH, _ALL, _SHIFT, _SEED, _LOOP, _BEGUN, _MADE, _ENDED = range(_HEADER)
 _ROW: Final = _HEADER + _KEPT * _FIELDS
 _FIRST: Final = 3  # words before the first row: numbers of states, and whether any was written
 _CURRENT, _USED_UP, _WRITTEN = range(_FIRST)
@@ -61,6 +61,7 @@ class Positions:
     def __init__(self) -> None:
         self._file = SharedFile(8 * (_FIRST + _WORKERS * _ROW))
         self._loaded: int | None = None  # number of this process's state; `None`: it is its own
+        self._begun = 0  # loops, in this worker
         self._states[_WRITTEN] = 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,13 +138,14 @@ class Positions:
             shift: which worker's micro-batch comes first.
             seed: of the workers that were started together.
         """
+        self._begun += 1
         if worker >= _WORKERS or self._states.item(_CURRENT) not in (0, self._loaded):
             return None  # and not in the way of those that begin at the state that was loaded
         made = 0
         with self._file.locked():
-            loop = self._next_loop(worker, (workers, seed))
+            loop = self._next_loop((workers, seed))
             row = self._row(worker)
-            row[:_HEADER] = epoch, workers, shift, seed, loop, 0, -1
+            row[:_HEADER] = epoch, workers, shift, seed, loop, self._begun, 0, -1
         memory, first = self._file.memory, _FIRST + worker * _ROW
 
         def note(at: Position) -> None:
@@ -161,12 +163,16 @@ class Positions:
 
         return note
 
-    def _next_loop(self, worker: int, team: tuple[int, int]) -> int:
-        """The number of the loop that a worker begins: its team's, if that is ahead by one."""
+    def _next_loop(self, team: tuple[int, int]) -> int:
+        """The number of the loop that this worker begins.
+
+        Workers that were started together have begun as many when they are in the same loop; one
+        that is late begins those that the others have left already.
+        """
         headers = [tuple(self._row(one)[:_HEADER].tolist()) for one in range(_WORKERS)]
-        loops = [one[_LOOP] if (one[_ALL], one[_SEED]) == team else -1 for one in headers]
-        if loops[worker] < max(loops):
-            return int(max(loops))
+        for one in headers:
+            if (one[_ALL], one[_SEED]) == team:
+                return int(one[_LOOP] + self._begun - one[_BEGUN])
         return 1 + int(max(one[_LOOP] for one in headers))
 
     def _rows(self, epoch: int) -> list[npt.NDArray[np.int64]]:
@@ -205,7 +211,7 @@ class Positions:
         shift = next(row.item(_SHIFT) for row in rows if row[_ALL])
         turns = [(worker + shift) % len(rows) for worker in range(len(rows))]
         ended = [rows[worker].item(_ENDED) if rows[worker][_ALL] else -1 for worker in turns]
-        taken, following = _in_turn(batches_done, [n if n >= 0 else None for n in ended])
+        taken, following = in_turn(batches_done, [n if n >= 0 else None for n in ended])
         if -1 not in ended and sum(ended) == batches_done:
             return 0, [END] * len(rows)
         found: list[Position | None] = [None] * len(rows)
@@ -229,7 +235,7 @@ class Positions:
         return turns[following], found
 
 
-def _in_turn(batches: int, lengths: Sequence[int | None]) -> tuple[list[int], int]:
+def in_turn(batches: int, lengths: Sequence[int | None]) -> tuple[list[int], int]:
     """How many of each worker, and whose turn it is, once so many were taken one by one in turn.
 
     Args:
