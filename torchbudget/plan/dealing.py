@@ -76,7 +76,8 @@ def lowest_budgets(
         raise UnevenRanksError(
             f"{length} samples that need {int(least.max())} micro-batches cannot be dealt evenly "
             f"to {ranks.number} ranks{_in_multiples(ranks)} without repeating or dropping one; use "
-            f"at least {int(target.max())} samples, raise the budget, or change the number of ranks"
+            f"at least {int(target.max())} samples, another number of ranks or a larger budget, or "
+            "drop the rest (drop_last=True)"
         )
     infeasible = np.maximum(low, windows.least(target)) - 1
     # Where the lower bound is tight the first trial already ends the search.
