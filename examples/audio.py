@@ -1,11 +1,11 @@
-"""Recordings of any length, decoded in threads, kept in a cache, in batches of so many seconds.
+"""Recordings of any length, decoded in threads, cached, in batches of a given number of seconds.
 
     python examples/audio.py --folder /usr/share/asterisk/sounds --seconds 60
 
-Every `.wav` below the folder is a sample: its log-mel spectrogram, made of the file when it is
-asked for. Nobody knows their lengths before they are read, so a `BudgetedIterableDataset` reads a
-window of them, and cuts it into batches of so many seconds, padding included. `SampleCache` keeps
-what was decoded, for all workers. A row for each epoch tells its seconds, the cache's hits,
+Every `.wav` below the folder is a sample: its log-mel spectrogram, computed when it is read. The
+lengths are unknown before that, so a `BudgetedIterableDataset` reads a window of samples and cuts
+it into batches of at most so many seconds, padding included. `SampleCache` keeps decoded samples in
+memory that all workers share. Each row of the table is an epoch: its seconds, the cache's hits,
 padding, and how full the batches were.
 
 Debian's asterisk-core-sounds-en-wav has 568 spoken prompts. Without a folder, chirps are written to

@@ -3,10 +3,10 @@
     python examples/contrastive.py --pairs 512 --micro-batch 32
 
 The first half of a docstring is to find its second half among all those of the batch. Such a loss
-cannot be cut into micro-batches: every pair counts in every other's. `joint_backward` gives its
-exact gradient all the same, in two passes. The table compares it with the whole batch at once: the
-gradient, and what either took beyond what the process held, as the kernel counted it. Then the
-encoder learns for some steps.
+cannot be cut into micro-batches: it depends on all pairs at once. `joint_backward` gives its exact
+gradient all the same, in two passes. The table compares it with the whole batch at once: the
+gradient, and the memory that each took beyond what was in use before, as the kernel counted it.
+Then the encoder learns for some steps.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from itertools import islice
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own spelling)
 from torch import Tensor, nn
-from train_text import ModelConfig, Transformer, at_least, docstrings
+from train_text import Transformer, docstrings
 
 from torchbudget import (
     GradAccumulator,
     PadCollate,
     PaddedBatch,
+    configure_allocators,
     format_bytes,
     joint_backward,
     peak_memory,
-    trim_malloc,
 )
 
 
@@ -37,7 +37,7 @@ class Encoder(nn.Module):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self.body = Transformer(ModelConfig(max_length=max_length, classes=256))
+        self.body = Transformer(max_length)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
@@ -72,12 +72,12 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--pairs", type=at_least(2), default=512, help="pairs in a batch")
-    add("--micro-batch", type=at_least(1), default=32, help="pairs whose activations are held")
-    add("--steps", type=at_least(1), default=4)
-    add("--max-length", type=at_least(1), default=256, help="bytes at which halves are cut")
+    add("--pairs", type=int, default=512, help="pairs in a batch")
+    add("--micro-batch", type=int, default=32, help="pairs whose activations are kept")
+    add("--steps", type=int, default=4)
+    add("--max-length", type=int, default=256, help="bytes at which halves are cut")
     options = parser.parse_args()
-    trim_malloc()
+    configure_allocators()
     torch.manual_seed(0)
     texts = (text for text in docstrings(0) if len(text) > 1)
     samples = [halves(t, options.max_length) for t in islice(texts, options.pairs * 2)]
@@ -97,7 +97,7 @@ def main() -> None:
             pass
         with peak_memory("cpu") as peak:
             backward()
-        print(f"{name:>15}: {format_bytes(peak.bytes - before.bytes)} beyond what was held")
+        print(f"{name:>15}: {format_bytes(peak.bytes - before.bytes)} more than before")
     apart = (gradient_of(model) - gradient_of(whole)).norm() / gradient_of(whole).norm()
     print(f"{'gradients':>15}: {apart.item():.1e} apart, relatively, in float32\n")
 

@@ -1,12 +1,12 @@
-"""Graphs of any size in batches that a budget of bytes holds: two ragged axes, nodes and edges.
+"""Graphs of any size in batches that fit a budget of bytes: two ragged axes, nodes and edges.
 
     python examples/graphs.py --budget 8MiB
 
 Random molecules of heavy-tailed sizes come from a generator. A batch is one graph of them all, with
-its nodes and edges one behind the other and nothing padded: its cost is the sum of what each
-molecule's nodes and edges need, a `PackedCost` of two axes. What they need is measured on the
-training step of a message-passing network, traced without running it. The table compares the
-batches with fixed ones of the same mean number of molecules: the traced bytes of each one's step.
+nodes and edges concatenated and nothing padded: its cost is the sum of what each molecule's nodes
+and edges need, a `PackedCost` of two axes. What they need is traced on the training step of a
+message-passing network, without running it. The table compares the batches with fixed ones of the
+same mean number of molecules, by the traced bytes of their steps.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     def traced(graphs: int, nodes: int, edges: int) -> int:
-        """Bytes of a step on a batch of so many, whatever its edges join."""
+        """Bytes of a step on a batch of these numbers; what its edges join does not matter."""
         batch = {
             "nodes": torch.zeros(nodes, FEATURES),
             "edges": torch.zeros(2, edges, dtype=torch.int64),

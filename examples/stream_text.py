@@ -2,14 +2,13 @@
 
     python examples/stream_text.py --budget 64MiB
 
-Every file of Python's standard library is a shard; its docstrings are the samples, found when the
-file is read. Nobody knows how many there are or how long. A byte-level transformer learns them: the
-cost of a batch is measured on its training step, without running it, and `BudgetedIterableDataset`
-cuts what the files give into batches whose tensors fit the budget. The run is broken off in the
-middle of the second epoch and goes on in a new loader, which takes up every remaining sample.
+Every file of Python's standard library is a shard; its docstrings are the samples. How many there
+are, and how long, is unknown until the files are read. A byte-level transformer learns them: the
+cost of a batch is traced on its training step, without running it, and `BudgetedIterableDataset`
+cuts the samples into batches whose tensors fit the budget. The run stops in the middle of the
+second epoch and resumes from the saved state: every remaining sample comes once.
 
-The table tells, for each part of the run, its batches, samples, padding, and the largest batch by
-its traced cost.
+The table shows batches, samples, padding and the largest predicted cost of each part of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from train_text import ModelConfig, Transformer, loss_sum
+from train_text import Transformer, loss_sum
 
 from torchbudget import (
     BudgetedIterableDataset,
@@ -69,7 +68,7 @@ def main() -> None:
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))[: arguments.files]
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(max_length=arguments.max_length))
+    model = Transformer(arguments.max_length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(batch: Any) -> None:
@@ -116,10 +115,9 @@ def main() -> None:
 
     whole = train("epoch 0", iter(stream))
     stream.set_epoch(1)
-    walk = iter(stream)
-    begun = train("epoch 1, begun", islice(walk, 10))
-    state = walk.state_dict()
-    stream.load_state_dict(state)
+    batches = iter(stream)
+    begun = train("epoch 1, begun", islice(batches, 4))
+    stream.load_state_dict(batches.state_dict())
     rest = train("epoch 1, the rest", iter(stream))
     print(f"every sample once: {begun} + {rest} = {whole}")
 

@@ -1,11 +1,12 @@
-"""Volumes of any shape: samples that are padded on three axes, in batches of so many voxels.
+"""Volumes of any shape: samples padded on three axes, in batches of a given number of voxels.
 
     python examples/volumes.py --voxels 4000000
 
-Scans differ in height, width and depth. A batch is padded to the largest of each, so what it costs
-is the product of the three: a predicate instead of a cost counts the voxels that a batch would have
-with one more sample. The table compares it with fixed batches of the same mean number of volumes.
-Where NIfTI files of Debian's mricron-data are unpacked, `--folder` takes the shapes of those.
+Scans differ in height, width and depth. A batch is padded to the largest of each, so its cost is
+the product of the three. Instead of a cost model, a predicate says whether one more sample fits: it
+counts the voxels that the batch would then have. The table compares this with fixed batches of the
+same mean number of volumes. `--folder` takes the shapes of NIfTI files, for example those of
+Debian's mricron-data.
 """
 
 from __future__ import annotations

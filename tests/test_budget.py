@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torchbudget import budget as budget_module
 from torchbudget.budget import MemoryBudget
 from torchbudget.errors import BudgetError, MachineError, OptionError
-from torchbudget.machine import MemoryPool, host_memory, shared_memory
+from torchbudget.machine.host import host_memory, shared_memory
+from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import MAX_BYTES, GiB, MiB, parse_bytes
 
 amounts = st.integers(1, MAX_BYTES)
@@ -139,7 +140,7 @@ pools = st.builds(
     name=st.sampled_from(["machine", "/sys/fs/cgroup/job", "cuda:0"]),
     limit_bytes=st.integers(2**10, 2**50),
     used_bytes=st.integers(0, 2**9),
-    held_bytes=st.integers(0, 2**50),
+    own_bytes=st.integers(0, 2**50),
 )
 fractions = st.fractions(Fraction(1, 4), 1).filter(lambda fraction: fraction > 0)
 
@@ -203,7 +204,7 @@ def test_the_default_leaves_a_tenth():
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("cpu", 0)])
 def test_on_the_cpu_the_device_is_the_host(device):
     """Both amounts are of one memory."""
-    host = [MemoryPool(name="machine", limit_bytes=1000, used_bytes=300, held_bytes=100)]
+    host = [MemoryPool(name="machine", limit_bytes=1000, used_bytes=300, own_bytes=100)]
     assert Fakes(host).detect(device, fraction=0.5) == MemoryBudget(device=400, host=400)
 
 

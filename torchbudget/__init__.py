@@ -7,7 +7,7 @@ from torchbudget.cost.measuring.tracing import trace_peak_bytes
 from torchbudget.cost.models.dense import DenseCost
 from torchbudget.cost.models.measured import MeasuredCost, load_cost
 from torchbudget.cost.models.padded import PackedCost, PaddedCost
-from torchbudget.cost.models.protocol import CostModel
+from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost
 from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.pack_collate import PackCollate
@@ -16,9 +16,11 @@ from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.collate.padded_batch import PaddedBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
-from torchbudget.data.stream.dataset import BudgetedIterableDataset, stop_together
+from torchbudget.data.stream.dataset import BudgetedIterableDataset
+from torchbudget.data.stream.stop_together import stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
-from torchbudget.machine import peak_memory, trim_malloc
+from torchbudget.machine.allocators import configure_allocators, trim_malloc
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.plan.step import plan_step
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
@@ -31,6 +33,7 @@ from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdditiveCost",
     "BudgetedIterableDataset",
     "CostModel",
     "DenseCost",
@@ -53,6 +56,7 @@ __all__ = [
     "TableCost",
     "TorchBudgetError",
     "__version__",
+    "configure_allocators",
     "describe_step",
     "errors",
     "evaluate",

@@ -9,7 +9,9 @@ from fractions import Fraction
 import torch
 
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.machine import MemoryPool, cuda_memory, host_memory, shared_memory
+from torchbudget.machine.device import cuda_memory
+from torchbudget.machine.host import host_memory, shared_memory
+from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import Amount, exact, format_bytes, parse_bytes
 
 
@@ -18,15 +20,15 @@ class MemoryBudget:
     """Bytes that may be used, at most, at any moment.
 
     Each amount is what a peak is compared with: it includes what is in use already (parameters,
-    optimizer state, loaded data), and is no increase on top of it.
+    optimizer state, loaded data).
 
     Attributes:
         device: bytes on the device that the training step runs on.
         host: bytes of main memory, over all processes of the job: this one and its workers.
-        shared: bytes in `/dev/shm`, through which workers hand batches over.
+        shared: bytes in `/dev/shm`, through which workers hand over batches.
 
     Args:
-        device: bytes as an int, or text such as `"8GiB"` (see `parse_bytes`); None is not limited.
+        device: bytes as an int, or text such as `"8GiB"` (see `parse_bytes`); None: not limited.
         host: likewise.
         shared: likewise.
 
@@ -74,39 +76,38 @@ class MemoryBudget:
 
     @classmethod
     def detect(cls, device: str | torch.device | None, *, fraction: float = 0.9) -> MemoryBudget:
-        """Find what this job can use on this machine now, and take a part of it.
+        """A part of what this job can use on this machine now.
 
         *This job* is the calling process and its descendants, such as the workers of a
         `DataLoader`. Every amount is `fraction` of
 
         - `device`, on a GPU: all of its memory less what is used now, except that what the caching
           allocator of this process has reserved is the job's own and counts as usable. Other
-          processes' memory and this process's CUDA context do not. It compares with a peak of
+          processes' memory and this process's CUDA context do not. Compare it with a peak of
           reserved bytes (`torch.cuda.max_memory_reserved`).
         - `device`, on `"cpu"`: the host's bytes.
         - `host`: the least of what the machine and each control group of this process, up to the
-          topmost that is visible, have left for the job: the limit, less what others use.
-          Page cache that the kernel can reclaim is nobody's use; files in tmpfs are the use of
-          whoever wrote them, and others' unless the job has them mapped. The job's own anonymous
-          and shared memory counts as usable. It compares with a peak of the job's memory in which
-          shared pages are counted once.
+          topmost that is visible, have left for the job: the limit, less what others use. Page
+          cache that the kernel can reclaim counts as free; files in tmpfs count as used by others
+          unless the job has mapped them. The job's own anonymous and shared memory counts as
+          usable. Compare it with a peak of the job's memory in which shared pages count once.
         - `shared`: the bytes that are free in `/dev/shm`; None where there is no `/dev/shm`, or it
           has no limit of its own. What is written there counts towards `host` as well.
 
-        So the result hardly depends on whether the model is built before or after the call. Two
-        amounts may draw on the same memory, and using both in full then asks for more than there
-        is: on `"cpu"`, `device` and `host` are one memory, of which a training step and the
-        loading of data each need a part; and several ranks on one machine each find all of it, so
-        give each its part: `fraction=0.9 / ranks_per_machine`.
+        The result hardly depends on whether the model is built before or after the call. Two
+        amounts may be the same memory, and cannot both be used in full: on `"cpu"`, `device` and
+        `host` are one memory, of which a training step and the loading of data each need a part;
+        and several ranks on one machine each find all of it, so give each its part:
+        `fraction=0.9 / ranks_per_machine`.
 
         Args:
-            device: `"cuda:0"`, `"cuda"` (the current device), `"cpu"`, or None to leave it open.
+            device: `"cuda:0"`, `"cuda"` (the current device), `"cpu"`, or None for no limit on it.
             fraction: the part to take, above 0 and at most 1.
 
         Raises:
             OptionError: `fraction` is out of range, or `device` is no such device.
             MachineError: a reading is missing, or there is no such GPU.
-            BudgetError: others have left nothing.
+            BudgetError: nothing is left.
 
         >>> budget = MemoryBudget.detect("cpu", fraction=0.5)
         >>> budget.device == budget.host
@@ -134,7 +135,7 @@ class MemoryBudget:
 
 
 def _parse(name: str, amount: Amount | None) -> int | None:
-    """The amount called `name` in bytes, which are more than zero."""
+    """The amount called `name` in bytes, more than zero."""
     if amount is None:
         return None
     try:

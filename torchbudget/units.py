@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from torchbudget.checks import is_int
 from torchbudget.errors import BudgetError
 
 MAX_BYTES: Final = 2**63 - 1
@@ -15,17 +16,11 @@ MAX_BYTES: Final = 2**63 - 1
 Number: TypeAlias = "float | Fraction | np.integer[Any] | np.floating[Any]"
 Amount: TypeAlias = "int | np.integer[Any] | str"
 
+_PREFIXES: Final = ("", "k", "m", "g", "t")
 _UNITS: Final = {
     "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES) if power},
 }
 _TEXT: Final = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -126,7 +121,7 @@ def parse_bytes(amount: Amount) -> int:
                 f"expected at most 2**63 - 1 bytes, got {len(match[1])} digits"
             ) from None
         return _count(number, unit_bytes, amount)
-    if isinstance(amount, bool) or not isinstance(amount, (int, np.integer)):
+    if not is_int(amount):
         raise BudgetError(
             f"expected whole bytes as an int or text such as '8GiB', got {amount!r}; "
             "GiB(1.5), MiB(…) and KiB(…) turn other numbers into bytes"

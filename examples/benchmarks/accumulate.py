@@ -1,7 +1,7 @@
 """What does an accumulated step cost, against a loop by hand over the same micro-batches?
 
 Question: the same model, the same micro-batches, the same division by the weight at the step: how
-much longer does `GradAccumulator` take? Twice the same loop by hand says what the machine can tell.
+much longer does `GradAccumulator` take? The loop by hand, timed twice, shows the noise.
 
 Command: PYTHONPATH=. python examples/benchmarks/accumulate.py
 

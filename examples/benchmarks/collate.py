@@ -2,7 +2,7 @@
 
 Question: how long does it take to make one batch of 64 dict samples of three ragged fields
 (`input_ids`, `attention_mask`, `token_type_ids`; int64; lengths log-normal(5, 1), clipped to 16 to
-512), beside `DataCollatorWithPadding` of transformers and `pad_sequence` of torch for each field?
+512), compared with `DataCollatorWithPadding` of transformers and `pad_sequence` of torch?
 
 Command: python examples/benchmarks/collate.py [--repetitions R] [--json PATH]
 
@@ -20,7 +20,7 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, tr
     tensors, pad_sequence ≥ 1.2: 1.2142, holds
 
 Each row is a race of its own between `PadCollate` and one other collate, on the same eight batches
-in every repetition and in turns in who meets them first. The times are medians, of a batch; the
+in every repetition, taking turns in going first. The times are medians, of a batch; the
 ratio is the median of (the other's time / PadCollate's time). Batches are checked to be equal.
 """
 

@@ -36,7 +36,7 @@ random number of batches: on the same ranks every remaining batch must be the sa
 number of ranks every remaining sample must come once, under the budget. Samples that cannot be
 dealt evenly must be refused before the first batch; such a case counts as `refused`.
 
-It ends with exit status 1 at the first violation, and tells the case that broke the law.
+It ends with exit status 1 at the first violation, and prints the case that broke the law.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def check(case: Case, rng: np.random.Generator) -> Counter[str]:
 
 
 def main() -> None:
-    logging.getLogger("torchbudget").setLevel(logging.ERROR)  # it tells of oversize samples
+    logging.getLogger("torchbudget").setLevel(logging.ERROR)  # it warns of oversize samples
     arguments = options(__doc__, batches=1_000_000, seed=0)
     checked: Counter[str] = Counter()
     violation = None

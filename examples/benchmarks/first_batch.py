@@ -23,13 +23,13 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Nu
     first batch after resuming, ms ≤ 10: 4.8474, holds
     memory beyond the sizes, MiB ≤ 64: 31.984, holds
 
-A child process does the work, so that its memory is its own; this one watches the child's anonymous
+A child process does the work, so that its memory is its own; this one samples the child's anonymous
 resident memory every 2 ms, from before construction on. Pages of the memory map are not anonymous:
 they are the sizes. Construction reads the whole file once, to check and fingerprint it, and the
 file was just written, so it comes from the page cache. `fresh` is the median of five samplers that
-were just constructed, `again` of one that goes on to other epochs, or to the same state again. The
-epoch is really drawn up to its middle; the batch of those that go on there is checked to be the one
-that would have come.
+were just constructed, `again` of one that continues with other epochs, or loads the same state
+again. The epoch is really drawn up to its middle, and the first batch after resuming there is
+checked to be the next one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_sizes(path: Path, samples: int) -> None:
 
 
 def child(path: Path) -> None:
-    """Tell that all is imported, wait for the word, work, and tell the times as JSON."""
+    """Print that all is imported, wait for a line, work, and print the times as JSON."""
     sizes = np.memmap(path, np.uint16, "r")
     print("ready", flush=True)
     sys.stdin.readline()
@@ -76,7 +76,7 @@ def child(path: Path) -> None:
         sampler.load_state_dict(state)
         return first_of(sampler)
 
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     constructed, first, again = [], [], []
     for _ in range(FRESH):
         elapsed, sampler = timed(construct)
@@ -85,8 +85,8 @@ def child(path: Path) -> None:
     for epoch in range(AGAIN):
         sampler.set_epoch(epoch + 1)
         again.append(timed(partial(first_of, sampler))[0])
-    told |= {"construct_s": median(constructed)}
-    told |= {"first_s": median(first), "first_again_s": median(again)}
+    found |= {"construct_s": median(constructed)}
+    found |= {"first_s": median(first), "first_again_s": median(again)}
 
     sampler.set_epoch(0)
     batches, drawn = iter(sampler), 0
@@ -96,10 +96,10 @@ def child(path: Path) -> None:
         while drawn < len(sizes) // 2:
             drawn += len(next(batches))
 
-    told["drawing_s"] = timed(draw_to_the_middle)[0].wall_s
-    told["drawn"] = drawn
+    found["drawing_s"] = timed(draw_to_the_middle)[0].wall_s
+    found["drawn"] = drawn
     saved, state = timed(sampler.state_dict)
-    told |= {"save_s": saved.wall_s, "state_chars": len(json.dumps(state))}
+    found |= {"save_s": saved.wall_s, "state_chars": len(json.dumps(state))}
     expected = next(batches)
 
     resumed = []
@@ -109,12 +109,12 @@ def child(path: Path) -> None:
         assert batch == expected
         resumed.append(elapsed)
     again = [timed(partial(resume, sampler, state))[0] for _ in range(AGAIN)]
-    told |= {"resume_s": median(resumed), "resume_again_s": median(again)}
-    print(json.dumps(told), flush=True)
+    found |= {"resume_s": median(resumed), "resume_again_s": median(again)}
+    print(json.dumps(found), flush=True)
 
 
 def anonymous_bytes(process: int) -> int | None:
-    """Resident anonymous memory, or `None` where the system does not tell."""
+    """Resident anonymous memory, or `None` where the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -124,7 +124,7 @@ def anonymous_bytes(process: int) -> int | None:
 
 
 def watch(path: Path) -> dict[str, Any]:
-    """Run the child; what it tells, and its peak of anonymous memory beyond that of its start."""
+    """Run the child; what it printed, and its peak of anonymous memory beyond that of its start."""
     command = [sys.executable, __file__, "--child", str(path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -142,9 +142,9 @@ def watch(path: Path) -> dict[str, Any]:
                 break
             except subprocess.TimeoutExpired:
                 peak = max(peak, anonymous_bytes(process.pid) or 0)
-        told: dict[str, Any] = json.loads(process.stdout.read())
-    told["beyond_bytes"] = None if before is None else peak - before
-    return told
+        found: dict[str, Any] = json.loads(process.stdout.read())
+    found["beyond_bytes"] = None if before is None else peak - before
+    return found
 
 
 def main() -> None:
@@ -155,22 +155,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sizes.bin"
         write_sizes(path, arguments.samples)
-        told = watch(path)
+        found = watch(path)
 
     results = Results({"what": "", "fresh": ",.2f", "again": ",.2f", "unit": ""})
     results.row(what="samples", fresh=f"{arguments.samples:,}")
-    results.row(what="construction", fresh=told["construct_s"], unit="s")
+    results.row(what="construction", fresh=found["construct_s"], unit="s")
     for what, key in (("first batch", "first"), ("resume in the middle: load, batch", "resume")):
-        fresh, more = told[f"{key}_s"] * 1e3, told[f"{key}_again_s"] * 1e3
+        fresh, more = found[f"{key}_s"] * 1e3, found[f"{key}_again_s"] * 1e3
         results.row(what=what, fresh=fresh, again=more, unit="ms")
-    results.row(what="drawing half the epoch", fresh=told["drawing_s"], unit="s")
-    results.row(what="the same, a sample", fresh=told["drawing_s"] / told["drawn"] * 1e6, unit="µs")
-    results.row(what="state_dict in the middle", fresh=told["save_s"] * 1e3, unit="ms")
-    results.row(what="the state as JSON", fresh=f"{told['state_chars']:,}", unit="characters")
-    results.bar("first batch after construction, ms", told["first_s"] * 1e3, 10)
-    results.bar("first batch after resuming, ms", told["resume_s"] * 1e3, 10)
-    if told["beyond_bytes"] is not None:
-        beyond = told["beyond_bytes"] / 2**20
+    results.row(what="drawing half the epoch", fresh=found["drawing_s"], unit="s")
+    results.row(
+        what="the same, a sample", fresh=found["drawing_s"] / found["drawn"] * 1e6, unit="µs"
+    )
+    results.row(what="state_dict in the middle", fresh=found["save_s"] * 1e3, unit="ms")
+    results.row(what="the state as JSON", fresh=f"{found['state_chars']:,}", unit="characters")
+    results.bar("first batch after construction, ms", found["first_s"] * 1e3, 10)
+    results.bar("first batch after resuming, ms", found["resume_s"] * 1e3, 10)
+    if found["beyond_bytes"] is not None:
+        beyond = found["beyond_bytes"] / 2**20
         results.row(what="peak memory beyond the sizes", fresh=beyond, unit="MiB")
         results.bar("memory beyond the sizes, MiB", beyond, 64)
     results.finish(arguments.json)

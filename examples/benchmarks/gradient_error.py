@@ -8,7 +8,7 @@ Command: PYTHONPATH=. python examples/benchmarks/gradient_error.py
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, accelerate 1.15.0,
 transformers 5.23.0, float64.
 
-    loop                               relative error  held
+    loop                               relative error  kept
     GradAccumulator, sums                     6.4e-16     1
     Accelerate, mean losses                   1.6e+00     1
     Accelerate, counted before                3.6e-16     4
@@ -18,10 +18,10 @@ transformers 5.23.0, float64.
 
 The model is a GPT-2 of 2 layers of width 32 without dropout; the optimizer is plain SGD, so that
 the difference of the parameters is the gradient. Each peer is used as its documentation says: in
-`Accelerate`, `accumulate` around a mean loss; its guide's own weighting, which holds all the
+`Accelerate`, `accumulate` around a mean loss; its guide's own weighting, which keeps all the
 micro-batches of a step to count their labels first; and `Trainer` with the model's own loss, which
-is told that number, and with a loss of the user's that takes no such argument. `held` are the
-micro-batches that lie in memory at a time. Without the peers their rows are left out.
+is passed that number, and with a loss of the user's that takes no such argument. `kept` is the
+number of micro-batches in memory at a time. Without the peers their rows are left out.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def texts() -> list[dict[str, Tensor]]:
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
-    held = texts()
-    for start in range(0, len(held), MICRO):
-        part = held[start : start + MICRO]
+    samples = texts()
+    for start in range(0, len(samples), MICRO):
+        part = samples[start : start + MICRO]
         yield {name: torch.stack([one[name] for one in part]) for name in part[0]}
 
 
@@ -115,8 +115,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def whole(model: nn.Module) -> None:
-    held = texts()
-    batch = {name: torch.stack([one[name] for one in held]) for name in held[0]}
+    samples = texts()
+    batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
     optimizer = sgd(model)
     loss_of(logits_of(model, batch), batch["labels"], "mean").backward()
     optimizer.step()
@@ -147,9 +147,9 @@ def accelerate_counted(model: nn.Module) -> None:
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     wrapped, optimizer = accelerator.prepare(model, sgd(model))
-    held = list(batches())
-    labels = sum(map(labels_in, held))
-    for batch in held:
+    kept = list(batches())
+    labels = sum(map(labels_in, kept))
+    for batch in kept:
         with accelerator.accumulate(wrapped):
             loss = loss_of(logits_of(wrapped, batch), batch["labels"], "sum") / labels
             accelerator.backward(loss * STEPS)  # backward divides by it
@@ -211,13 +211,13 @@ def main() -> None:
     large = make_model()
     whole(large)
     truth = start - parameters(large)
-    results = Results({"loop": "", "relative error": ".1e", "held": "d"})
-    for name, (loop, held) in LOOPS.items():
+    results = Results({"loop": "", "relative error": ".1e", "kept": "d"})
+    for name, (loop, kept) in LOOPS.items():
         model = make_model()
         with redirect_stdout(sys.stderr):  # Trainer prints a line of its own
             loop(model)
         error = (start - parameters(model) - truth).norm() / truth.norm()
-        results.row(loop=name, **{"relative error": error.item(), "held": held})
+        results.row(loop=name, **{"relative error": error.item(), "kept": kept})
     results.bar("GradAccumulator's error", results.rows[0]["relative error"], 1e-12)
     results.finish(arguments.json)
 

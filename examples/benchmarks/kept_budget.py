@@ -7,7 +7,7 @@ batches, and how long does measuring take?
 Command: PYTHONPATH=. python examples/benchmarks/kept_budget.py [--samples N] [--budgets K]
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, glibc 2.36;
-beside other work on both, which the seconds tell of, and the bytes do not.
+other work ran on both, which shows in the seconds and not in the bytes.
 
     step                      budget  steps    peak  largest  margin  runs  measuring, s  epoch, s
     heavy                        150      3  0.9802   0.9802   2.18%     7           9.5       2.2
@@ -39,7 +39,7 @@ beside other work on both, which the seconds tell of, and the bytes do not.
     least peak / budget ≥ 0.9: 0.97605, holds
     runs of a measurement ≤ 8: 7, holds
 
-`budget` is MiB beyond what the process holds before it measures. `peak` is the high-water mark over
+`budget` is MiB beyond the process's memory before it measures. `peak` is the high-water mark over
 the epoch / the whole budget, `largest` that of the step whose predicted bytes are the most / its
 prediction, `steps` the micro-batches of the epoch. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is N of them for each 150 MiB, of
@@ -57,7 +57,7 @@ import numpy as np
 from _common import Results, options, timed
 
 from torchbudget import MemoryBudgetBatchSampler, measure_cost
-from torchbudget.machine import process_memory, reset_peak_memory
+from torchbudget.machine.process import process_memory, reset_peak_memory
 
 # Each with how many times as many samples: those of "heavy" are small beside its weights.
 MODELS = {

@@ -27,7 +27,7 @@ transformers 5.23.0, infinibatch 0.1.1, lhotse 1.33.0.
     padding, window 4,096 ≤ 0.0365: 0.036363, holds
     fill, window 4,096 ≥ 0.972: 0.97299, holds
     batches over the budget ≤ 0: 0, holds
-    batches beside the plain cut's ≤ 1: 1, holds
+    batches / the plain cut's ≤ 1: 1, holds
 
 Figures are computed from the batches as they come. Fixed batches are of the number of samples that
 fits whatever it draws, and of the mean number that ours hold; the latter is also what
@@ -173,7 +173,7 @@ def main() -> None:
     results.bar("padding, window 4,096", mine["padding"], 0.0365)
     results.bar("fill, window 4,096", mine["fill"], 0.972, at_least=True)
     results.bar("batches over the budget", mine["over"], 0)
-    results.bar("batches beside the plain cut's", mine["batches"] / plain["batches"], 1)
+    results.bar("batches / the plain cut's", mine["batches"] / plain["batches"], 1)
     results.finish(arguments.json)
 
 

@@ -1,7 +1,7 @@
-"""What does planning cost, beside torch's own random batches?
+"""What does planning cost, compared with torch's own random batches?
 
 Question: how long does it take to construct a sampler, plan its epoch and iterate it, for lengths
-clip(lognormal(3.2, 0.8), 1, 1024) and a budget of 8,192 padded units, beside
+clip(lognormal(3.2, 0.8), 1, 1024) and a budget of 8,192 padded units, compared with
 `BatchSampler(RandomSampler(range(N)), 64, False)` in the same process?
 
 Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] [--json PATH]
@@ -16,11 +16,11 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Nu
     padded, rank 3 of 8                   2.86        0.286  1.708      1.738
     padded, two axes                      3.05        0.305  1.809      1.863
     packed                                1.76        0.176  1.047      1.077
-    padded / torch, on the wall ≤ 0.35: 0.33156, holds
 
-Every repetition times each row once, in turn. The ratio is the median of the repetitions' own
-ratios, on the wall and in the process's computing time. `µs a sample` divides by all samples of the
-epoch: a rank of eight plans them all and draws an eighth. `len` plans and draws nothing.
+Every repetition times each row once, in turn. The ratio is the median over repetitions of the ratio
+within each, of wall time and of CPU time; the bars are for wall time. `µs a sample` divides by all
+samples of the epoch: one rank of eight plans them all and yields an eighth. `len` plans and yields
+nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ from torch.utils.data import BatchSampler, RandomSampler
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 
 TORCH = "torch BatchSampler(RandomSampler)"
+MOST = {
+    "padded": 0.30,
+    "padded, len only": 0.20,
+    "padded, rank 3 of 8": 0.7,
+    "padded, two axes": 0.7,
+}
 
 
 def drained(make: Callable[[], Iterable[Any]]) -> Callable[[], object]:
@@ -85,7 +91,8 @@ def main() -> None:
                 "CPU ratio": ratio(mine, times[TORCH], "cpu_s"),
             }
         )
-    results.bar("padded / torch, on the wall", ratio(times["padded"], times[TORCH]), 0.35)
+    for name, most in MOST.items():
+        results.bar(f"{name} / torch", ratio(times[name], times[TORCH]), most)
     results.finish(arguments.json)
 
 

@@ -16,10 +16,14 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ALL = (
+    "train_text_compared",
     "planning",
     "first_batch",
+    "few_samples",
     "padding",
     "ranks",
+    "fairness",
+    "plan_step",
     "packing",
     "several_axes",
     "collate",

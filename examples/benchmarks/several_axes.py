@@ -2,8 +2,8 @@
 
 Question: (source, target) lengths, (height, width) of images, (nodes, edges) of graphs, three axes,
 and the functions of Python's standard library (words of the docstring, of the code): how much do
-micro-batches pad, along each axis and in all, beside the same windows cut in the order of the first
-axis alone, or of the samples' costs?
+micro-batches pad, along each axis and in all, compared with the same windows cut in the order of
+the first axis alone, or of the samples' costs?
 
 Command: python examples/benchmarks/several_axes.py [--samples N] [--window S] [--json PATH]
 
@@ -59,8 +59,6 @@ import numpy as np
 from _common import Results, Sizes, flat, options, padded_sizes
 
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
-from torchbudget.plan.cut import cut
-from torchbudget.plan.rules import BatchRules
 
 
 def lengths(rng: np.random.Generator, samples: int, mean: float, sigma: float) -> Sizes:
@@ -138,16 +136,27 @@ def figures(sizes: Sizes, indices: Sizes, counts: Sizes, cost: PaddedCost, budge
     }
 
 
+def longest_runs(sizes: Sizes, cost: PaddedCost, budget: int) -> list[int]:
+    """Samples of each run of one window, in the order of `sizes`: as many as fit."""
+    counts = []
+    while len(sizes):
+        largest = np.maximum.accumulate(sizes)
+        over = np.arange(1, len(sizes) + 1) * cost.item_bytes(largest) > budget
+        counts.append(int(over.argmax()) if over.any() else len(sizes))
+        sizes = sizes[counts[-1] :]
+    return counts
+
+
 def sorted_and_cut(
-    sizes: Sizes, windows: list[Sizes], key: Callable[[Sizes], Sizes], rules: BatchRules
+    sizes: Sizes,
+    windows: list[Sizes],
+    key: Callable[[Sizes], Sizes],
+    cost: PaddedCost,
+    budget: int,
 ) -> tuple[Sizes, Sizes]:
     """The windows in descending order of `key`, cut: indices, and samples of each batch."""
-    ordered, counts = [], []
-    for window in windows:
-        order = window[np.argsort(-key(sizes[window]), kind="stable")]
-        starts = cut(sizes[order][None], rules, np.array([rules.budget_bytes]))[:, 0]
-        ordered.append(order)
-        counts.append(np.diff(starts, append=len(order)))
+    ordered = [window[np.argsort(-key(sizes[window]), kind="stable")] for window in windows]
+    counts = [longest_runs(sizes[order], cost, budget) for order in ordered]
     return np.concatenate(ordered), np.concatenate(counts)
 
 
@@ -169,15 +178,14 @@ def main() -> None:
         sizes = np.ceil(make(np.random.default_rng(0), arguments.samples)).astype(np.int64)
         budget = int(of_the_largest * cost.batch_bytes(1, sizes.max(axis=0)))
         sampler = MemoryBudgetBatchSampler(sizes, cost, budget, window=arguments.window)
-        rules = BatchRules(cost=cost, budget_bytes=budget)
         indices, counts = flat(sampler)
         assert np.array_equal(np.sort(indices), np.arange(len(sizes)))
         # A micro-batch never crosses a window, so each stretch of that many samples is one.
         windows = np.split(indices, range(arguments.window, len(indices), arguments.window))
         orders = {
             "ours": (indices, counts),
-            "first axis": sorted_and_cut(sizes, windows, lambda of: of[:, 0], rules),
-            "cost": sorted_and_cut(sizes, windows, cost.item_bytes, rules),
+            "first axis": sorted_and_cut(sizes, windows, lambda of: of[:, 0], cost, budget),
+            "cost": sorted_and_cut(sizes, windows, cost.item_bytes, cost, budget),
         }
         found = {}
         for order, (taken, numbers) in orders.items():

@@ -54,7 +54,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -68,7 +68,6 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 BUDGET = 8192
 LOOK_AHEAD = 20_000
-REPETITIONS = 15
 Make: TypeAlias = Callable[[], list[list[int]]]
 
 
@@ -162,10 +161,10 @@ def lhotse(lengths: list[int]) -> Make:
     return make
 
 
-def docstring_lengths() -> Sizes:
+def docstring_lengths(texts: int) -> Sizes:
     from train_text import docstrings
 
-    return np.array([max(min(len(text), 2048), 1) for text in docstrings(0)])
+    return np.array([max(min(len(text), 2048), 1) for text in islice(docstrings(0), texts)])
 
 
 def prepared(prepare: Callable[[list[int]], Make], of: list[int]) -> Make | None:
@@ -177,7 +176,9 @@ def prepared(prepare: Callable[[list[int]], Make], of: list[int]) -> Make | None
 
 
 def main() -> None:
-    arguments = options(__doc__, samples=1_000_000, lhotse_samples=100_000)
+    arguments = options(
+        __doc__, samples=1_000_000, lhotse_samples=100_000, texts=10_000, repetitions=15
+    )
     results = Results(
         {
             "stream": "",
@@ -189,7 +190,7 @@ def main() -> None:
             "µs a sample": ".3f",
         }
     )
-    texts = docstring_lengths()
+    texts = docstring_lengths(arguments.texts)
     rng = np.random.default_rng(0)
     for corpus, sizes in {
         "lengths": lognormal(arguments.samples, 3.2, 0.8, 1, 1024),
@@ -207,7 +208,9 @@ def main() -> None:
         runs = {name: prepared(prepare, of) for name, (of, prepare) in contenders.items()}
         present = {name: make for name, make in runs.items() if make is not None}
         reading = Generated(len(lengths))
-        times = alternate({"reading": lambda one=reading: list(one), **present}, REPETITIONS)
+        times = alternate(
+            {"reading": lambda one=reading: list(one), **present}, arguments.repetitions
+        )
         per = 1e6 * median(times["reading"]) / len(lengths)
         results.row(stream=f"{corpus}, reading", samples=len(lengths), **{"µs a sample": per})
         figures = {}

@@ -71,13 +71,13 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     ahead = sum(read) - len(drawn)
     observe_more(observed, largest(sizes), factor)
     margin = sampler.replan()
-    assert margin == observed.corrected().margin == sampler.replan()
+    assert margin == observed.with_observed_margin().margin == sampler.replan()
     first = len(drawn)
     drawn += batches
     assert drawn[:first] == before[:first]
     counts = Counter(index for batch in drawn for index in batch)
     assert counts == Counter(range(len(sizes)))
-    corrected, planned = observed.corrected(), False
+    corrected, planned = observed.with_observed_margin(), False
     for number, batch in enumerate(drawn[first:], first):
         planned |= number >= len(before) or batch != before[number]
         padded = sizes[batch].max(0)

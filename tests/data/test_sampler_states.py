@@ -97,7 +97,7 @@ def test_a_dropped_end_is_an_end(window: int) -> None:
 def test_batches_done_is_checked() -> None:
     """More than was drawn, or no number at all, is refused."""
     sampler = sampler_of()
-    with pytest.raises(OptionError, match="batches_done=2, but nothing was drawn"):
+    with pytest.raises(OptionError, match="batches_done=2, but no batch was yielded"):
         sampler.state_dict(batches_done=2)
     assert sampler.state_dict(batches_done=0) == sampler.state_dict()
     list(itertools.islice(sampler, 3))

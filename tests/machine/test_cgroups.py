@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget.errors import MachineError
-from torchbudget.machine import cgroup_memory
+from torchbudget.machine.cgroups import cgroup_memory
 
 NO_LIMIT_V1 = 9223372036854771712
 V1_MOUNT = "35 31 0:32 {root} {point} rw,relatime shared:9 master:2 - cgroup cgroup rw,memory"
@@ -81,14 +81,14 @@ def test_version_2_memory_high_is_a_limit(tmp_path):
     [
         ("/", "/"),  # a cgroup namespace of its own
         ("/kubepods/pod1/abc", "/kubepods/pod1/abc"),  # the host's namespace, its own group mounted
-        ("/docker/abc", "/"),  # told the host's path, which is not visible here
+        ("/docker/abc", "/"),  # the host's path, which is not visible here
         ("/docker/abc", "/../.."),  # a mount that was made outside the namespace
         ("/../sibling", "/"),  # moved out of the namespace
     ],
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_container_finds_its_group_at_the_mount(tmp_path, version, path, mount_root):
-    """However the container is told its path, the limit at the mount's root binds it."""
+    """Whatever path the container sees, the limit at the mount's root binds it."""
     cgroup = f"4:cpu,memory:{path}\n0::/\n" if version == 1 else f"0::{path}\n"
     mount = (V1_MOUNT if version == 1 else V2_MOUNT).format(root=mount_root, point="/sys/fs/cgroup")
     group = v1 if version == 1 else v2
@@ -251,9 +251,9 @@ def test_only_reclaimable_cache_is_no_use(tmp_path, version, reclaimable):
         if version == 1
         else v2("cg/job", 90_000, 20_000, stat=V2_STAT),
     )
-    (pool,) = cgroup_memory(held_bytes=12, root=root)
+    (pool,) = cgroup_memory(own_bytes=12, root=root)
     assert pool.used_bytes == 20_000 - reclaimable
-    assert pool.held_bytes == 12
+    assert pool.own_bytes == 12
 
 
 def test_statistics_that_lag_behind_the_use_do_not_make_it_negative(tmp_path):
@@ -315,7 +315,7 @@ def test_every_ancestor_bounds_what_can_be_used(tmp_path_factory, version, chain
         files,
     )
     limited = [group for group in chain if group["limit"] is not None]
-    found = cgroup_memory(held_bytes=held, root=root)
+    found = cgroup_memory(own_bytes=held, root=root)
     assert [pool.limit_bytes for pool in found] == [group["limit"] for group in reversed(limited)]
     assert [pool.usable_bytes for pool in found] == [
         max(0, group["limit"] - max(0, max(0, group["used"] - group["cache"]) - held))

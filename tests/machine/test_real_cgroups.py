@@ -12,7 +12,7 @@ from torchbudget.units import GiB, MiB
 
 STEPS = """
 import json, os, subprocess, sys
-from torchbudget.machine import host_memory
+from torchbudget.machine.host import host_memory
 
 charged, disk_file, shm_file, hold = sys.argv[1:]
 size = 100 * 2**20
@@ -22,7 +22,7 @@ def read(name):
     pool = host_memory()[1]
     readings[name] = {
         "name": pool.name, "limit": pool.limit_bytes, "used": pool.used_bytes,
-        "held": pool.held_bytes, "usable": pool.usable_bytes, "charged": int(open(charged).read()),
+        "own": pool.own_bytes, "usable": pool.usable_bytes, "charged": int(open(charged).read()),
     }
 
 def write(path):
@@ -83,11 +83,11 @@ def near(num_bytes: int) -> object:
 
 
 def test_a_real_group_and_its_limit(readings):
-    """The reading is of the group that we made, and held is about what is used in it."""
+    """The reading is of the group that we made, and nearly all of its use is the job's own."""
     group, steps = readings
     assert steps["start"]["name"] == str(group.folder)
     assert steps["start"]["limit"] == GiB(1)
-    assert steps["start"]["held"] == near(steps["start"]["used"])
+    assert steps["start"]["own"] == near(steps["start"]["used"])
     assert steps["start"]["usable"] == near(GiB(1))
 
 
@@ -109,21 +109,21 @@ def test_real_tmpfs_is_use(readings):
 def test_what_the_process_takes_stays_usable(readings):
     """Its own memory is used, but still its own to use."""
     assert change(readings, "used", "tmpfs removed", "taken") == near(MiB(100))
-    assert change(readings, "held", "tmpfs removed", "taken") == near(MiB(100))
+    assert change(readings, "own", "tmpfs removed", "taken") == near(MiB(100))
     assert change(readings, "usable", "tmpfs removed", "taken") == near(0)
 
 
 def test_what_its_children_take_stays_usable(readings):
     """Workers are part of the job; their memory goes with them."""
-    assert change(readings, "held", "taken", "taken by a child") == near(MiB(100))
+    assert change(readings, "own", "taken", "taken by a child") == near(MiB(100))
     assert change(readings, "usable", "taken", "taken by a child") == near(0)
-    assert change(readings, "held", "taken", "child ended") == near(0)
+    assert change(readings, "own", "taken", "child ended") == near(0)
 
 
 NESTED = """
 import json
 from torchbudget.budget import MemoryBudget
-from torchbudget.machine import host_memory
+from torchbudget.machine.host import host_memory
 pools = [[pool.name, pool.limit_bytes, pool.usable_bytes] for pool in host_memory()]
 print(json.dumps([pools, MemoryBudget.detect("cpu", fraction=0.5).host]))
 """
@@ -151,7 +151,7 @@ def test_a_real_ancestor_bounds_more_tightly():
 FILL = """
 import os, sys
 from torchbudget.budget import MemoryBudget
-from torchbudget.machine import process_memory
+from torchbudget.machine.process import process_memory
 
 with open(sys.argv[2], "wb", buffering=0) as file:
     for _ in range(100):
@@ -159,7 +159,7 @@ with open(sys.argv[2], "wb", buffering=0) as file:
     os.fsync(file.fileno())
 usable = MemoryBudget.detect(None, fraction=1).host
 taken = []
-while process_memory().held_bytes < float(sys.argv[1]) * usable:
+while process_memory().unreclaimable_bytes < float(sys.argv[1]) * usable:
     taken.append(bytearray(b"\\1") * 2**22)
 print("lives")
 """

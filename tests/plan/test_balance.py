@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PackedCost, PaddedCost
-from torchbudget.cost.models.measured import Probe
+from torchbudget.cost.measuring.fitting import fit_time
+from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import OptionError
 
 # Bytes are linear in the length, and time is quadratic: 1 µs a sample and squared unit.
 SHAPES = [(1, 8), (8, 64), (4, 100), (16, 256), (2, 512), (32, 128)]
+PROBES = tuple(
+    Probe(n, (length,), 1000 * n * length, False, "run", 1e-6 * n * length**2)
+    for n, length in SHAPES
+)
 COST = MeasuredCost(
-    forms=(PaddedCost(unit_bytes=1000),),
-    margin=0,
-    probes=tuple(
-        Probe(n, (length,), 1000 * n * length, False, "run", 1e-6 * n * length**2)
-        for n, length in SHAPES
-    ),
+    forms=(PaddedCost(unit_bytes=1000),), margin=0, time_form=fit_time(PROBES), probes=PROBES
 )
 
 
@@ -35,7 +35,6 @@ def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSa
 
 
 def test_the_time_of_the_probes_is_found() -> None:
-    assert COST.time is not None
     for n, length in SHAPES:
         assert COST.time.batch_bytes(n, length) == pytest.approx(1000 * n * length**2, rel=0.02)
 
@@ -56,7 +55,6 @@ def test_every_sample_once_in_equal_numbers(seed: int, ranks: int) -> None:
 def test_time_is_more_even_than_when_bytes_are_balanced() -> None:
     """Over an epoch of 8 ranks, the slowest rank of each step is nearer to the mean."""
     sizes = np.clip(np.random.default_rng(0).lognormal(4, 1, 20_000), 1, 1000).astype(int)
-    assert COST.time is not None
     imbalance = {}
     for balance, model in (("cost", None), ("time", COST.time)):
         ours = samplers(sizes, 8, balance=model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from tests.support.strategies import problems
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cut import SortedWindows
-from torchbudget.plan.dealing import Ranks, deal, lowest_budgets, split_to
+from torchbudget.plan.dealing import (
+    Ranks,
+    deal_rounds,
+    deal_steps,
+    lowest_budgets,
+    rotate,
+    split_to,
+)
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, solve
 
@@ -50,7 +58,7 @@ def test_every_micro_batch_is_dealt_once(case: Any, even_sums: bool) -> None:
     """Each position once; a window's missing rounds come behind its own, whole."""
     costs, ranks = case
     before = costs.copy()
-    dealt = deal(costs, ranks, even_sums=even_sums)
+    dealt = deal_steps(costs, ranks) if even_sums else deal_rounds(costs, costs % 7, ranks)
     windows, number = costs.shape
     assert np.array_equal(costs, before)
     assert dealt.shape == (windows, number // ranks, ranks)
@@ -70,41 +78,55 @@ def test_rounds_are_as_alike_as_can_be(case: Any) -> None:
     maximum that is larger at some place of the sorted list.
     """
     costs, ranks = case
-    dealt = deal(costs, ranks, even_sums=False)
+    dealt = deal_rounds(costs, costs % 7, ranks)
     for window, rounds in zip(costs, dealt, strict=True):
         maxima = window[rounds].max(axis=1)
         least = -np.sort(-window)[::ranks]
         assert np.array_equal(maxima, least)  # the costliest round first, too
 
 
-@given(dealings(), st.booleans())
-def test_sums_are_never_worse_than_dealing_in_order(case: Any, even_sums: bool) -> None:
+@given(dealings())
+def test_sums_are_never_worse_than_dealing_in_order(case: Any) -> None:
     """The costliest rank never has more than under dealing from the costliest down, in turn."""
     costs, ranks = case
-    dealt = deal(costs, ranks, even_sums=even_sums)
+    dealt = deal_steps(costs, ranks)
     in_order = -np.sort(-costs, axis=1).reshape(len(costs), -1, ranks)
     worst = np.maximum(in_order, 0).sum(axis=1).max(axis=1)
     assert (sums_of(costs, dealt).max(axis=1) <= worst).all()
 
 
-@given(dealings(), st.booleans())
-def test_sums_differ_by_no_more_than_the_widest_round(case: Any, even_sums: bool) -> None:
+@given(dealings())
+def test_sums_differ_by_no_more_than_the_widest_round(case: Any) -> None:
     """Dealing the widest round first bounds the gap of sums by that round's own; swaps keep it."""
     costs, ranks = case
-    sums = sums_of(costs, deal(costs, ranks, even_sums=even_sums))
+    sums = sums_of(costs, deal_steps(costs, ranks))
     for window, mine in zip(costs, sums, strict=True):
         rounds = -np.sort(-window[window >= 0]).reshape(-1, ranks)
         widest = int((rounds[:, 0] - rounds[:, -1]).max())
         assert mine.max() - mine.min() <= widest
 
 
+def dealt_without_exchange(costs: Any, ranks: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchbudget.plan.dealing._EXCHANGES", 0)
+        return deal_steps(costs, ranks)
+
+
 @given(dealings())
 def test_exchanging_never_harms_the_sums(case: Any) -> None:
     costs, ranks = case
-    plain = sums_of(costs, deal(costs, ranks, even_sums=False))
-    even = sums_of(costs, deal(costs, ranks, even_sums=True))
+    plain = sums_of(costs, dealt_without_exchange(costs, ranks))
+    even = sums_of(costs, deal_steps(costs, ranks))
     assert (even.max(axis=1) <= plain.max(axis=1)).all()
     assert (np.ptp(even, axis=1) <= np.ptp(plain, axis=1)).all()
+
+
+def test_exchanging_brings_the_sums_together() -> None:
+    """On random costs the gap between the costliest and the cheapest rank falls by two fifths."""
+    costs = np.random.default_rng(0).integers(100, 1000, (50, 32))
+    plain = np.ptp(sums_of(costs, dealt_without_exchange(costs, 4)), axis=1)
+    even = np.ptp(sums_of(costs, deal_steps(costs, 4)), axis=1)
+    assert even.mean() < 0.6 * plain.mean()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,7 +135,7 @@ def test_two_ranks_come_near_the_best_deal(seed: int) -> None:
     costs = np.random.default_rng(seed).integers(100, 1000, 10)
     half = costs.sum() / 2
     best = min(abs(costs[list(mine)].sum() - half) for mine in itertools.combinations(range(10), 5))
-    found = sums_of(costs[None], deal(costs[None], 2, even_sums=True))[0]
+    found = sums_of(costs[None], deal_steps(costs[None], 2))[0]
     assert found.max() - half <= best + 0.03 * half
 
 
@@ -121,18 +143,28 @@ def test_windows_are_dealt_as_if_alone() -> None:
     rng = np.random.default_rng(0)
     costs = rng.integers(1, 10**6, (7, 24))
     costs[3, 16:] = -1
-    for even_sums in (False, True):
-        together = deal(costs, 4, even_sums=even_sums)
+    for dealt in (partial(deal_steps, ranks=4), lambda some: deal_rounds(some, some % 7, 4)):
+        together = dealt(costs)
         for window in range(7):
-            alone = deal(costs[window : window + 1], 4, even_sums=even_sums)
-            assert np.array_equal(together[window], alone[0])
+            assert np.array_equal(together[window], dealt(costs[window : window + 1])[0])
 
 
 def test_equal_costs() -> None:
     """Nothing to even out: each rank has the same sum."""
-    for even_sums in (False, True):
-        sums = sums_of(np.full((1, 12), 5), deal(np.full((1, 12), 5), 4, even_sums=even_sums))
-        assert sums.tolist() == [[15] * 4]
+    costs = np.full((1, 12), 5)
+    assert sums_of(costs, deal_steps(costs, 4)).tolist() == [[15] * 4]
+
+
+@given(dealings(), st.integers(0, 2**32))
+def test_rounds_give_ranks_as_much_of_another_weight(case: Any, seed: int) -> None:
+    """Sums of weights differ by no more than the widest round's own spread."""
+    costs, ranks = case
+    weights = np.where(costs < 0, 0, np.random.default_rng(seed).integers(1, 500, costs.shape))
+    dealt = deal_rounds(costs, weights, ranks)
+    for window, rounds, mine in zip(costs, dealt, weights, strict=True):
+        real = rounds[window[rounds].min(axis=1) >= 0]
+        sums = mine[real].sum(axis=0)
+        assert np.ptp(sums) <= np.ptp(mine[real], axis=1).max()
 
 
 # ---------------------------------------------------------------------- splitting
@@ -304,6 +336,45 @@ def must_be_as_if_alone(many: Any, rule: BatchRules, ranks: int, even_sums: bool
         mine = slice(window * length, (window + 1) * length)
         assert (block.samples[mine] - window * length).tolist() == alone.samples.tolist()
         at += number
+
+
+# ---------------------------------------------------------------------- fair over time
+
+
+@given(st.integers(1, 9), st.integers(1, 30), st.integers(0, 2**32), st.integers(0, 10**6))
+def test_each_rank_takes_each_place_once_in_every_run_of_windows(
+    ranks: int, windows: int, seed: int, first: int
+) -> None:
+    """In any `ranks` consecutive windows, whatever the seed, rank r stands at every place once."""
+    numbers = np.arange(first, first + windows)
+    key = WindowKey(seed=seed, path=(0,), places=numbers, numbers=numbers, shuffle=True)
+    places = np.tile(np.arange(ranks), (windows, 1))  # a round of each window
+    taken = rotate(places, key.turns(ranks))
+    assert np.array_equal(np.sort(taken, axis=1), places)
+    for start in range(windows - ranks + 1):
+        for rank in range(ranks):
+            assert len(set(taken[start : start + ranks, rank].tolist())) == ranks
+
+
+@pytest.mark.parametrize("options", [{"samples_per_step": 1024}, {"window": 1024}], ids=str)
+def test_ranks_see_as_many_and_as_long_samples(options: dict[str, int]) -> None:
+    """Over five epochs each rank's share of samples and their mean size is near the mean's.
+
+    Turns go on over epochs: 16 windows each, so that 80 windows are whole runs of 8.
+    """
+    sizes = np.clip(np.random.default_rng(0).lognormal(5, 1, 16 * 1024), 16, 4096).astype(np.int64)
+    counts, totals = [], []
+    for rank in range(8):
+        sampler = MemoryBudgetBatchSampler(
+            sizes, TOKENS, 8192, num_replicas=8, rank=rank, **options
+        )
+        indices = [i for _ in range(5) for batch in sampler for i in batch]
+        counts.append(len(indices))
+        totals.append(sizes[indices].sum())
+    share = np.array(counts) / np.mean(counts)
+    length = np.array(totals) / np.array(counts) / sizes.mean()
+    assert abs(share - 1).max() < 0.08
+    assert abs(length - 1).max() < 0.08
 
 
 # ---------------------------------------------------------------------- what cannot be dealt

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from torchbudget import GradAccumulator
+
 LENGTH = 7
 CLASSES = 5
+EXACT = 1e-12  # the relative difference that sums in another order may make in float64
 
 
 class Attention(nn.Module):
@@ -152,3 +155,19 @@ def difference(one: nn.Module, other: nn.Module) -> float:
     """Relative difference of all parameters, in the norm of the largest one of each tensor."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().norm() / (b.detach().norm() + 1e-30)) for a, b in pairs)
+
+
+def parts_of(data: Data, size: int) -> list[Data]:
+    """Parts of so many samples each; the last may have fewer."""
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["SGD"](model.parameters())
+
+
+def accumulate(accumulator: GradAccumulator, model: nn.Module, pieces: list[Data]) -> None:
+    """Accumulate each piece as a micro-batch of its own."""
+    for piece in pieces:
+        with accumulator.micro_batch(weight=piece.weight, samples=len(piece)):
+            accumulator.backward(loss_sum(model, piece))

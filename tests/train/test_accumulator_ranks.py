@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,11 +123,11 @@ def test_five_steps_over_ranks(
     Gradients are reduced once a step: each element in one collective, beside one of a few numbers.
     """
     start = torchrun if name == "frozen" else run_ranks
-    told = start(STEPS, tmp_path, ranks, kind, name, optimizer, norm)
-    assert max(worst for worst, _, _ in told) <= 1e-12
+    results = start(STEPS, tmp_path, ranks, kind, name, optimizer, norm)
+    assert max(worst for worst, _, _ in results) <= 1e-12
     if kind == "fsdp":
         return
-    for _, collectives, trained in told:
+    for _, collectives, trained in results:
         for numbers, *gradients in collectives:
             assert sum(gradients) == trained
             assert numbers <= 100
@@ -137,8 +136,7 @@ def test_five_steps_over_ranks(
 UNEVEN = (
     COMMON
     + """
-kind, how = "ddp", arguments[0]
-name = "CNN"
+kind, name = "ddp", "CNN"
 model = DistributedDataParallel(make_model("CNN"))
 large = make_model("CNN")
 accumulator = GradAccumulator(OPTIMIZERS["SGD"](model.parameters()), model, steps=2)
@@ -153,31 +151,23 @@ for step in range(4):
     rows = [r for (_, place), at in pieces.items() if place // 2 == step for r in range(at, at + 5)]
     large_step(large, theirs, data[rows])
 
-def train():
-    for place in range(numbers[rank]):
-        at = pieces[rank, place]
-        piece = data[list(range(at, at + 5))]
-        with accumulator.micro_batch(weight=piece.weight):
-            accumulator.backward(loss_sum(model, piece))
-
-if how == "join":
-    with Join([accumulator]):
-        train()
-else:
-    train()
-    accumulator.flush()
+for place in range(numbers[rank]):
+    at = pieces[rank, place]
+    piece = data[list(range(at, at + 5))]
+    with accumulator.micro_batch(weight=piece.weight):
+        accumulator.backward(loss_sum(model, piece))
+accumulator.flush()
 finish([difference(model.module, large), accumulator.last.number])
 """
 )
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["join", "flush"])
-def test_ranks_that_end_early(how: str, tmp_path: Path) -> None:
-    """Ranks with 3, 5 and 7 micro-batches take four steps together; nobody waits for ever."""
-    told = run_ranks(UNEVEN, tmp_path, 3, how)
-    assert max(worst for worst, _ in told) <= 1e-12
-    assert [steps for _, steps in told] == [4, 4, 4]
+def test_ranks_that_end_early(tmp_path: Path) -> None:
+    """Ranks with 3, 5 and 7 micro-batches take four steps together; none waits for ever."""
+    results = run_ranks(UNEVEN, tmp_path, 3)
+    assert max(worst for worst, _ in results) <= 1e-12
+    assert [steps for _, steps in results] == [4, 4, 4]
 
 
 PLANNED = (
@@ -247,8 +237,8 @@ finish([told, mean])
 
 @pytest.mark.distributed
 def test_buffers_and_a_forward_outside(tmp_path: Path) -> None:
-    """Buffers are the first rank's behind a step; a DDP forward outside is noticed."""
-    told = run_ranks(BUFFERS, tmp_path, 2)
-    for categories, mean in told:
+    """Buffers are copied from rank 0 after a step; a DDP forward outside is noticed."""
+    results = run_ranks(BUFFERS, tmp_path, 2)
+    for categories, mean in results:
         assert categories == ["BatchNormWarning", "UnsynchronizedWarning"]
-        assert mean == told[0][1]
+        assert mean == results[0][1]

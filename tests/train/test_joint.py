@@ -167,7 +167,7 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_representations_of_all_ranks(ranks: int, tmp_path: Path) -> None:
-    """Each rank contrasts its pairs with everybody's, its temperature learns once: 1e-12."""
+    """Each rank contrasts its pairs with those of all ranks, its temperature learns once: 1e-12."""
     for worst, losses in run_ranks(RANKS, tmp_path, ranks):
         assert worst <= 1e-12
         assert losses <= 1e-12

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
@@ -15,25 +14,27 @@ from torch.utils.data import Sampler
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.protocol import CostModel
-from torchbudget.distributed import ranks_of
+from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.distributed import is_distributed, ranks_of
 from torchbudget.errors import DiscardedStateWarning, OptionError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
 from torchbudget.plan.iterator import PlanIterator
-from torchbudget.plan.order import Order
+from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.step_source import ExtremeSource, StepSource
+from torchbudget.protocols import ResumableSource
 
 
-class MemoryBudgetBatchSampler(Sampler[list[int]]):
+class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, ExtremeSource):
     """Batches of ragged samples that fit a budget of bytes and fill it.
 
-    Windows of samples are drawn uniformly at random, sorted by size and cut into micro-batches,
+    Windows of samples are chosen uniformly at random, sorted by size and cut into micro-batches,
     each the longest run whose predicted cost is within the budget. Pass it to a `DataLoader` as
     `batch_sampler`.
 
@@ -46,12 +47,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         samples_per_step: samples in one optimizer step, over all ranks. A window is then exactly
             one step (the last one may be smaller, or larger by what cannot be dealt evenly alone),
             and ranks are balanced by what they do in a step.
-        window: samples that are drawn, sorted and cut together, over all ranks. Default:
+        window: samples that are chosen, sorted and cut together, over all ranks. Default:
             `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
             each where that is more; but at most a quarter of a shuffled epoch, so that epochs
             differ, unless that is less than 8 micro-batches on each. A larger one pads less, and
             makes the samples of a micro-batch more alike.
-        shuffle: draw at random. Otherwise windows follow the data set's order and their
+        shuffle: take samples at random. Otherwise windows follow the data set's order and their
             micro-batches come longest first.
         seed: of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
@@ -61,11 +62,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             left, and need no splitting to give every rank as many micro-batches.
         size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
             same).
-        balance: what the ranks of a step get equal sums of: another cost model, such as the time
-            of a step that was measured (`balance=cost.time`). Default: the cost itself.
+        balance: the cost model whose sums are made equal over the ranks of a step, such as the
+            measured time of a step (`balance=cost.time`). Default: the cost itself.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
-        replacement: draw each position independently.
+        replacement: choose each position's sample independently.
         weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s.
         num_samples: samples in an epoch. Default: all. Without replacement, more than all are
             several passes.
@@ -83,8 +84,8 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
     per sample beside `sizes`. `len` plans the whole epoch once.
 
-    The sampler goes on to the next epoch by itself when an epoch's last micro-batch was drawn;
-    `set_epoch` chooses one.
+    After an epoch's last micro-batch the sampler goes on to the next epoch by itself; `set_epoch`
+    chooses one.
 
     >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
     >>> tokens = PaddedCost(unit_bytes=1)  # a budget in tokens, padding included
@@ -116,10 +117,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
     ) -> None:
         if samples_per_step is not None and window is not None:
-            raise OptionError(
-                "with samples_per_step a window is one step: leave window out, "
-                f"got window={window}, samples_per_step={samples_per_step}"
-            )
+            raise OptionError("with samples_per_step a window is one step: leave window out")
         check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         table = SizeTable.of(sizes)
@@ -138,7 +136,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             num_samples=optional("num_samples", num_samples),
             shuffle=shuffle,
             replacement=replacement,
-            weights=None if weights is None else _floats("weights", weights),
+            weights=weights_of(weights),
             seed=natural("seed", seed),
         )
         self.plan = Plan(
@@ -157,12 +155,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next `iter()` draws."""
+        """The epoch that the next `iter()` yields."""
         return self._cursor.epoch
 
     @property
     def size_multiple(self) -> int:
-        """Padded sizes are multiples of it; a collate may be given the sampler to read it from."""
+        """Padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads it."""
         return self.plan.rules.size_multiple
 
     @property
@@ -171,10 +169,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` draw this epoch from its beginning.
+        """Make the next `iter()` yield this epoch from its beginning.
 
-        Where that is the epoch that would come anyway nothing changes, so that a position that was
-        loaded stays.
+        If that is the next epoch anyway, a loaded position stays.
         """
         epoch = natural("epoch", epoch)
         if epoch != self.epoch:
@@ -189,7 +186,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         self._iterator = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Draw the epoch from its beginning, or from the position that was loaded.
+        """Yield the epoch from its beginning, or from the loaded position.
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
@@ -215,27 +212,35 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
     def steps(self) -> Iterator[int]:
         """How many micro-batches each optimizer step takes on this rank.
 
-        Of the epoch that `iter()` began last, from where it began; before the first `iter()`, and
-        after `set_epoch`, of the coming one. Steps already drawn keep their plan; later ones are
-        planned as they are read.
+        Of the epoch of the last `iter()`, from where it began; before the first `iter()`, and after
+        `set_epoch`, of the coming one. Steps already yielded keep their plan; later ones are
+        planned lazily.
         """
         iterator = self._iterator
         return self.plan.steps(self._cursor) if iterator is None else iterator.steps()
 
+    def extremes(self) -> dict[str, IntArray]:
+        """The micro-batches of the coming epoch that are likeliest to fail: see `warm_up`."""
+        return self.plan.extremes(self.epoch)
+
+    def batch_bytes(self, indices: IntArray) -> int:
+        """Predicted bytes of a micro-batch of these samples."""
+        return self.plan.batch_bytes(indices)
+
     def report(self) -> PlanReport:
-        """What the coming epoch holds: fill, padding, imbalance; O(samples)."""
+        """Fill, padding and imbalance of the coming epoch; O(samples)."""
         return self.plan.report(self.epoch)
 
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, in plain JSON types.
+        """The position in the epoch, in plain JSON types.
 
         Args:
             batches_done: how many batches of the current loop are done. A plain `DataLoader` with
-                workers draws ahead of the loop, so only the loop knows. Default: those drawn, which
-                is right without workers and in torchdata's `StatefulDataLoader`.
+                workers reads ahead of the loop, so only the loop knows. Default: those yielded,
+                which is right without workers and in torchdata's `StatefulDataLoader`.
 
         Raises:
-            OptionError: `batches_done` is more than was drawn.
+            OptionError: `batches_done` is more than were yielded.
         """
         plan, cursor = self.plan, self._cursor
         if self._iterator is not None:
@@ -243,7 +248,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
                 None if batches_done is None else natural("batches_done", batches_done)
             )
         elif batches_done:
-            raise OptionError(f"batches_done={batches_done}, but nothing was drawn yet")
+            raise OptionError(f"batches_done={batches_done}, but no batch was yielded yet")
         return cursor.encode(plan.left_of(cursor), self._order, plan.dealing)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -261,30 +266,31 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
         self._iterator = None
 
     def replan(self) -> float:
-        """Plan what is to come with the margin that `MeasuredCost.observe` has found.
+        """Plan later windows with the margin that `MeasuredCost.observe` has found.
 
-        The first window, and those in which a micro-batch was drawn, stay as they are; so what a
-        `DataLoader`'s workers hold, and the rest of their window, still comes as it was planned.
-        `len` of an epoch that is being drawn was told before: it ends with more micro-batches. A
-        sample that alone is over the budget now is a micro-batch of its own.
+        The first window, and those of which a micro-batch was yielded, keep their plan; so does
+        what the workers of a `DataLoader` have prefetched. An epoch that is being read may end
+        with more micro-batches than its `len` was. A sample that alone is over the budget now is a
+        micro-batch of its own.
 
-        With `torch.distributed` every rank must call it behind the same micro-batch: it is a
-        collective, and all go on with the largest margin of any, from the same window on.
+        With `torch.distributed` every rank must call it after the same micro-batch: it is a
+        collective, and all ranks go on with the largest margin of any, from the same window on.
 
-        Where the samples that then stand alone cannot be dealt evenly to the ranks, the iteration
+        If the micro-batches of single samples cannot be dealt evenly to the ranks, the iteration
         raises `UnevenRanksError` on all of them.
 
         Returns:
             The margin.
 
         Raises:
-            OptionError: the cost is not a measured one; or there are several ranks that
-                `torch.distributed` does not know of, so that they cannot agree.
+            OptionError: the cost is not a measured one; or there are several ranks, and
+                `torch.distributed` does not join them.
         """
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        margin = used.corrected().margin  # observations are shared with the cost that was given
+        # Observations are shared with the cost that was given.
+        margin = used.with_observed_margin().margin
         after = 0 if self._iterator is None else self._iterator.windows_begun
         if self.num_replicas > 1:
             margin, after = _largest_of_all_ranks(self.num_replicas, margin, after)
@@ -292,36 +298,28 @@ class MemoryBudgetBatchSampler(Sampler[list[int]]):
             return used.margin
         left = self.plan.left_of(self._cursor)
         self._cursor = replace(self._cursor, left=left, rounds=0)
-        self.plan = self.plan.with_cost(used.granted(margin))
+        self.plan = self.plan.with_cost(used.with_margin(margin))
         if self._iterator is not None:
             self._iterator.replan(self.plan, after=after)
         return margin
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy begins where `iter()` would; what is being drawn stays with the one that draws it.
+        # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         return {**self.__dict__, "_iterator": None}
 
     def _finish(self, iterator: PlanIterator) -> None:
-        """An epoch was drawn to its end: the next one comes."""
+        """Go on to the next epoch after an epoch's end."""
         if iterator is self._iterator:
             self._cursor = Cursor(epoch=iterator.began.epoch + 1)
 
 
-def _largest_of_all_ranks(ranks: int, margin: float, behind: int) -> tuple[float, int]:
+def _largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
     """The largest of both, element by element, over all ranks of the default process group."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_world_size() != ranks:
+    if not is_distributed() or torch.distributed.get_world_size() != ranks:
         raise OptionError(
             f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
         )
-    told: list[tuple[float, int]] = [(margin, behind)] * ranks
-    torch.distributed.all_gather_object(told, (margin, behind))
-    margins, places = zip(*told, strict=True)
-    return max(margins), max(places)
-
-
-def _floats(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    try:
-        return np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"{name} must be numbers: {error}") from error
+    gathered: list[tuple[float, int]] = [(margin, after)] * ranks
+    torch.distributed.all_gather_object(gathered, (margin, after))
+    margins, windows = zip(*gathered, strict=True)
+    return max(margins), max(windows)

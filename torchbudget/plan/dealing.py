@@ -128,30 +128,63 @@ def split_to(
     return np.sort(np.append(starts, np.array(more, np.int64)))
 
 
-def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
-    """Give every rank the same number of micro-batches at about the same cost.
+def deal_steps(costs: IntArray, ranks: int) -> IntArray:
+    """Give every rank as many micro-batches, and sums of costs that are as equal as can be.
 
-    The micro-batches, from the costliest down, form rounds of one per rank, so that what the ranks
-    do at the same time is alike. Rounds are dealt from the one of the widest spread down, the
-    costliest micro-batch to the rank with the least so far: the balanced largest-first differencing
-    of Michiels, Korst, Aarts and van Leeuwen ("Performance ratios for the Karmarkar–Karp
-    differencing method", 2003), by sums instead of differences. With `even_sums` the costliest and
-    the cheapest rank then exchange micro-batches while that brings them together.
+    For windows that are steps: ranks wait for each other once a window. Micro-batches are dealt in
+    rounds as `deal_rounds` does, by their costs; then the costliest and the cheapest rank exchange
+    micro-batches while that brings them together.
 
     Args:
         costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
         ranks: how many ranks.
-        even_sums: see `Ranks`.
+
+    Returns:
+        Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`; in every round
+        the next costliest of each rank, and rounds of −1 last.
+    """
+    order = deal_rounds(costs, costs, ranks)
+    if ranks == 1:
+        return order
+    flat = order.reshape(len(order), -1)
+    weighed = np.take_along_axis(costs, flat, axis=1).reshape(order.shape)
+    # Each window by itself: what is dealt must not depend on what it is planned together with.
+    few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
+    if few.any():
+        some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
+        _exchange(some, chosen)
+        weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS] = some, chosen
+    again = np.argsort(-weighed, axis=1, kind="stable")
+    return np.take_along_axis(order, again, axis=1)
+
+
+def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
+    """Deal rounds of micro-batches that cost about the same, so that sums of weights are even.
+
+    The micro-batches, from the costliest down, form rounds of one per rank: what the ranks do at
+    the same time is alike. Rounds are dealt from the one of the widest spread of weights down, the
+    heaviest micro-batch to the rank with the least so far: the balanced largest-first differencing
+    of Michiels, Korst, Aarts and van Leeuwen ("Performance ratios for the Karmarkar–Karp
+    differencing method", 2003), by sums instead of differences.
+
+    Args:
+        costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
+        weights: what every rank is to have as much of, non-negative, of the same shape.
+        ranks: how many ranks.
 
     Returns:
         Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`, the costliest
         round first and rounds of −1 last.
     """
     windows, number = costs.shape
-    rounds = number // ranks
-    order = np.argsort(-costs, axis=1, kind="stable")
-    weighed = np.take_along_axis(costs, order, axis=1).reshape(windows, rounds, ranks)
-    order = order.reshape(windows, rounds, ranks)
+    shape = windows, number // ranks, ranks
+    order = np.argsort(-costs, axis=1, kind="stable").reshape(shape)
+    if ranks == 1:
+        return order
+    weighed = np.take_along_axis(weights, order.reshape(windows, -1), axis=1).reshape(shape)
+    heaviest_first = np.argsort(-weighed, axis=2, kind="stable")
+    order = np.take_along_axis(order, heaviest_first, axis=2)
+    weighed = np.take_along_axis(weighed, heaviest_first, axis=2)
     widest_first = np.argsort(weighed[..., -1] - weighed[..., 0], axis=1, kind="stable")
     row = np.arange(windows)
     each = row[:, None]
@@ -159,20 +192,9 @@ def deal(costs: IntArray, ranks: int, *, even_sums: bool) -> IntArray:
     for at in widest_first.T:
         # The rank with the least so far gets the round's first micro-batch, and so on.
         least = np.argsort(sums, axis=1, kind="stable")
-        taken, costly = order[row, at], weighed[row, at]
+        taken = order[row, at]
         order[each, at[:, None], least] = taken
-        weighed[each, at[:, None], least] = costly
-        sums[each, least] += np.maximum(costly, 0)
-    if even_sums and ranks > 1:
-        # Each window by itself: what is dealt must not depend on what it is planned together with.
-        few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
-        if few.any():
-            some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
-            _exchange(some, chosen)
-            weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS] = some, chosen
-        # Rounds again: the g-th costliest of every rank.
-        again = np.argsort(-weighed, axis=1, kind="stable")
-        order = np.take_along_axis(order, again, axis=1)
+        sums[each, least] += np.maximum(weighed[row, at], 0)
     return order
 
 
@@ -211,8 +233,8 @@ def rotate(rounds: IntArray, turns: IntArray) -> IntArray:
 
     Args:
         rounds: shape `(rounds, places)`.
-        turns: of each round's window, shape `(rounds,)`: counted over windows and epochs, so that
-            in every run of as many windows as there are ranks each rank takes each place once.
+        turns: of each round, shape `(rounds,)`: counted over windows and epochs, so that in every
+            run of as many windows as there are ranks each rank takes each place once.
 
     Returns:
         Shape `(rounds, ranks)`.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.cut import SortedWindows
-from torchbudget.plan.dealing import deal
+from torchbudget.plan.dealing import deal_steps
 from torchbudget.plan.rules import BatchRules
 
 _HALVINGS: Final = 12
@@ -70,7 +70,7 @@ class _Level:
         self._model = rules.cost if rules.balance is None else rules.balance
         head = starts[:-1]
         work = self._model.batch_bytes(np.diff(starts), rules.padded(sizes[head]))
-        self._dealt = deal(work[None], ranks, even_sums=True)[0]
+        self._dealt = deal_steps(work[None], ranks)[0]
         self._sums = work[self._dealt].sum(axis=0)
         # The longest samples of the tail go to the rank that has the most room.
         self._order = np.argsort(self._sums, kind="stable")

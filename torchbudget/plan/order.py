@@ -181,3 +181,15 @@ class EpochOrder:
 def _uniform(words: WordArray) -> FloatArray:
     """Words as floats in [0, 1), by their upper 53 bits."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def weights_of(weights: npt.ArrayLike | None) -> FloatArray | None:
+    """Relative frequencies that a user gives, as an array; what they may be is `Order`'s to check.
+
+    Raises:
+        OptionError: they are no numbers.
+    """
+    try:
+        return None if weights is None else np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"weights must be numbers: {error}") from error

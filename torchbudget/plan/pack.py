@@ -69,17 +69,17 @@ def pack(
         starts among them, shape `(bins,)`. In NumPy O(k); in Python O(D²) at the very worst, and
         about O(D log D) in practice.
     """
-    bins, held = _shares(sizes.tolist(), counts.tolist(), room)
-    items = np.cumsum(held) - held
+    bins, taken = _shares(sizes.tolist(), counts.tolist(), room)
+    items = np.cumsum(taken) - taken
     order = ascending(bins[None])[0]
-    bins, held, items = bins[order], held[order], items[order]
-    before = np.cumsum(held) - held
-    grouped = np.repeat(items - before, held)
+    bins, taken, items = bins[order], taken[order], items[order]
+    before = np.cumsum(taken) - taken
+    grouped = np.repeat(items - before, taken)
     grouped += np.arange(len(grouped))
     starts = before[np.append(True, bins[1:] != bins[:-1])]
     if most is not None:
-        held = np.diff(starts, append=len(grouped))
-        pieces = -(-held // most)
+        taken = np.diff(starts, append=len(grouped))
+        pieces = -(-taken // most)
         before = np.cumsum(pieces) - pieces
         nth = np.arange(pieces.sum()) - np.repeat(before, pieces)
         starts = np.repeat(starts, pieces) + most * nth

@@ -145,7 +145,7 @@ class Permutation:
         return elements
 
     def _network(self, x: IntArray, y: IntArray) -> IntArray:
-        """The rounds behind the first one. Both halves are used up."""
+        """The rounds after the first one. Both halves are overwritten."""
         added = np.empty_like(x)
         for round_, table in enumerate(self._tables[1:], start=1):
             half, other = (y, x) if round_ % 2 else (x, y)

@@ -153,13 +153,9 @@ class Plan:
 
     def with_cost(self, cost: CostModel) -> Plan:
         """The same windows, cut by another cost."""
+        rules = replace(self.rules, cost=cost)
         return Plan(
-            self.sizes,
-            replace(self.rules, cost=cost),
-            self.order,
-            self.ranks,
-            window=self.window,
-            drop_last=self.drop_last,
+            self.sizes, rules, self.order, self.ranks, window=self.window, drop_last=self.drop_last
         )
 
     @cached_property
@@ -179,8 +175,6 @@ class Plan:
             "ranks": self.ranks.number,
             "balance": None if balance is None else cost_fingerprint(balance, largest),
         }
-
-    # ------------------------------------------------------------------ the windows of an epoch
 
     def spans(self, cursor: Cursor) -> Iterator[Span]:
         """The windows from `cursor` on, the one that it stands in included (and whole).
@@ -329,8 +323,6 @@ class Plan:
             self._epoch_order = epoch, self.order.epoch(epoch)
         return self._epoch_order[1]
 
-    # ------------------------------------------------------------------ questions
-
     def left_of(self, cursor: Cursor) -> BoolArray | None:
         """Which positions of the window that `cursor` stands in are still to come.
 
@@ -375,9 +367,8 @@ class Plan:
 
     def batch_bytes(self, indices: IntArray) -> int:
         """Predicted bytes of a micro-batch of these samples."""
-        sizes = self._sizes_at(indices)
-        ends = np.array([0]), np.array([len(sizes)])
-        return int(run_costs(sizes, *ends, self.rules)[0])
+        starts, stops = np.array([0]), np.array([len(indices)])
+        return int(run_costs(self._sizes_at(indices), starts, stops, self.rules)[0])
 
     def extremes(self, epoch: int = 0) -> dict[str, IntArray]:
         """The micro-batches of an epoch that are likeliest to fail; O(samples).
@@ -394,8 +385,8 @@ class Plan:
             for name, values in (("largest", costs), ("longest", singles), ("shortest", -singles)):
                 number = int(values.argmax())
                 if name not in best or values[number] > best[name][0]:
-                    held = span.indices[block.starts[number] : block.stops[number]]
-                    best[name] = int(values[number]), held
+                    indices = span.indices[block.starts[number] : block.stops[number]]
+                    best[name] = int(values[number]), indices
         return {name: indices for name, (_, indices) in best.items()}
 
     def report(self, epoch: int = 0) -> PlanReport:

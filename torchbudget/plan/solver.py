@@ -17,7 +17,14 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
-from torchbudget.plan.dealing import Ranks, deal, lowest_budgets, rotate, split_to
+from torchbudget.plan.dealing import (
+    Ranks,
+    deal_rounds,
+    deal_steps,
+    lowest_budgets,
+    rotate,
+    split_to,
+)
 from torchbudget.plan.level import level
 from torchbudget.plan.pack import PackedWindow
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
@@ -210,7 +217,7 @@ def solve(
     rounds = np.arange(len(starts))[:, None]
     if ranks.number > 1:
         work = run_work(flat, starts, stops, rules)
-        rounds = _dealt(work, counts, ranks)
+        rounds = _dealt(work, stops - starts, counts, ranks)
         if ranks.even_sums and isinstance(arranged, SortedWindows):
             _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
             stops = np.append(starts[1:], windows * length)
@@ -228,12 +235,17 @@ def solve(
     )
 
 
-def _dealt(work: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
+def _dealt(work: IntArray, samples: IntArray, counts: IntArray, ranks: Ranks) -> IntArray:
     """Numbers of micro-batches by round and rank, window after window, shape `(rounds, ranks)`."""
     real = np.arange(counts.max()) < counts[:, None]
     costs = np.full(real.shape, -1)
     costs[real] = work
-    rounds = deal(costs, ranks.number, even_sums=ranks.even_sums)
+    if ranks.even_sums:
+        rounds = deal_steps(costs, ranks.number)
+    else:  # ranks wait every round, so that only what they see is left to be evened out
+        weights = np.zeros_like(costs)
+        weights[real] = samples
+        rounds = deal_rounds(costs, weights, ranks.number)
     rounds += (np.cumsum(counts) - counts)[:, None, None]
     exists = np.arange(rounds.shape[1]) < (counts // ranks.number)[:, None]
     dealt: IntArray = rounds[exists]

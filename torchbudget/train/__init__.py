@@ -1,1 +1,1 @@
-"""The large-batch step: it builds on `cost` and `plan`; `data` and `observe` are its neighbours."""
+"""The large-batch step. It builds on `cost` and `plan`, and does not import `data` or `observe`."""

@@ -1,21 +1,21 @@
-"""Everything that a run consists of, in one file, so that it goes on exactly."""
+"""Everything that a run consists of, saved in one file, from which it goes on exactly."""
 
 from __future__ import annotations
 
-import random
-from inspect import signature
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import StateError
+from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
+from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 
-_VERSION = 1
+_VERSION: Final = 1
 
 
 def run_state(
@@ -33,107 +33,80 @@ def run_state(
     Args:
         model: as it is trained.
         accumulator: with its optimizers.
-        loader: a `StatefulDataLoader`, or one whose batch sampler or stream has a state.
+        loader: a `StatefulDataLoader`, or one whose batch sampler or stream is a `ResumableSource`.
         batches_done: in the current loop over the loader; `None`: it is over.
-        epoch: that this loop draws, or the coming one.
+        epoch: that this loop reads; after it, the coming one.
     """
-    mine = {"data": _data_state(loader, batches_done, epoch), **_generators()}
+    mine = {"data": _data_state(loader, batches_done, epoch), "random": asdict(RandomState.take())}
     return {
         "version": _VERSION,
         "model": model.state_dict(),
         "training": accumulator.training_state(),
-        "ranks": accumulator.ranks.told(mine),
+        "ranks": accumulator.ranks.gather_objects(mine),
     }
-
-
-def _generators() -> dict[str, Any]:
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (for those who draw from it)
-    return {
-        "python": random.getstate(),
-        "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None,
-    }
-
-
-def _of_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:
-    ranks = state["ranks"]
-    mine: dict[str, Any] = ranks[accumulator.ranks.rank % len(ranks)]
-    return mine
 
 
 def load_run_state(
     state: dict[str, Any], model: nn.Module, accumulator: GradAccumulator, loader: DataLoader[Any]
 ) -> None:
-    """Put a run's state back, but for the random generators: see `load_generators`.
+    """Load a run's state, except for the random generators: see `restore_generators`.
 
     Raises:
-        StateError: it is no such state.
+        StateError: it is not the state of a run.
     """
     if state.get("version") != _VERSION:
         raise StateError(f"expected a checkpoint of version {_VERSION}: {sorted(state)}")
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
-    data = _of_rank(state, accumulator)["data"]
-    if "sampler" in data:
-        _stateful(loader.batch_sampler).load_state_dict(data["sampler"])
-    elif "loader" in data:
-        _stateful(loader).load_state_dict(data["loader"])
-    elif "dataset" in data:
-        _stateful(loader.dataset).load_state_dict(data["dataset"])
+    sources = {"sampler": loader.batch_sampler, "loader": loader, "dataset": loader.dataset}
+    for name, position in _of_this_rank(state, accumulator)["data"].items():
+        source: Any = sources[name]
+        if not isinstance(source, Stateful):
+            raise StateError(f"the checkpoint has a position, but {source!r} cannot load one")
+        source.load_state_dict(position)
 
 
-def has_state(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's position can be saved."""
-    tells = _tells_positions(loader.batch_sampler) or _tells_positions(loader.dataset)
-    return tells or hasattr(loader, "load_state_dict")
+def restore_generators(state: dict[str, Any], accumulator: GradAccumulator) -> None:
+    """Set the random generators to a run's state; on more ranks than saved it, ranks share one.
 
-
-def load_generators(whole: dict[str, Any], accumulator: GradAccumulator) -> None:
-    """Go on with the random numbers; behind the beginning of a loop, which draws one itself.
-
-    On another number of ranks they are those of other ranks.
+    Within an epoch this comes after `iter(loader)`, which draws a number itself.
     """
-    state = _of_rank(whole, accumulator)
-    random.setstate(state["python"])
-    inner = state["numpy"]["state"]
-    words = {**inner, "key": np.array(inner["key"], np.uint32)}
-    np.random.set_state({**state["numpy"], "state": words})  # noqa: NPY002 (as above)
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    RandomState(**_of_this_rank(state, accumulator)["random"]).restore()
+
+
+def has_position(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's position within an epoch can be saved."""
+    return isinstance(loader, Stateful) or any(
+        isinstance(source, ResumableSource) for source in (loader.batch_sampler, loader.dataset)
+    )
 
 
 def save(state: Any, path: Path) -> None:
-    """Write a file that is there whole, or not at all."""
-    beside = path.with_suffix(".part")
-    torch.save(state, beside)
-    beside.replace(path)
+    """Write a file so that it is there as a whole, or not at all."""
+    partial = path.with_suffix(".part")
+    torch.save(state, partial)
+    partial.replace(path)
 
 
-def _data_state(loader: Any, batches_done: int | None, epoch: int) -> dict[str, Any]:
-    own = hasattr(loader, "load_state_dict")
-    if _tells_positions(loader.batch_sampler):
-        state = loader.batch_sampler.state_dict(batches_done=batches_done)
-        # Between epochs a loader's own state would begin a loop over what is drawn.
-        if not own or batches_done is None or state["epoch"] > epoch:
+def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:
+    ranks: list[dict[str, Any]] = state["ranks"]
+    return ranks[accumulator.ranks.rank % len(ranks)]
+
+
+def _data_state(loader: DataLoader[Any], batches_done: int | None, epoch: int) -> dict[str, Any]:
+    """The position, under the name of what has it; empty where the next epoch just begins."""
+    sampler: Any = loader.batch_sampler
+    dataset: Any = loader.dataset
+    if isinstance(sampler, ResumableSource):
+        state = sampler.state_dict(batches_done=batches_done)
+        # A StatefulDataLoader has a position of its own, with the samples that its workers have
+        # read. Between epochs it would begin with the epoch that is over: the sampler's is right.
+        if not isinstance(loader, Stateful) or batches_done is None or state["epoch"] > epoch:
             return {"sampler": state}
-    if batches_done is None and hasattr(loader.dataset, "set_epoch"):
-        return {}  # which begins the next one
-    if own:
+    if batches_done is None and isinstance(dataset, HasEpochs):
+        return {}  # set_epoch will begin the next one
+    if isinstance(loader, Stateful):
         return {"loader": loader.state_dict()}
-    if _tells_positions(loader.dataset):
-        return {"dataset": loader.dataset.state_dict(batches_done=batches_done)}
+    if isinstance(dataset, ResumableSource):
+        return {"dataset": dataset.state_dict(batches_done=batches_done)}
     return {}
-
-
-def _tells_positions(source: Any) -> bool:
-    """Whether it is a sampler or a stream that knows where it stood behind any batch."""
-    state_dict = getattr(source, "state_dict", None)
-    return state_dict is not None and "batches_done" in signature(state_dict).parameters
-
-
-def _stateful(source: Any) -> Any:
-    if not hasattr(source, "load_state_dict"):
-        raise StateError(f"the checkpoint holds a position, but {source!r} cannot load one")
-    return source

@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,17 +16,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError
+from torchbudget.protocols import HasEpochs, ResumableSource
 from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.batches import num_samples
 from torchbudget.train.checkpoint import (
-    has_state,
-    load_generators,
+    has_position,
     load_run_state,
+    restore_generators,
     run_state,
     save,
 )
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
-from torchbudget.train.retry import num_samples
-from torchbudget.train.stepping import Step
+from torchbudget.train.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,10 @@ class Epoch:
     Attributes:
         number: of the epoch, from 0.
         loss: Σ loss / Σ weight of its steps.
-        validation: the same of the validation data behind it; `None` without.
+        validation: the same of the validation data after it; `None` without.
         steps: optimizer steps.
         skipped: those of them that changed nothing.
-        seconds: on the wall.
+        seconds: that it took, evaluation included.
     """
 
     number: int
@@ -50,6 +52,107 @@ class Epoch:
 
 
 Callback: TypeAlias = Callable[[Step | Epoch], object]
+
+
+def fit(
+    model: nn.Module,
+    loader: DataLoader[Any],
+    criterion: Criterion,
+    accumulator: GradAccumulator,
+    *,
+    epochs: int,
+    weight: Weight = num_samples,
+    validation: Iterable[Any] | None = None,
+    patience: int | None = None,
+    folder: str | Path | None = None,
+    checkpoint_steps: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> list[Epoch]:
+    """Train for a number of epochs; with a folder that has an unfinished run, go on with that one.
+
+    The first rank writes into the folder: `last.pt`, the state of everything; `best.pt`, the
+    model's of the best validation loss; and `statistics.jsonl`, a line for every step and every
+    epoch. A run that was stopped takes the same steps as one that was not, on as many ranks, and
+    bit for bit where the kernels are deterministic. Only the random numbers of the loader's workers
+    are not repeated in the epoch that was stopped.
+
+    Args:
+        model: as it is called; put into training mode.
+        loader: one whose batch sampler or data set is a `MemoryBudgetBatchSampler`, a
+            `BudgetedIterableDataset` or another `torchbudget.protocols.ResumableSource`, or a
+            `StatefulDataLoader`; others only without `checkpoint_steps`.
+        criterion: `criterion(model, batch)` calls the model and returns the loss; a mean where the
+            accumulator has `mean=True`.
+        accumulator: that steps; its optimizers, schedulers and scaler are saved.
+        epochs: in all, those of earlier calls in the same folder included.
+        weight: of a batch in the loss of a step. Default: its samples.
+        validation: a loader to evaluate on after each epoch.
+        patience: stop after so many epochs in a row without a better validation loss.
+        folder: for files; made where it does not exist.
+        checkpoint_steps: save after every so many steps, too.
+        callbacks: called with every `Step` and `Epoch`; the training ends after one that returns
+            true, which must then be so on every rank.
+        device: that batches are moved to; `None`: they are not moved.
+        progress: show a bar, where tqdm is installed and there is a terminal.
+
+    Returns:
+        The epochs, those of earlier calls in the same folder included.
+
+    Raises:
+        OptionError: patience without validation; checkpoints of a loader whose position cannot be
+            saved; or a folder, and a model that is sharded.
+        StateError: the folder has a `last.pt` that is no checkpoint of such a run.
+    """
+    if patience is not None and validation is None:
+        raise OptionError("patience needs validation data")
+    if folder is not None and checkpoint_steps is not None and not has_position(loader):
+        raise OptionError(
+            "checkpoint_steps needs a loader whose position can be saved: one with a "
+            "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
+        )
+    if folder is not None and accumulator.sharded:
+        raise OptionError(
+            "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
+        )
+    run = _Run(
+        model=model,
+        loader=loader,
+        accumulator=accumulator,
+        folder=None if folder is None else Path(folder),
+        checkpoint_steps=checkpoint_steps,
+        callbacks=callbacks,
+    )
+    while not run.is_stopped() and len(run.history) < epochs and run.is_improving(patience):
+        model.train()
+        if run.begin_epoch():
+            train_epoch(
+                model,
+                loader,
+                criterion,
+                accumulator,
+                weight=weight,
+                device=device,
+                when_begun=run.restore_generators,
+                when_stepped=run.step_taken,
+                progress=progress and run.is_first_rank,
+            )
+        if run.is_stopped():
+            break
+        loss = None
+        if validation is not None:
+            loss = evaluate(
+                model,
+                validation,
+                criterion,
+                weight=weight,
+                mean=accumulator.mean,
+                device=device,
+                group=accumulator.ranks.group,
+            )
+        run.end_epoch(loss)
+    return run.history
 
 
 @dataclass(slots=True)
@@ -69,246 +172,150 @@ class _Tally:
         self.skipped += step.skipped
 
 
-def fit(
-    model: nn.Module,
-    loader: DataLoader[Any],
-    criterion: Criterion,
-    accumulator: GradAccumulator,
-    *,
-    epochs: int,
-    weight: Weight = num_samples,
-    validation: Iterable[Any] | None = None,
-    patience: int | None = None,
-    folder: str | Path | None = None,
-    checkpoint_steps: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    device: torch.device | str | None = None,
-    progress: bool = True,
-) -> list[Epoch]:
-    """Train for a number of epochs; a folder that holds an unfinished run goes on with that one.
+@dataclass(kw_only=True)
+class _Run:
+    """The progress of a training, and its files."""
 
-    Into the folder go `last.pt`, the state of everything; `best.pt`, the model's of the best
-    validation loss; and `statistics.jsonl`, a line for every step and every epoch. The first rank
-    writes them. A run that was stopped takes the same steps as one that was not, bit for bit where
-    the kernels repeat themselves, on as many ranks. What workers of the loader draw at random in
-    the epoch that was stopped is not repeated.
+    model: nn.Module
+    loader: DataLoader[Any]
+    accumulator: GradAccumulator
+    folder: Path | None
+    checkpoint_steps: int | None
+    callbacks: Sequence[Callback]
+    history: list[Epoch] = field(default_factory=list)
+    tally: _Tally = field(default_factory=_Tally)
+    clock_s: float = 0.0  # up to which the tally's seconds count
+    stopped: bool = False
+    loaded: dict[str, Any] | None = None  # until its random generators are restored
 
-    Args:
-        model: as it is called; put into training mode.
-        loader: whose batch sampler or data set has a state, as `MemoryBudgetBatchSampler` and
-            `BudgetedIterableDataset` have, or a `StatefulDataLoader`.
-        criterion: `criterion(model, batch)` calls the model and gives the loss; a mean where the
-            accumulator says so.
-        accumulator: that steps; its optimizers, schedulers and scaler are saved.
-        epochs: in all, those of earlier calls in the same folder included.
-        weight: of a batch in the loss of a step. Default: its samples.
-        validation: a loader to evaluate on behind each epoch.
-        patience: stop behind so many epochs in a row without a better validation loss.
-        folder: for files; made where it does not exist.
-        checkpoint_steps: save behind every so many steps, too.
-        callbacks: called with every `Step` and `Epoch`; the training ends behind one that returns
-            true, on every rank alike.
-        device: where batches are taken; `None`: where they are.
-        progress: show a bar, where tqdm is installed and there is a terminal.
+    def __post_init__(self) -> None:
+        self.is_first_rank = self.accumulator.ranks.rank == 0
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The first rank may still write for an earlier call.
+            self.accumulator.ranks.gather_objects(None)
+            if (self.folder / "last.pt").exists():
+                self._load(self.folder)
 
-    Returns:
-        The epochs, those of earlier calls in the same folder included.
+    def _load(self, folder: Path) -> None:
+        self.loaded = loaded = torch.load(folder / "last.pt", "cpu", weights_only=True)
+        load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
+        self.history = [Epoch(**epoch) for epoch in loaded["history"]]
+        self.tally = _Tally(**loaded["tally"])
+        if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
+            self.restore_generators()
+        if self.is_first_rank:
+            self._truncate_statistics(folder, loaded["run"]["training"]["accumulator"]["steps"])
 
-    Raises:
-        OptionError: patience without validation; or a folder, and a model that is sharded.
-        StateError: the folder holds something else.
-    """
-    if patience is not None and validation is None:
-        raise OptionError("patience needs validation data")
-    if folder is not None and checkpoint_steps is not None and not has_state(loader):
-        raise OptionError(
-            "checkpoint_steps needs a loader whose position can be saved: one with a "
-            "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
-        )
-    if folder is not None and accumulator.sharded:
-        raise OptionError(
-            "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
-        )
-    run = _Run(model, loader, accumulator, None if folder is None else Path(folder))
-    while not run.is_stopped() and len(run.history) < epochs and run.patient(patience):
-        number = len(run.history)
+    def _truncate_statistics(self, folder: Path, steps: int) -> None:
+        """Delete the lines of what came after the checkpoint, since it will come again."""
+        path = folder / "statistics.jsonl"
+        if not path.exists():
+            return
+        last = {"step": steps, "epoch": len(self.history) - 1}
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        records = map(json.loads, lines)
+        kept = (record["number"] <= last[record["kind"]] for record in records)
+        path.write_text("".join(compress(lines, kept)), "utf-8")
 
-        def stepped(step: Step, done: int | None) -> bool:
-            run.tally.add(step)
-            run.write(step)
-            if checkpoint_steps and run.tally.steps % checkpoint_steps == 0:
-                run.save(done)
-            return run.tell(callbacks, step)
+    def restore_generators(self) -> None:
+        """Go on with the random numbers of the run that was loaded."""
+        if self.loaded is not None:
+            restore_generators(self.loaded["run"], self.accumulator)
+            self.loaded = None
 
-        model.train()
-        began_s = time.perf_counter()
-        if run.epoch_is_drawn(number):
-            run.begun()
-        else:
-            _set_epoch(loader, number)
-            train_epoch(
-                model,
-                loader,
-                criterion,
-                accumulator,
-                weight=weight,
-                device=device,
-                when_begun=run.begun,
-                when_stepped=stepped,
-                progress=progress and run.first_rank,
-            )
-        if run.is_stopped():
-            break
-        validated = None
-        if validation is not None:
-            validated = evaluate(
-                model,
-                validation,
-                criterion,
-                weight=weight,
-                mean=accumulator.mean,
-                device=device,
-                group=accumulator.ranks.group,
-            )
-        tally = run.tally
+    def begin_epoch(self) -> bool:
+        """Whether the coming epoch is to be trained on.
+
+        It is not where the run was stopped after that epoch's last step, before its end.
+        """
+        self.clock_s = time.perf_counter()
+        number = len(self.history)
+        sampler: Any = self.loader.batch_sampler
+        if self.loaded is not None and (
+            self.loaded["epoch_is_over"]
+            or (isinstance(sampler, ResumableSource) and sampler.epoch > number)
+        ):
+            self.restore_generators()
+            return False
+        for source in (sampler, self.loader.sampler, self.loader.dataset):
+            if isinstance(source, HasEpochs):
+                source.set_epoch(number)
+        return True
+
+    def step_taken(self, step: Step, batches_done: int | None) -> bool:
+        """Count, write and save; whether the training ends here."""
+        self.tally.add(step)
+        self._write(step)
+        if self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0:
+            self._save(batches_done)
+        return self._call_back(step)
+
+    def end_epoch(self, validation: float | None) -> None:
+        """Add the epoch to the history, write and save."""
+        self._read_clock()
+        tally, best = self.tally, min(self._losses(), default=math.inf)
         epoch = Epoch(
-            number=number,
+            number=len(self.history),
             loss=tally.loss / tally.weight if tally.weight else math.nan,
-            validation=validated,
+            validation=validation,
             steps=tally.steps,
             skipped=tally.skipped,
-            seconds=tally.seconds + time.perf_counter() - began_s,
+            seconds=tally.seconds,
         )
-        run.end(epoch)
-        run.tell(callbacks, epoch)
-    return run.history
-
-
-def _set_epoch(loader: DataLoader[Any], number: int) -> None:
-    for one in (loader.batch_sampler, loader.sampler, loader.dataset):
-        set_epoch = getattr(one, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(number)
-
-
-class _Run:
-    """The state of a training, and its files."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loader: DataLoader[Any],
-        accumulator: GradAccumulator,
-        folder: Path | None,
-    ) -> None:
-        self.history: list[Epoch] = []
-        self.tally = _Tally()
-        self._stopped = False
-        self.first_rank = accumulator.ranks.rank == 0
-        self._model, self._loader, self._accumulator = model, loader, accumulator
-        self._folder = folder
-        self._saved: dict[str, Any] | None = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        accumulator.ranks.told(None)  # the first rank has written what an earlier call here saved
-        if (folder / "last.pt").exists():
-            self._saved = saved = torch.load(folder / "last.pt", "cpu", weights_only=True)
-            load_run_state(saved["run"], model, accumulator, loader)
-            self.history = [Epoch(**epoch) for epoch in saved["history"]]
-            self.tally = _Tally(**saved["tally"])
-            if not self.tally.steps:
-                self.begun()
-            if self.first_rank:
-                self._forget_lines(saved["run"]["training"]["accumulator"]["steps"])
-
-    def _forget_lines(self, steps: int) -> None:
-        """Of what came behind the checkpoint, which comes again."""
-        if self._folder is None or not (self._folder / "statistics.jsonl").exists():
-            return
-        path = self._folder / "statistics.jsonl"
-        limits = {"step": steps, "epoch": len(self.history) - 1}
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-        told = map(json.loads, lines)
-        kept = [
-            line
-            for line, one in zip(lines, told, strict=True)
-            if one["number"] <= limits[one["kind"]]
-        ]
-        path.write_text("".join(kept), "utf-8")
-
-    def begun(self) -> None:
-        """Go on with the random numbers: within an epoch, behind the one that its loop takes."""
-        if self._saved is not None:
-            load_generators(self._saved["run"], self._accumulator)
-            self._saved = None
-
-    def end(self, epoch: Epoch) -> None:
-        """An epoch is over."""
-        best = self._best()
         self.history.append(epoch)
         self.tally = _Tally()
-        self.write(epoch)
-        if self._folder is None:
-            return
-        self.save(None)
-        if self.first_rank and self._losses()[-1] < best:
-            save(self._model.state_dict(), self._folder / "best.pt")
+        self._write(epoch)
+        self._save(None)
+        if self.folder is not None and self.is_first_rank and self._losses()[-1] < best:
+            save(self.model.state_dict(), self.folder / "best.pt")
+        self._call_back(epoch)
 
-    def patient(self, patience: int | None) -> bool:
-        """Whether the best validation loss is fewer epochs ago than that."""
+    def is_stopped(self) -> bool:
+        """Whether a callback has ended the training."""
+        return self.stopped
+
+    def is_improving(self, patience: int | None) -> bool:
+        """Whether the best validation loss is fewer epochs ago than `patience`."""
         if patience is None or not self.history:
             return True
         losses = self._losses()
         return len(losses) - 1 - losses.index(min(losses)) < patience
 
-    def _best(self) -> float:
-        return min(self._losses(), default=math.inf)
-
     def _losses(self) -> list[float]:
-        """Of validation; infinite where there is none, or none that is a number."""
+        """Of validation; infinite where there is none, or where it is NaN."""
         losses = (epoch.validation for epoch in self.history)
         return [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
 
-    def epoch_is_drawn(self, number: int) -> bool:
-        """Whether it was stopped behind the last step of that epoch."""
-        sampler = self._loader.batch_sampler
-        if self._saved is None:
-            return False
-        return bool(self._saved["drawn"] or getattr(sampler, "epoch", number) > number)
+    def _call_back(self, record: Step | Epoch) -> bool:
+        for callback in self.callbacks:
+            self.stopped |= bool(callback(record))
+        return self.stopped
 
-    def tell(self, callbacks: Sequence[Callback], record: Step | Epoch) -> bool:
-        """Call all of them; whether one returned true, with which the training ends."""
-        for callback in callbacks:
-            self._stopped |= bool(callback(record))
-        return self._stopped
+    def _read_clock(self) -> None:
+        now_s = time.perf_counter()
+        self.tally.seconds += now_s - self.clock_s
+        self.clock_s = now_s
 
-    def is_stopped(self) -> bool:
-        """Whether a callback has ended the training."""
-        return self._stopped
-
-    def write(self, record: Step | Epoch) -> None:
-        """Add a line to the statistics."""
-        if self._folder is not None and self.first_rank:
+    def _write(self, record: Step | Epoch) -> None:
+        if self.folder is not None and self.is_first_rank:
             line = {"kind": type(record).__name__.lower(), **asdict(record)}
-            with (self._folder / "statistics.jsonl").open("a", encoding="utf-8") as file:
+            with (self.folder / "statistics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def save(self, batches_done: int | None) -> None:
-        """Write `last.pt`, within an epoch behind so many batches of its loop."""
-        if self._folder is None:
+    def _save(self, batches_done: int | None) -> None:
+        """Write `last.pt`, within an epoch after so many batches of its loop."""
+        if self.folder is None:
             return
+        if self.tally.steps:
+            self._read_clock()
         state = {
             "run": run_state(
-                self._model,
-                self._accumulator,
-                self._loader,
-                batches_done,
-                epoch=len(self.history),
+                self.model, self.accumulator, self.loader, batches_done, epoch=len(self.history)
             ),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
-            "drawn": batches_done is None and bool(self.tally.steps),
+            "epoch_is_over": batches_done is None and bool(self.tally.steps),
         }
-        if self.first_rank:
-            save(state, self._folder / "last.pt")
+        if self.is_first_rank:
+            save(state, self.folder / "last.pt")

@@ -1,9 +1,10 @@
 """The gradient of a criterion over the whole batch, with the activations of one micro-batch.
 
-A contrastive loss compares every sample with every other, so that the batch cannot be cut: its loss
-is no sum over micro-batches. Yet its gradient goes through each sample's representation alone.
-First all representations are computed without graphs; the criterion gives the gradient of each;
-then each micro-batch is run again, with its graph, and goes backward from there. (Gao et al.,
+A contrastive loss compares every sample with every other one: it is no sum over micro-batches, so
+the batch cannot be cut. But its gradient reaches the model through each sample's representation
+alone. So first all representations are computed without graphs, and the criterion gives the
+gradient of each; then each micro-batch is run again, with its graph, and its backward starts from
+there. (Gao et al.,
 "Scaling deep contrastive learning batch size under memory limited setup", 2021.)
 """
 
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from torchbudget.errors import OptionError
+from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Buffers
@@ -28,17 +30,17 @@ def joint_backward(
     criterion: Callable[[Any], Tensor],
     accumulator: GradAccumulator | None = None,
 ) -> Tensor:
-    """Backward of `criterion(forward(whole batch))`, holding one micro-batch's activations.
+    """Backward of `criterion(forward(whole batch))` with one micro-batch's activations.
 
     Every micro-batch is run twice, with the same random numbers, so that dropout is the same in
-    both; buffers (as of batch normalisation, whose statistics stay the micro-batches') are updated
-    once. Over several ranks the criterion sees the representations of all, in the order of the
-    ranks, and each computes the whole of it.
+    both; buffers are updated once (batch normalisation still takes its statistics from each
+    micro-batch). Over several ranks the criterion gets the representations of all, in the order of
+    the ranks, and every rank computes the whole of it.
 
     Args:
         forward: from a micro-batch to its representations: a tensor whose first axis is the
             sample, or several in tuples, lists and dicts.
-        micro_batches: of this rank, at least one; held until the end.
+        micro_batches: of this rank, at least one; all are kept until the end.
         criterion: from all representations, of the same structure, to a scalar: the loss of the
             whole batch. Its own parameters get their gradients too.
         accumulator: takes the step with these gradients. Without one they are added to `.grad`,
@@ -55,22 +57,22 @@ def joint_backward(
     >>> joint_backward(model, x.split(2), lambda z: (z @ z.T).logsumexp(1).mean()) > 0
     tensor(True)
     """
-    held = list(micro_batches)
-    if not held:
+    batches = list(micro_batches)
+    if not batches:
         raise OptionError("joint_backward needs at least one micro-batch on every rank")
     if accumulator is None:
         modules = [forward] if isinstance(forward, nn.Module) else []
-        return _two_passes(forward, held, criterion, modules, None, torch.autograd.backward)
+        return _two_passes(forward, batches, criterion, modules, None, torch.autograd.backward)
     share = 1 / len(accumulator.ranks)
 
     def backward(loss: Tensor) -> None:
-        # Every rank has the whole loss, of which its share counts: so the criterion's own
-        # parameters get one gradient when those of all ranks are summed.
+        # Every rank has the whole loss, so each counts for its share: the criterion's own
+        # parameters get their gradient once when the gradients of all ranks are summed.
         accumulator.backward(loss if accumulator.mean else loss * share)
 
     with accumulator.micro_batch(share, last=True):
         return _two_passes(
-            forward, held, criterion, accumulator.modules, accumulator.ranks, backward
+            forward, batches, criterion, accumulator.modules, accumulator.ranks, backward
         )
 
 
@@ -83,49 +85,37 @@ def _two_passes(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     buffers = Buffers(modules)
-    states, parts = [], []
+    states, parts = [], []  # of each micro-batch: random generators, and representations
     with torch.no_grad():
         for micro_batch in micro_batches:
-            states.append(_random_state())
+            states.append(RandomState.take())
             parts.append(tree_map(lambda leaf: leaf.detach(), forward(micro_batch)))
-    buffers.put_back()
-    after = _random_state()
-    structure = tree_flatten(parts[0])[1]
-    whole = [torch.cat(leaves) for leaves in zip(*(tree_flatten(p)[0] for p in parts), strict=True)]
-    starts = [0] * len(whole)
-    if ranks is not None and len(ranks) > 1:
-        whole, starts = ranks.gathered(whole)
+    buffers.restore()
+    after = RandomState.take()
+    structure = tree_structure(parts[0])
+    whole = [torch.cat(leaves) for leaves in zip(*map(tree_leaves, parts), strict=True)]
+    starts = [0] * len(whole)  # the row of each tensor at which the next micro-batch begins
+    if ranks is not None:
+        whole, starts = ranks.gather_rows(whole)
     for leaf in whole:
         leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     loss = criterion(tree_unflatten(whole, structure))
     if loss.numel() != 1:
         raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")
     backward(loss)
-    times = 1 if ranks is None else len(ranks)
-    for micro_batch, state, part in zip(micro_batches, states, parts, strict=True):
-        _set_random_state(state)
+    # The loss was divided by the number of ranks, but each representation is on one rank only.
+    factor = 1 if ranks is None else len(ranks)
+    for micro_batch, state in zip(micro_batches, states, strict=True):
+        state.restore()
         outputs, gradients = [], []
-        numbers = [len(leaf) for leaf in tree_flatten(part)[0]]
-        leaves = tree_flatten(forward(micro_batch))[0]
-        for number, (leaf, joined) in enumerate(zip(leaves, whole, strict=True)):
-            start = starts[number]
-            starts[number] = start + numbers[number]
-            if joined.grad is not None and leaf.requires_grad:
+        leaves = tree_leaves(forward(micro_batch))
+        for number, (leaf, of_all) in enumerate(zip(leaves, whole, strict=True)):
+            rows = slice(starts[number], starts[number] + len(leaf))
+            starts[number] = rows.stop
+            if of_all.grad is not None and leaf.requires_grad:
                 outputs.append(leaf)
-                gradients.append(joined.grad[start : starts[number]] * times)
+                gradients.append(of_all.grad[rows] * factor)
         torch.autograd.backward(outputs, gradients)
-        del leaves, leaf, outputs, gradients
-    _set_random_state(after)
+        del leaves, leaf, outputs, gradients  # graphs, before the next one is made
+    after.restore()
     return loss.detach()
-
-
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    on_gpu = torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)

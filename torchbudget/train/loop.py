@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import length_hint
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.nn.parallel import DistributedDataParallel
 
+from torchbudget.progress import with_bar
 from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.process_group import Ranks
-from torchbudget.train.retry import num_samples
-from torchbudget.train.stepping import Step
+from torchbudget.train.step import Step
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Weight: TypeAlias = Callable[[Any], float]
@@ -34,14 +37,14 @@ def train_epoch(
     """Train on every batch of a loader once, and flush.
 
     Args:
-        model: in whatever mode it is.
+        model: in training or evaluation mode, which is not changed.
         loader: of batches.
-        criterion: `criterion(model, batch)` calls the model and gives the loss.
+        criterion: `criterion(model, batch)` calls the model and returns the loss.
         accumulator: that steps; its `mean` says whether losses are means.
         weight: of a batch in the loss of a step. Default: its samples.
-        device: where batches are taken; `None`: where they are.
-        when_begun: called once the loader's iteration has begun, before its first batch.
-        when_stepped: called with each step and the number of batches done, `None` behind the last
+        device: that batches are moved to; `None`: they are not moved.
+        when_begun: called after `iter(loader)`, before its first batch.
+        when_stepped: called with each step and the number of batches done, `None` after the last
             one; if what it returns is true, the epoch ends there.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
@@ -57,10 +60,13 @@ def train_epoch(
     batches = iter(loader)
     if when_begun is not None:
         when_begun()
-    for done, batch in enumerate(_with_bar(batches, loader) if progress else batches, 1):
+    if progress:
+        length = length_hint(loader) or None  # a stream's is not known in advance
+        batches = with_bar(batches, total=length, unit="batches", leave=False)
+    for done, batch in enumerate(batches, 1):
         samples = num_samples(batch) if accumulator.needs_samples else None
         with accumulator.micro_batch(weight(batch), samples=samples):
-            accumulator.backward(criterion(model, _moved(batch, device)))
+            accumulator.backward(criterion(model, moved(batch, device)))
         if accumulator.stepped and accumulator.last is not None and note(accumulator.last, done):
             return steps
     accumulator.flush(lambda step: note(step, None))
@@ -80,64 +86,52 @@ def evaluate(
 ) -> float:
     """Σ loss / Σ weight over a loader and all ranks, in evaluation mode and without gradients.
 
-    Every module is put back into the mode that it was in.
+    Afterwards every module is in the mode that it was in.
 
     Args:
         model: to be evaluated.
-        loader: of batches, which ranks share as a `MemoryBudgetBatchSampler` does.
-        criterion: `criterion(model, batch)` calls the model and gives the loss.
+        loader: of batches; each rank has its share of them, as of a `MemoryBudgetBatchSampler`.
+        criterion: `criterion(model, batch)` calls the model and returns the loss.
         weight: of a batch. Default: its samples.
-        mean: the criterion gives means, to be multiplied by their weights.
-        device: where batches are taken; `None`: where they are.
+        mean: the criterion returns means, to be multiplied by their weights.
+        device: that batches are moved to; `None`: they are not moved.
         group: of processes. Default: all, where `torch.distributed` is initialized.
 
     Returns:
-        The loss; NaN where nothing weighs.
+        The loss; NaN where all weights are 0.
     """
     ranks = Ranks(group)
-    modes = [(module, module.training) for module in model.modules()]
-    # DDP's forward may share buffers, which is a collective: ranks may have no batch.
-    shares = [m for m in model.modules() if getattr(m, "require_forward_param_sync", False)]
-    for module in shares:
-        module.require_forward_param_sync = False  # type: ignore[assignment]  # DDP's
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=near)
-    weighs = 0.0
+    weights = 0.0
+    with _evaluation_mode(model):
+        for batch in loader:
+            own = float(weight(batch))
+            losses += criterion(model, moved(batch, device)).double() * (own if mean else 1)
+            weights += own
+    total = torch.stack([losses, losses.new_tensor(weights)]).to(ranks.device(near))
+    loss, weighed = ranks.sum(total).tolist()
+    return loss / weighed if weighed else math.nan
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    # A forward of DDP may broadcast buffers, a collective, for which a rank that has no batch
+    # would never come.
+    broadcasting = [
+        module
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel) and module.require_forward_param_sync
+    ]
+    for replicated in broadcasting:
+        replicated.require_forward_param_sync = False
     model.eval()
     try:
-        for batch in loader:
-            each = float(weight(batch))
-            losses += criterion(model, _moved(batch, device)).double() * (each if mean else 1)
-            weighs += each
+        yield
     finally:
         for module, mode in modes:
             if module.training != mode:
                 module.train(mode)
-        for module in shares:
-            module.require_forward_param_sync = True  # type: ignore[assignment]  # DDP's
-    total = torch.stack([losses, losses.new_tensor(weighs)]).to(ranks.device(near))
-    loss, weighed = ranks.summed(total).tolist()
-    return loss / weighed if weighed else math.nan
-
-
-def _moved(batch: Any, device: torch.device | str | None) -> Any:
-    if device is None:
-        return batch
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
-    )
-
-
-def _with_bar(batches: Iterator[Any], loader: Any) -> Iterable[Any]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:  # a bar is a courtesy: no training should fail for want of it
-        return batches
-    try:
-        total = len(loader)
-    except TypeError:  # a stream, whose length nobody knows
-        total = None
-    bar: Iterable[Any] = tqdm(batches, total=total, unit=" batches", disable=None, leave=False)
-    return bar
+        for replicated in broadcasting:
+            replicated.require_forward_param_sync = True

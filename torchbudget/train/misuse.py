@@ -1,4 +1,4 @@
-"""Misuse that would give another gradient than the large batch's is noticed, and said once."""
+"""Misuse that makes the gradient differ from the large batch's: each kind is warned of once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +28,21 @@ from torchbudget.errors import (
     UnsynchronizedWarning,
 )
 
-# What torch's losses save of their argument `reduction`.
-_MEAN, _SUM = 1, 2
+# What the grad_fn of torch's losses has as its `_saved_reduction`.
+_MEAN: Final = 1
+_SUM: Final = 2
 
 
 class MisuseDetector:
-    """What an accumulator's optimizers, modules and losses tell of their use.
+    """Warns of misuse that shows in an accumulator's optimizers, modules and losses.
 
     Args:
         optimizers: that step.
         modules: that are trained.
-        distributed: those of them, or inside them, whose forward must stand in `micro_batch`.
+        distributed: the modules whose forward must be inside `micro_batch`.
+
+    Attributes:
+        in_micro_batch: set by `micro_batch_begins`, to be cleared where the micro-batch is left.
     """
 
     def __init__(
@@ -45,32 +51,38 @@ class MisuseDetector:
         modules: Sequence[nn.Module],
         distributed: Sequence[nn.Module],
     ) -> None:
-        self._norms = [
+        self._batch_norms = [
             part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
         ]
-        self._optimizers = list(optimizers)
-        self._parameters: list[int] | None = None
-        self._told: set[Any] = set()
-        self._inside = False
-        self._ours = False
-        self._quiet = False
+        self._parameters: list[int] | None = None  # ids of those of the latest step
+        self._texts: set[str] = set()  # that were warned of
+        self.in_micro_batch = False
+        self._in_own_step = False
+        self._is_muted = False
+        # A parameter with its gradient and that one's version, after the latest micro-batch.
         self._sentinel: tuple[Tensor, Tensor, int] | None = None
-        # Outlives this object, to be looked at when it is gone; nothing that a state holds is lost.
+        # The finalizer reads this when the detector is gone. "lost" are the micro-batches that
+        # would be lost then: a state that was saved in the middle of a step has them, too.
         self._pending = {"micro_batches": 0, "lost": 0}
-        weakref.finalize(self, _forgotten, self._pending)
+        weakref.finalize(self, _warn_of_lost, self._pending)
         me = weakref.ref(self)
         for optimizer in optimizers:
-            handle = optimizer.register_step_pre_hook(_Hook(me, MisuseDetector._stepped))
+            handle = optimizer.register_step_pre_hook(_Hook(me, MisuseDetector._optimizer_steps))
             weakref.finalize(self, handle.remove)
         for module in distributed:
-            handle = module.register_forward_pre_hook(_Hook(me, MisuseDetector._forwarded))
+            handle = module.register_forward_pre_hook(_Hook(me, MisuseDetector._module_runs))
             weakref.finalize(self, handle.remove)
 
-    # ------------------------------------------------------------------ told by the accumulator
+    # ------------------------------------------------------------------ called by the accumulator
 
-    def entering(self, restarted: bool, untouched: Iterable[Tensor]) -> None:
-        """A micro-batch begins; these parameters are to have no gradients yet."""
-        if any(parameter.grad is not None for parameter in untouched):
+    def micro_batch_begins(self, *, restarted: bool, without_gradients: Iterable[Tensor]) -> None:
+        """A micro-batch begins.
+
+        Args:
+            restarted: the data began again, so that what is pending is of an earlier epoch.
+            without_gradients: parameters that must not have gradients yet.
+        """
+        if any(parameter.grad is not None for parameter in without_gradients):
             self._warn(
                 ForeignStepWarning,
                 "gradients were there before the step's first micro-batch, and count for it: call "
@@ -79,15 +91,15 @@ class MisuseDetector:
         if restarted and self._pending["micro_batches"]:
             self._warn(
                 ForgottenStepWarning,
-                f"{self._pending['micro_batches']} micro-batches of an epoch gone by are in the "
-                "gradients still, and now count for the next step; call accumulator.flush() at the "
+                f"{self._pending['micro_batches']} micro-batches of an earlier epoch are still in "
+                "the gradients, and now count for the next step; call accumulator.flush() at the "
                 "end of an epoch",
             )
-        self.check()
-        self._inside = True
+        self.check_gradients()
+        self.in_micro_batch = True
 
-    def check(self) -> None:
-        """Gradients must be as the last micro-batch left them; from here on they may change."""
+    def check_gradients(self) -> None:
+        """Warn where gradients changed since the last micro-batch; from here on they may."""
         if self._sentinel is not None:
             parameter, gradient, version = self._sentinel
             if parameter.grad is not gradient or gradient._version != version:
@@ -99,16 +111,34 @@ class MisuseDetector:
                 )
         self._sentinel = None
 
-    def left(self, micro_batches: int, parameters: Iterable[Tensor], *, ends: bool) -> None:
-        """A micro-batch ended well, which makes that many of the step."""
+    def micro_batch_failed(self) -> None:
+        """A micro-batch raised after its backward, and is not undone."""
+        self._warn(
+            ForeignStepWarning,
+            "a micro-batch raised after its backward: its gradients are there, its weight does "
+            "not count; call optimizer.zero_grad(), or use run_or_split, which takes them back",
+        )
+        self._sentinel = None
+
+    def micro_batch_succeeded(
+        self, micro_batches: int, parameters: Iterable[Tensor], *, ends: bool
+    ) -> None:
+        """A micro-batch was accumulated.
+
+        Args:
+            micro_batches: of the step so far.
+            parameters: that are trained.
+            ends: whether the step ends with it.
+        """
         self._pending.update(micro_batches=micro_batches, lost=micro_batches)
         self._sentinel = None
         if ends:
             return
-        held = next((p for p in parameters if p.grad is not None), None)
-        if held is not None and held.grad is not None:
-            self._sentinel = held, held.grad, held.grad._version
-        if any(norm.training for norm in self._norms):
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._sentinel = parameter, parameter.grad, parameter.grad._version
+                break
+        if any(norm.training for norm in self._batch_norms):
             self._warn(
                 BatchNormWarning,
                 "batch normalisation takes its statistics from each micro-batch, so that the step "
@@ -116,127 +146,111 @@ class MisuseDetector:
                 "eval()",
             )
 
-    def left_behind(self) -> None:
-        """A micro-batch raised behind its backward."""
-        self._warn(
-            ForeignStepWarning,
-            "a micro-batch raised behind its backward: its gradients are there, its weight does "
-            "not count; call optimizer.zero_grad(), or use run_or_split, which takes them back",
-        )
-        self._sentinel = None
+    def check_loss(self, loss: Tensor, *, mean: bool, weight: float) -> None:
+        """Warn where a loss is a mean but a sum is expected, or the reverse.
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Nothing inside is said or remembered."""
-        before = dict(self._pending), self._parameters, self._quiet
-        self._pending.update(micro_batches=0, lost=0)
-        self._quiet = True
-        try:
-            yield
-        finally:
-            pending, self._parameters, self._quiet = before
-            self._pending.update(pending)
-            self._sentinel = None  # gradients are put back, which counts as a change
-
-    def outside(self) -> None:
-        """A micro-batch is left, however."""
-        self._inside = False
-
-    def loss(self, loss: Tensor, mean: bool, weight: float) -> None:
-        """A loss comes, said to be a mean or a sum; of one sample it is both."""
+        Args:
+            loss: a scalar with its graph, whose last operation says what it is.
+            mean: whether a mean is expected.
+            weight: of the micro-batch; the loss of a single sample is a mean and a sum.
+        """
         if weight == 1 or loss.grad_fn is None:
             return
-        kind = getattr(loss.grad_fn, "_saved_reduction", None)
+        reduction = getattr(loss.grad_fn, "_saved_reduction", None)  # torch's losses have it
         name = loss.grad_fn.name()
-        # Of a vector of losses, it is the mean or the sum over them.
-        over_losses = len(getattr(loss.grad_fn, "_saved_self_sym_sizes", ())) == 1
-        if not mean and (kind == _MEAN or (over_losses and name.startswith("MeanBackward"))):
+        # loss.mean() and loss.sum(): only of a vector, which may be one of losses.
+        of_vector = len(getattr(loss.grad_fn, "_saved_self_sym_sizes", ())) == 1
+        if not mean and (reduction == _MEAN or (of_vector and name.startswith("MeanBackward"))):
             self._warn(
                 ReductionWarning,
                 "the loss is a mean, but is taken for the sum over the micro-batch: pass "
                 'reduction="sum", or GradAccumulator(…, mean=True)',
             )
-        elif mean and (kind == _SUM or (over_losses and name.startswith("SumBackward"))):
+        elif mean and (reduction == _SUM or (of_vector and name.startswith("SumBackward"))):
             self._warn(
                 ReductionWarning,
                 "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
             )
 
-    def loaded(self, micro_batches: int) -> None:
-        """A state was loaded that holds so many micro-batches of a step."""
+    def state_loaded(self, micro_batches: int) -> None:
+        """A state was loaded that has so many micro-batches of a step."""
         self._pending["micro_batches"] = micro_batches
         self._sentinel = None
 
-    def saved(self) -> None:
-        """A state was taken: what it holds of a step is not lost with this object."""
+    def state_saved(self) -> None:
+        """A state was saved: what is pending is in it, and not lost with this object."""
         self._pending["lost"] = 0
 
-    def stepping(self, parameters: Sequence[Tensor]) -> None:
-        """A step is taken on these parameters."""
-        now = [id(parameter) for parameter in parameters]
-        if self._parameters is not None and now != self._parameters:
+    @contextmanager
+    def own_step(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """The accumulator steps its optimizers inside, on these parameters."""
+        parameters_now = [id(parameter) for parameter in parameters]
+        if self._parameters not in (None, parameters_now):
             self._warn(
                 ChangedParametersWarning,
                 "the optimizer's parameters are others than at the step before; make a new "
                 "GradAccumulator where model or optimizer are changed",
             )
-        self._parameters = now
+        self._parameters = parameters_now
         self._pending.update(micro_batches=0, lost=0)
         self._sentinel = None
-
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """Steps inside are the accumulator's."""
-        self._ours = True
+        self._in_own_step = True
         try:
             yield
         finally:
-            self._ours = False
+            self._in_own_step = False
 
-    # ------------------------------------------------------------------ told by hooks
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Nothing inside is warned of or remembered."""
+        before = dict(self._pending), self._parameters, self._is_muted
+        self._pending.update(micro_batches=0, lost=0)
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            pending, self._parameters, self._is_muted = before
+            self._pending.update(pending)
+            self._sentinel = None  # the caller restores gradients, which would count as a change
 
-    def _stepped(self) -> None:
-        if not self._ours and self._pending["micro_batches"]:
+    # ------------------------------------------------------------------ called by hooks
+
+    def _optimizer_steps(self) -> None:
+        if not self._in_own_step and self._pending["micro_batches"]:
             self._warn(
                 ForeignStepWarning,
                 "optimizer.step() was called in the middle of an accumulated step; the accumulator "
                 "steps by itself, and accumulator.step() ends a step early",
             )
 
-    def _forwarded(self) -> None:
-        if not self._inside and torch.is_grad_enabled():
+    def _module_runs(self) -> None:
+        if not self.in_micro_batch and torch.is_grad_enabled():
             self._warn(
                 UnsynchronizedWarning,
-                "a distributed module's forward stands outside accumulator.micro_batch(…): it will "
-                "reduce gradients by itself, and they are reduced again",
+                "the forward of a distributed module is outside accumulator.micro_batch(…): it "
+                "will reduce gradients by itself, and they are reduced again",
             )
 
     def _warn(self, category: type[TorchBudgetWarning], text: str) -> None:
-        if text not in self._told and not self._quiet:
-            self._told.add(text)
+        if text not in self._texts and not self._is_muted:
+            self._texts.add(text)
             warnings.warn(text, category, stacklevel=_callers_level())
 
 
+@dataclass(frozen=True)
 class _Hook:
-    """Calls a method of a watch that it does not keep alive; of copies, nothing."""
+    """Calls a method of a detector without keeping it alive; a copy of the hook does nothing."""
 
-    def __init__(
-        self, me: Callable[[], MisuseDetector | None], method: Callable[[MisuseDetector], None]
-    ) -> None:
-        self._me = me
-        self._method = method
+    detector: Callable[[], MisuseDetector | None]
+    method: Callable[[MisuseDetector], None]
 
     def __call__(self, *_: Any) -> None:
-        watch = self._me()
-        if watch is not None:
-            self._method(watch)
+        detector = self.detector()
+        if detector is not None:
+            self.method(detector)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nobody, MisuseDetector._stepped)
-
-
-def _nobody() -> None:
-    return None
+        return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
 
 
 def _callers_level() -> int:
@@ -250,11 +264,11 @@ def _callers_level() -> int:
     return level - 1
 
 
-def _forgotten(pending: dict[str, int]) -> None:
+def _warn_of_lost(pending: dict[str, int]) -> None:
     if pending["lost"]:
         warnings.warn(
             f"a GradAccumulator is gone with {pending['lost']} micro-batches that no step "
-            "took; call accumulator.flush() behind the loop",
+            "took; call accumulator.flush() after the loop",
             ForgottenStepWarning,
             stacklevel=2,
         )

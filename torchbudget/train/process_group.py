@@ -1,4 +1,4 @@
-"""Sums over ranks: of a few numbers, and of gradients."""
+"""Collectives over the ranks that share a step; on a single rank they do nothing."""
 
 from __future__ import annotations
 
@@ -10,86 +10,94 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Gradients are copied into buffers of this size, one collective each.
+from torchbudget.distributed import is_distributed
+
+# Gradients are copied into flat buffers of this size, with one collective each: few collectives,
+# while a copy of all gradients at once is never needed.
 _BUCKET_BYTES: Final = 64 * 2**20
 
 
 class Ranks:
-    """The ranks that share a step; one of them where there is no process group.
+    """The ranks that share a step; a single one where `torch.distributed` is not initialized.
 
     Args:
         group: of processes. Default: that of all, where `torch.distributed` is initialized.
+
+    Attributes:
+        group: as given.
+        rank: the number of this rank.
     """
 
     def __init__(self, group: Any = None) -> None:
-        joined = dist.is_available() and dist.is_initialized()
         self.group = group
-        self.number = dist.get_world_size(group) if joined else 1
+        self._number = dist.get_world_size(group) if is_distributed() else 1
+        self.rank = dist.get_rank(group) if is_distributed() else 0
 
     def __len__(self) -> int:
-        return self.number
+        return self._number
 
     def device(self, near: torch.device) -> torch.device:
-        """Where numbers must lie to be summed: with NCCL on the GPU, else on the CPU."""
-        if self.number > 1 and "gloo" not in dist.get_backend(self.group):
+        """The device that numbers must be on to be summed: the CPU, but with NCCL the GPU.
+
+        Args:
+            near: the device of the parameters.
+        """
+        if self._number > 1 and "gloo" not in dist.get_backend(self.group):
             return near
         return torch.device("cpu")
 
-    def summed(self, numbers: Tensor) -> Tensor:
-        """The sum over all ranks, on every one; one collective."""
-        if self.number > 1:
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum over all ranks, written into `numbers` on each; one collective."""
+        if self._number > 1:
             dist.all_reduce(numbers, group=self.group)
         return numbers
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Replace each parameter's gradient by its sum over all ranks.
 
-        Where a rank has none it counts as 0. O(gradients) time, a buffer of 64 MiB beside them,
-        and one collective for each buffer.
+        A gradient that is missing on this rank counts as 0. O(gradients) time, a buffer of 64 MiB,
+        and one collective for each buffer. Every rank must pass the same parameters.
         """
-        if self.number == 1:
+        if self._number == 1:
             return
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            alike[parameter.device, parameter.grad.dtype].append(parameter.grad)
-        for gradients in alike.values():
+            by_type[parameter.device, parameter.grad.dtype].append(parameter.grad)
+        for gradients in by_type.values():
             for bucket in _buckets(gradients):
                 self._sum(bucket)
 
-    @property
-    def rank(self) -> int:
-        """This one's number."""
-        return dist.get_rank(self.group) if self.number > 1 else 0
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """The object of each rank, on every rank; one collective of pickled objects."""
+        objects = [mine] * self._number
+        if self._number > 1:
+            dist.all_gather_object(objects, mine, group=self.group)
+        return objects
 
-    def told(self, mine: Any) -> list[Any]:
-        """What each rank has to tell, on every one; one collective of pickled objects."""
-        everybody = [mine] * self.number
-        if self.number > 1:
-            dist.all_gather_object(everybody, mine, group=self.group)
-        return everybody
-
-    def gathered(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Tensors of all ranks behind each other, which may differ along the first axis.
+    def gather_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Concatenate the tensors of all ranks, whose numbers of rows may differ.
 
         Returns:
-            Each joined, on every rank; and where this rank's rows start in it.
+            The tensors of all ranks, in the order of the ranks; and for each, at which row the one
+            of this rank starts.
         """
-        device = self.device(tensors[0].device)
-        mine = torch.tensor([len(tensor) for tensor in tensors], device=device)
-        numbers = [torch.empty_like(mine) for _ in range(len(self))]
-        dist.all_gather(numbers, mine, group=self.group)
-        rows = torch.stack(numbers).tolist()  # [rank][tensor]
-        rank = dist.get_rank(self.group)
-        joined = []
-        for tensor, each in zip(tensors, zip(*rows, strict=True), strict=True):
-            padded = tensor.new_zeros(max(each), *tensor.shape[1:])
+        if self._number == 1:
+            return list(tensors), [0] * len(tensors)
+        mine = torch.tensor([len(t) for t in tensors], device=self.device(tensors[0].device))
+        rows_of_rank = [torch.empty_like(mine) for _ in range(self._number)]
+        dist.all_gather(rows_of_rank, mine, group=self.group)
+        whole, starts = [], []
+        for tensor, rows in zip(tensors, torch.stack(rows_of_rank, 1).tolist(), strict=True):
+            # all_gather needs equal shapes: each rank pads to the most rows of any.
+            padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
             padded[: len(tensor)] = tensor
-            parts = [torch.empty_like(padded) for _ in each]
+            parts = [torch.empty_like(padded) for _ in rows]
             dist.all_gather(parts, padded, group=self.group)
-            joined.append(torch.cat([part[:n] for part, n in zip(parts, each, strict=True)]))
-        return joined, [sum(each[:rank]) for each in zip(*rows, strict=True)]
+            whole.append(torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)]))
+            starts.append(sum(rows[: self.rank]))
+        return whole, starts
 
     def _sum(self, bucket: list[Tensor]) -> None:
         if len(bucket) == 1 and bucket[0].is_contiguous():
@@ -97,9 +105,8 @@ class Ranks:
             return
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=self.group)
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
 
 
 def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

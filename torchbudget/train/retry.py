@@ -1,29 +1,30 @@
-"""A micro-batch as a transaction: what ran out of memory leaves nothing behind, and is split."""
+"""A batch as a transaction: if memory runs out it is undone, and run again in halves."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchbudget.cost.measuring.running import is_out_of_memory
-from torchbudget.errors import OptionError, TorchBudgetError
-from torchbudget.train.totals import Pending
+from torchbudget.errors import SampleTooLargeError, StepError, TorchBudgetError
+from torchbudget.random_state import RandomState
+from torchbudget.train.batches import halves
 
 
 class Buffers:
-    """What the buffers of modules hold, copied; a forward may write into one, or make a new one.
+    """A copy of all buffers of modules, such as the running statistics of batch normalisation.
 
     Args:
-        modules: with their parts.
+        modules: with all modules inside them.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held = [
+        self._copies = [
             (part._buffers, name, buffer, buffer.detach().clone())
             for module in modules
             for part in module.modules()
@@ -32,76 +33,133 @@ class Buffers:
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Let them be, and hold, what they were and held."""
-        for holder, name, buffer, copy in self._held:
-            holder[name] = buffer.copy_(copy)
+    def restore(self) -> None:
+        """Restore their contents, and the tensor objects: a forward may have replaced them."""
+        for owner, name, buffer, copy in self._copies:
+            owner[name] = buffer.copy_(copy)
 
 
 class Attempt:
-    """What must be as before, if a micro-batch is to be tried again.
+    """One run of a micro-batch, which can be undone.
 
-    Gradients are set aside, so that those of the micro-batch come by themselves: a second set of
-    them is held while it runs. Generators of the CPU and of the current device, and the modules'
-    buffers, are copied.
+    The gradients of earlier micro-batches are set aside, so that undoing it needs no copy of them:
+    this one makes gradients of its own, which `merge` adds to the earlier ones. Buffers and the
+    states of the random generators are copied.
 
     Args:
         parameters: that are trained.
         modules: whose buffers the forward may change.
-
-    Attributes:
-        before: parameters and their gradients of before.
     """
 
     def __init__(self, parameters: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
-        self.before = [(parameter, parameter.grad) for parameter in parameters]
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._copies: list[Tensor | None] = [None] * len(parameters)
         self._buffers = Buffers(modules)
-        self._cpu = torch.get_rng_state()
-        self._cuda: Tensor | None = None
-        if torch.cuda.is_initialized():
-            self._cuda = torch.cuda.get_rng_state()
+        self._random_state = RandomState.take()
         for parameter in parameters:
             parameter.grad = None
 
-    def undo(self) -> None:
-        """Put everything back, and give freed memory back to the device."""
-        for parameter, gradient in self.before:
-            parameter.grad = gradient
-        self._buffers.put_back()
-        torch.set_rng_state(self._cpu)
-        gc.collect()
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-            torch.cuda.empty_cache()
+    def merge(self) -> None:
+        """Add the gradients of this run to the earlier ones."""
+        for parameter, earlier in self._gradients:
+            if earlier is not None:
+                if parameter.grad is not None:
+                    earlier.add_(parameter.grad)
+                parameter.grad = earlier
 
-
-class Undo:
-    """Everything as it was before a batch that is run in parts.
-
-    Args:
-        attempt: the first one on it, which failed.
-        parameters: whose gradients are copied.
-        pending: what the step held.
-    """
-
-    def __init__(self, attempt: Attempt, parameters: Sequence[Tensor], pending: Pending) -> None:
-        self._attempt = attempt
-        self._pending = pending
-        self._held = [
-            (p, None if p.grad is None else (p.grad, p.grad.detach().clone())) for p in parameters
+    def copy_gradients(self) -> None:
+        """Copy the earlier gradients: `undo` works after other runs were merged into them, too."""
+        self._copies = [
+            None if gradient is None else gradient.detach().clone()
+            for _, gradient in self._gradients
         ]
 
     @torch.no_grad()
-    def undo(self) -> Pending:
-        """Put it all back; what the step held."""
-        self._attempt.undo()
-        for parameter, held in self._held:
-            parameter.grad = None if held is None else held[0].copy_(held[1])
-        return self._pending
+    def undo(self) -> None:
+        """Restore everything, and give freed memory back to the device."""
+        for (parameter, gradient), copy in zip(self._gradients, self._copies, strict=True):
+            parameter.grad = gradient
+            if gradient is not None and copy is not None:
+                gradient.copy_(copy)
+        self._buffers.restore()
+        self._random_state.restore()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
-def ran_out(function: Callable[[Any], object], batch: Any) -> bool:
-    """Call it; whether it ran out of memory. Then the traceback, which holds tensors, is gone."""
+class SplitRun:
+    """The runs of one batch: of the whole and, where memory runs out, of its parts.
+
+    Args:
+        batch: to be run.
+        parameters: that are trained.
+        modules: whose buffers the forward may change.
+
+    Attributes:
+        attempt: the run of a part that has not succeeded yet, and can be undone.
+        whole: the first run, where it failed: then parts are run, of which some may have succeeded.
+    """
+
+    def __init__(
+        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module]
+    ) -> None:
+        self._parts = deque([batch])
+        self._parameters = parameters
+        self._modules = modules
+        self.attempt: Attempt | None = None
+        self.whole: Attempt | None = None
+
+    @property
+    def parts_follow(self) -> bool:
+        """Whether the part that is being run is not the last one."""
+        return bool(self._parts)
+
+    def succeed(self) -> None:
+        """The micro-batch of the part that is being run has succeeded: its gradients count."""
+        if self.attempt is not None:
+            self.attempt.merge()
+            self.attempt = None
+
+    def failures(
+        self, function: Callable[[Any], object], before_attempt: Callable[[], object]
+    ) -> Iterator[Any]:
+        """Run the batch; yield each part that ran out of memory, undone, before it is halved.
+
+        Args:
+            function: that runs a part; its micro-batch calls `succeed`.
+            before_attempt: called before each run, before gradients are set aside.
+        """
+        while self._parts:
+            part = self._parts.popleft()
+            before_attempt()
+            self.attempt = attempt = Attempt(self._parameters, self._modules)
+            failed = ran_out_of_memory(function, part)
+            succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
+            if failed and succeeded:
+                raise SampleTooLargeError(
+                    "out of memory in the optimizer's step, after the micro-batches"
+                )
+            if not failed and not succeeded:
+                raise StepError("run_or_split's function opened no micro_batch")
+            if succeeded:
+                continue
+            attempt.undo()
+            if self.whole is None:
+                attempt.copy_gradients()
+                self.whole = attempt
+            yield part
+            self._parts.extendleft(reversed(halves(part)))
+
+    def undo(self) -> None:
+        """Undo the part that has not succeeded; of a batch that was split, all parts."""
+        for attempt in (self.attempt, self.whole):
+            if attempt is not None:
+                attempt.undo()
+
+
+def ran_out_of_memory(function: Callable[[Any], object], batch: Any) -> bool:
+    """Call it; whether memory ran out. The traceback, which refers to tensors, is then gone."""
     try:
         function(batch)
     except (MemoryError, RuntimeError) as error:
@@ -109,34 +167,3 @@ def ran_out(function: Callable[[Any], object], batch: Any) -> bool:
             raise
         return True
     return False
-
-
-def num_samples(batch: Any) -> int:
-    """How many samples a batch holds: as it says, or along the first axis of its tensors.
-
-    Raises:
-        OptionError: there are no tensors, or they do not agree.
-    """
-    if hasattr(batch, "num_samples"):
-        return int(batch.num_samples)
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    if len({len(tensor) for tensor in tensors}) != 1 or len(tensors) < len(leaves):
-        raise OptionError(
-            "the batch does not say how many samples it holds, and is not made of tensors with one "
-            "common first axis alone; pass a batch of a torchbudget collate"
-        )
-    return len(tensors[0])
-
-
-def halves(batch: Any) -> list[Any]:
-    """Two batches of half the samples each, in order."""
-    if hasattr(batch, "split") and hasattr(batch, "num_samples"):
-        return list(batch.split(2))
-    leaves, structure = tree_flatten(batch)
-    half = (num_samples(batch) + 1) // 2
-    parts = [
-        [leaf[cut] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for cut in (slice(None, half), slice(half, None))
-    ]
-    return [tree_unflatten(part, structure) for part in parts]

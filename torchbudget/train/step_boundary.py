@@ -1,153 +1,109 @@
-"""When an optimizer step is complete: the four rules, behind one question."""
+"""When an optimizer step is complete: after micro-batches, samples or a weight, or as planned."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from numbers import Integral, Real
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TypeAlias
 
+from torchbudget.checks import at_least_one, is_int
 from torchbudget.errors import OptionError
+from torchbudget.plan.step_source import StepSource
+from torchbudget.train.inputs import positive_number
+from torchbudget.train.step import Pending
 
 
-class StepBoundary(Protocol):
-    """Says of each micro-batch whether the step ends with it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaching:
+    """Steps of at least so many micro-batches or samples, or of at least a weight, on each rank.
 
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """Whether a step that holds this much is complete.
+    Attributes:
+        amount: what is compared: "micro_batches", "samples" or "weight".
+        least: at which a step ends; if infinite, only `step` and `flush` end one.
+    """
 
-        Args:
-            micro_batches: of the step on this rank, the coming one included.
-            samples: likewise.
-            weight: likewise.
-        """
-        ...
+    amount: str
+    least: float
 
-    def taken(self, micro_batches: int) -> None:
-        """A step was taken that held so many micro-batches of this rank."""
-        ...
-
-    def restarted(self) -> bool:
-        """Whether the data began anew, so that what the step holds is of an epoch gone by."""
-        ...
-
-
-class Never:
-    """Only `GradAccumulator.step` and `flush` end a step."""
-
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `StepBoundary.ends`."""
-        return False
+    def ends(self, pending: Pending) -> bool:
+        """Whether a step that has this much on this rank, the coming micro-batch included, ends."""
+        return bool(getattr(pending, self.amount) >= self.least)
 
     def taken(self, micro_batches: int) -> None:
-        """See `StepBoundary.taken`."""
+        """Take note of a step that had so many micro-batches of this rank."""
 
     def restarted(self) -> bool:
-        """See `StepBoundary.restarted`."""
+        """Whether the data began again, so that what is pending is of an earlier epoch."""
         return False
-
-
-class Every(Never):
-    """Steps of a number of micro-batches."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `StepBoundary.ends`."""
-        return micro_batches >= self._number
-
-
-class Reaching(Never):
-    """Steps that hold at least a number of samples, or a weight, on this rank."""
-
-    def __init__(self, samples: float | None, weight: float | None) -> None:
-        self.samples = samples
-        self._weight = weight
-
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `StepBoundary.ends`."""
-        if self.samples is not None:
-            return samples >= self.samples
-        return self._weight is not None and weight >= self._weight
 
 
 class Planned:
-    """The steps that a sampler has planned for the epoch that it draws.
+    """The steps that a sampler has planned for the epoch that it is iterating over."""
 
-    Args:
-        source: with `steps`, an iterator over the numbers of micro-batches of the epoch's steps;
-            and, if it can be drawn from anew, with `drawings`, how often it was.
-    """
-
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: StepSource) -> None:
         self._source = source
-        self._drawings: int | None = None
-        self._steps: Iterator[int] = iter(())
-        self._left: int | None = None  # micro-batches of the planned step
+        self._iteration: int | None = None  # that the numbers are of
+        self._numbers: Iterator[int] = iter(())  # micro-batches of the iteration's further steps
+        self._end: int | None = None  # micro-batches at which the present step ends
 
-    def ends(self, micro_batches: int, samples: float, weight: float) -> bool:
-        """See `StepBoundary.ends`."""
-        if self._drawings != self._now:
-            self._begin()
-        if self._left is None:
-            self._left = micro_batches - 1 + self._next()
-        return micro_batches >= self._left
+    def ends(self, pending: Pending) -> bool:
+        """See `Reaching.ends`.
+
+        Raises:
+            OptionError: the source plans no further step in this iteration.
+        """
+        if self._iteration != self._source.iterations:
+            self._iteration = self._source.iterations
+            self._numbers = iter(self._source.steps)
+            self._end = None
+        if self._end is None:
+            number = next(self._numbers, None)
+            if number is None:
+                raise OptionError(
+                    "a micro-batch came, but no further step is planned: give the accumulator the "
+                    "sampler that the batches come from, and take each of its batches once"
+                )
+            # What is pending from an epoch without flush() goes into this step.
+            self._end = pending.micro_batches - 1 + number
+        return pending.micro_batches >= self._end
 
     def taken(self, micro_batches: int) -> None:
-        """See `StepBoundary.taken`; one that was ended early leaves the rest to the next."""
-        if self._left is not None:
-            self._left = self._left - micro_batches if self._left > micro_batches else None
+        """See `Reaching.taken`; what a step that was ended early lacks is the next step."""
+        if self._end is not None:
+            self._end = self._end - micro_batches if self._end > micro_batches else None
 
     def restarted(self) -> bool:
-        """See `StepBoundary.restarted`."""
-        return self._drawings not in (None, self._now)
+        """See `Reaching.restarted`."""
+        return self._iteration not in (None, self._source.iterations)
 
-    @property
-    def _now(self) -> int:
-        return getattr(self._source, "drawings", 0)
 
-    def _begin(self) -> None:
-        self._drawings = self._now
-        self._left = None
-        self._steps = iter(self._source.steps)
-
-    def _next(self) -> int:
-        number = next(self._steps, None)
-        if number is None:  # a source that does not count its drawings goes on with the next one
-            self._begin()
-            number = next(self._steps, None)
-        if number is None:
-            raise OptionError(
-                "a micro-batch came, but no step is planned: give the accumulator the sampler that "
-                "the batches come from"
-            )
-        return number
+StepBoundary: TypeAlias = Reaching | Planned
 
 
 def step_boundary_of(
-    steps: Any, samples: int | None, weight: float | None, ranks: int
+    steps: StepSource | int | None, samples: int | None, weight: float | None, ranks: int
 ) -> StepBoundary:
     """The rule that the arguments of `GradAccumulator` name.
 
     Raises:
-        OptionError: more than one of them, or one that is no positive number and no sampler.
+        OptionError: more than one of them, or one of a wrong type or sign.
     """
     given = {"steps": steps, "samples": samples, "weight": weight}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise OptionError(f"give one of steps, samples and weight, got {' and '.join(named)}")
-    if steps is not None and hasattr(steps, "steps"):
+    if isinstance(steps, StepSource):
         return Planned(steps)
-    for name in named:
-        value = given[name]
-        whole = name != "weight"
-        kind = Integral if whole else Real
-        if isinstance(value, bool) or not isinstance(value, kind) or not float(value) > 0:
-            raise OptionError(f"{name} must be a positive number, got {value!r}")
     if steps is not None:
-        return Every(int(steps))
-    if not named:
-        return Never()
-    return Reaching(
-        None if samples is None else samples / ranks, None if weight is None else weight / ranks
-    )
+        if not is_int(steps) or steps < 1:
+            raise OptionError(
+                "steps must be an int of at least 1, or a sampler that has `steps` and "
+                f"`iterations`, such as a MemoryBudgetBatchSampler; got {steps!r}"
+            )
+        return Reaching(amount="micro_batches", least=int(steps))
+    if samples is not None:
+        return Reaching(amount="samples", least=at_least_one("samples", samples) / ranks)
+    if weight is not None:
+        return Reaching(amount="weight", least=positive_number("weight", weight) / ranks)
+    return Reaching(amount="micro_batches", least=math.inf)

@@ -1,8 +1,8 @@
-"""What a model and its optimizer hold, module by module."""
+"""The memory of a model and its optimizer, module by module."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from torchbudget.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMemory:
-    """What one module's own parameters and buffers take; those of modules inside it not counted.
+    """The memory of one module's own parameters and buffers, without the modules inside it.
 
     Attributes:
         name: of the module; empty for the outermost.
@@ -21,7 +21,7 @@ class ModuleMemory:
         parameters: elements of its parameters.
         learnable: those of them that require a gradient.
         weight_bytes: of parameters and buffers.
-        gradient_bytes: of learnable parameters' gradients, whether they are there yet or not.
+        gradient_bytes: of learnable parameters' gradients, whether they are allocated yet or not.
         optimizer_bytes: of the optimizer's state as it is now: nothing before the first step.
     """
 
@@ -33,26 +33,14 @@ class ModuleMemory:
     gradient_bytes: int
     optimizer_bytes: int
 
-    def __add__(self, other: ModuleMemory) -> ModuleMemory:
-        """Both together, under the name of the first."""
-        return ModuleMemory(
-            name=self.name,
-            kind=self.kind,
-            parameters=self.parameters + other.parameters,
-            learnable=self.learnable + other.learnable,
-            weight_bytes=self.weight_bytes + other.weight_bytes,
-            gradient_bytes=self.gradient_bytes + other.gradient_bytes,
-            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySummary:
-    """A table of modules; `str` of it is one to be read.
+    """A table of modules, which `str` and `print` show as one.
 
     Attributes:
-        modules: those that hold something of their own, in the order of the model.
-        total: of all. What two modules share is counted once, at the first.
+        modules: those that have parameters or buffers of their own, in the order of the model.
+        total: of all. A tensor that two modules share is counted once, at the first.
     """
 
     modules: tuple[ModuleMemory, ...]
@@ -81,7 +69,7 @@ class MemorySummary:
 
 
 def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:
-    """What parameters, gradients and optimizer state take, per module; O(tensors).
+    """The bytes of parameters, gradients and optimizer state of each module; O(tensors).
 
     >>> model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5).requires_grad_(False))
     >>> memory_summary(model).total.learnable
@@ -108,20 +96,15 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
                 optimizer_bytes=sum(_state_bytes(optimizer, p) for p in own),
             )
         )
-    nothing = ModuleMemory(
-        name="total",
-        kind=type(model).__name__,
-        parameters=0,
-        learnable=0,
-        weight_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
+    numbers = [field.name for field in fields(ModuleMemory) if field.name not in ("name", "kind")]
+    total = {number: sum(getattr(one, number) for one in modules) for number in numbers}
+    return MemorySummary(
+        modules=tuple(modules), total=ModuleMemory(name="total", kind=type(model).__name__, **total)
     )
-    return MemorySummary(modules=tuple(modules), total=sum(modules, nothing))
 
 
 def _state_bytes(optimizer: Optimizer | None, parameter: Tensor) -> int:
     if optimizer is None or parameter not in optimizer.state:
         return 0
-    held = tree_leaves(dict(optimizer.state[parameter]))
-    return sum(leaf.nbytes for leaf in held if isinstance(leaf, Tensor))
+    leaves = tree_leaves(dict(optimizer.state[parameter]))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

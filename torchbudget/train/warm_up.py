@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
-from torchbudget.machine import peak_memory
-from torchbudget.plan.plan import Plan
+from torchbudget.machine.peaks import peak_memory
+from torchbudget.plan.step_source import ExtremeSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,8 @@ class WarmUp:
     Attributes:
         name: "largest", "longest" or "shortest".
         samples: in the batch.
-        predicted_bytes: what the sampler's cost says of it.
-        peak_bytes: what the device held at most: resident memory on the CPU.
+        predicted_bytes: what the sampler's cost predicts for it.
+        peak_bytes: the peak of the device's memory; of resident memory on the CPU.
     """
 
     name: str
@@ -34,12 +34,12 @@ class WarmUp:
 def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[WarmUp]:
     """Run the largest, the longest and the shortest batch of the coming epoch.
 
-    What fails, fails now rather than after hours, and an allocator meets the largest blocks first;
-    on CUDA it keeps them reserved, so that the peaks of the others are at least the first one's.
-    The first batch is stepped on twice, since optimizers make their state at the first step.
-    They are the epoch's on all ranks together, so that every rank runs the same ones. Model,
-    optimizer and random generators are put back afterwards, bit for bit, and the sampler stays
-    where it is.
+    A step that would run out of memory does so now rather than after hours, and an allocator meets
+    the largest blocks first; on CUDA it keeps them reserved, so that the peaks of the others are at
+    least the first one's. The first batch is run twice, since optimizers allocate their state at
+    the first step. They are the extremes over all ranks, so that every rank runs the same ones.
+    Model, optimizer and random generators are restored afterwards, bit for bit, and the sampler
+    stays where it is.
 
     Args:
         step: the full training step on a batch of the loader's.
@@ -52,28 +52,24 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
         OptionError: the loader has another sampler.
     """
     sampler: Any = loader.batch_sampler
-    plan = getattr(sampler, "plan", None)
-    if not isinstance(plan, Plan):
+    if not isinstance(sampler, ExtremeSource):
         raise OptionError(
             "warm_up needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…), got "
             f"batch_sampler={type(sampler).__name__}"
         )
     state = TrainingState(step)
-    ran: list[WarmUp] = []
-    with state.kept(contents=True):
-        for name, indices in plan.extremes(sampler.epoch).items():
+    runs: list[WarmUp] = []
+    with state.restored(contents=True):
+        for name, indices in sampler.extremes().items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
-            if not ran:
+            if not runs:
                 step(batch)
             with peak_memory(state.device) as peak:
                 step(batch)
-            del batch
-            ran.append(
-                WarmUp(
-                    name=name,
-                    samples=len(indices),
-                    predicted_bytes=plan.batch_bytes(indices),
-                    peak_bytes=peak.bytes,
-                )
+            del batch  # before the next one is made
+            predicted = sampler.batch_bytes(indices)
+            run = WarmUp(
+                name=name, samples=len(indices), predicted_bytes=predicted, peak_bytes=peak.bytes
             )
-    return ran
+            runs.append(run)
+    return runs

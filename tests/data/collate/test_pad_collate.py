@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import PadCollate
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudgetBatchSampler,
+    PadCollate,
+    PaddedCost,
+)
 from torchbudget.errors import CollateError, OptionError
 
 
@@ -44,6 +49,14 @@ class TestOptionsPerField:
             assert collate([{"x": [1, 2, 3]}])["x"].shape == (1, 8)
             assert len(pickle.dumps(collate)) < 1000
         assert PadCollate(size_multiple=Sampler()) == PadCollate(size_multiple=8)
+
+    def test_a_size_multiple_is_that_of_a_sampler_or_a_stream(self) -> None:
+        sizes, tokens = [3, 9], PaddedCost(unit_bytes=1)
+        samples = [[0] * size for size in sizes]
+        sampler = MemoryBudgetBatchSampler(sizes, tokens, 64, size_multiple=8)
+        stream = BudgetedIterableDataset(iter, tokens, 64, size_multiple=8)
+        for source in (sampler, stream):
+            assert PadCollate(size_multiple=source)(samples).data.shape == (2, 16)
 
     def test_the_length_field_is_the_first_ragged_one_or_the_named(self) -> None:
         samples = [{"id": 1, "a": [1, 2], "b": [1]}]

@@ -34,7 +34,7 @@ def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.data())
-def test_a_loader_takes_one_of_each_workerin_turn(lengths: list[int], data: Any) -> None:
+def test_a_loader_takes_one_of_each_worker_in_turn(lengths: list[int], data: Any) -> None:
     """How many of each, and whose turn it is: as a loader does it, that knows no end beforehand."""
     batches = data.draw(st.integers(0, sum(lengths)))
     left = list(lengths)
@@ -154,7 +154,7 @@ def test_numbers_of_batches_that_cannot_be() -> None:
     with pytest.raises(StateError, match="1 were"):
         stream.state_dict(batches_done=2)
     stream = make()
-    with pytest.raises(StateError, match="nobody has read 1"):
+    with pytest.raises(StateError, match="not read yet"):
         stream.state_dict(batches_done=1)
     assert stream.state_dict(batches_done=0) == stream.state_dict()
     batches = iter(loader_of(stream, 2))

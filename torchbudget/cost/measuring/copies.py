@@ -1,4 +1,4 @@
-"""What tensors hold, set aside in a file: in memory there may be no room for it."""
+"""Copies of tensors in a file, since memory may have no room for them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import torch
 
 @contextmanager
 def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """The contents of tensors, in a temporary file of theirs.
+    """Copy the values of tensors to a temporary file.
 
-    The file lies in the folder of `tempfile.gettempdir()`, which `TMPDIR` chooses. Writing and
-    reading hold one tensor at a time.
+    The file is in the folder of `tempfile.gettempdir()`, which `TMPDIR` chooses. Writing and
+    reading take the memory of one tensor at a time.
 
     Args:
-        tensors: each with its elements at places of their own.
+        tensors: without elements that share a place in memory.
 
     Yields:
-        A function that lets every tensor hold what it held.
+        A function that copies the values back into the tensors.
     """
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes to view
     with tempfile.TemporaryFile() as file:
         for tensor in tensors:
-            held = tensor.detach().cpu().contiguous().reshape(-1)
-            held.view(torch.uint8).numpy().tofile(file)
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            values.view(torch.uint8).numpy().tofile(file)
 
         @torch.no_grad()
         def put_back() -> None:

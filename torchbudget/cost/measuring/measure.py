@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from torchbudget.budget import MemoryBudget
+from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.by_run import run_probes
-from torchbudget.cost.measuring.by_trace import Traced, trace_probes
-from torchbudget.cost.measuring.judging import with_margin
+from torchbudget.cost.measuring.by_trace import trace_probes
+from torchbudget.cost.measuring.fitting import fit_time
+from torchbudget.cost.measuring.judging import margin_of
 from torchbudget.cost.measuring.shapes import BatchError, Domain
+from torchbudget.cost.measuring.subject import Subject
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost
@@ -22,14 +26,15 @@ from torchbudget.errors import CostError
 Method: TypeAlias = Literal["auto", "trace", "run"]
 
 _LEAST_TRACE_MARGIN: Final = 1e-3
-# One form and a floor, for what is the maximum of several: 1.6 % below was seen, of a loop in SGD.
+# One form and a floor, where the true peak is the maximum of several: a fit 1.6 % too low was seen,
+# of a loop trained with SGD.
 _LEAST_PEAKS_MARGIN: Final = 2e-2
 _LEAST_RUN_MARGIN: Final = 1e-2
-# What resident memory was seen to grow by, without any tensor, as ever new shapes came: kernels
-# compiled for them, the heap's gaps.
+# Resident memory was seen to grow by this much under ever new shapes, without any tensor: compiled
+# kernels, gaps in the heap.
 _DRIFT_BYTES: Final = 12 * 2**20
-# Eight runs have to tell eight coefficients of two axes, where no trace gives their form: steps of
-# up to 1.03 times the fit were seen.
+# Without a trace, eight runs determine the eight coefficients of two axes: steps of 1.03 times the
+# fit were seen.
 _BLIND_MARGIN: Final = 0.1
 
 
@@ -41,79 +46,83 @@ def measure_cost(
     budget: MemoryBudget | int | str | None = None,
     method: Method = "auto",
     device: str | torch.device | None = None,
-    size_multiple: int = 1,
+    size_multiple: int | HasSizeMultiple = 1,
 ) -> MeasuredCost:
-    """Learn the peak bytes of a training step as a function of its batch's shape.
+    """Measure the peak bytes of a training step as a function of its batch's shape.
 
-    *Tracing* replays the step on fake tensors for at most 10 shapes, without the memory and the
-    arithmetic; it tells the bytes of tensors. *Running* steps for real on at most 8 synthetic
-    batches of up to 0.95 of the budget, twice each, and reads what the machine counts: resident
-    memory on the CPU, reserved memory and what lies outside torch's allocator on CUDA. "auto"
-    traces to know the form and to choose the shapes, and runs to find offset and scale. What the
-    process holds beside the step, and goes on holding (interpreter, libraries, data), is part of
-    what was run on the CPU; so measure in the process that will train, once everything is loaded.
+    *Tracing* replays the step on fake tensors for at most 10 shapes, which takes no memory and no
+    arithmetic; it counts the bytes of tensors. *Running* steps for real on at most 8 synthetic
+    batches of up to 0.95 of the budget, twice each, and reads the machine's counters: resident
+    memory on the CPU; on CUDA reserved memory, and what is used outside torch's allocator. "auto"
+    traces to find the form and to choose the shapes, and runs to find offset and scale. On the CPU
+    a run also counts what else the process has in memory (interpreter, libraries, data): measure in
+    the process that will train, after everything is loaded.
 
     Model, optimizer, schedulers, gradient scalers and random generators are found in what the step
-    refers to, and are afterwards as they were, bit for bit: what their tensors hold is meanwhile in
-    a file in the temporary folder.
+    refers to, and are restored bit for bit. Meanwhile the values of their tensors are in a file in
+    the temporary folder.
 
-    On the CPU, running makes glibc give freed blocks back at once (`trim_malloc`), and
-    leaves it so: without, the peak depends on all the shapes that came before.
+    On the CPU, running calls `trim_malloc`, which lasts: otherwise the peak depends on all the
+    shapes that came before.
 
     Args:
         step: the full training step: forward, loss, backward, optimizer step, gradients cleared.
         make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
             for one axis and a tuple of ints for several.
         max_size: the largest size on every axis.
-        budget: what a run may take: the device's bytes; needed unless `method="trace"`.
+        budget: the device's bytes, which no run may exceed; needed unless `method="trace"`.
         method: "trace", "run" or "auto"; where a step cannot be traced, "auto" runs only.
-        device: to be sure of: the device that the parameters are on.
-        size_multiple: sizes of probes are multiples of it, as the sampler's padded sizes are.
+        device: the device that the parameters are expected on; checked.
+        size_multiple: sizes of probes are multiples of it, as padded sizes are: an int, or the
+            sampler or stream to read it from.
 
     Returns:
-        A cost whose margin is twice the largest underestimate on shapes that were held out, at
-        least 0.1 % where it was traced (2 % where only its peaks were fitted), and where it was
-        run 1 % and 12 MiB of the budget.
+        A cost whose margin is twice the largest underestimate on shapes that were held out; at
+        least 0.1 % if it was traced (2 % if only peaks were fitted), and 1 % and 12 MiB of the
+        budget if it was run.
 
     Raises:
-        CostError: the step cannot be measured, is no full training step, or does not fit the budget
-            with one sample of the smallest size; or `make_batch` ignores what it is asked for.
+        CostError: the step cannot be measured, is not a full training step, or does not fit the
+            budget with one sample of the smallest size; or `make_batch` ignores its arguments.
+        OptionError: `size_multiple` is not an int of at least 1.
 
     Warns:
-        MeasureWarning: the step leaves memory behind, returns no finite loss, or does not take the
-            form that is fitted.
+        MeasureWarning: the step leaks memory, returns a loss that is not finite, or does not fit
+            any form.
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise CostError(f"device={str(device)!r}: this torch has no CUDA device to measure on")
-    domain = Domain.of(max_size, size_multiple)
+    domain = Domain.of(max_size, size_multiple_of(size_multiple))
     room = None if budget is None else MemoryBudget.of(budget).device
     if method != "trace" and room is None:
         raise CostError(
-            "budget is needed to run the step: it must not take more; or pass method='trace'"
+            "budget is needed to run the step, which must not exceed it; or pass method='trace'"
         )
     state = TrainingState(step)
     if device is not None and torch.device(device).type != state.device.type:
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
-    notes: list[str] = []
+    subject = Subject(step, make_batch, domain, state)
     if method == "trace" or room is None:
-        traced = trace_probes(step, make_batch, state, domain)
-        notes += traced.notes
-        forms, probes = traced.forms, traced.probes
-        least = _LEAST_TRACE_MARGIN if traced.aligned else _LEAST_PEAKS_MARGIN
+        forms, probes, aligned = trace_probes(subject)
+        least = _LEAST_TRACE_MARGIN if aligned else _LEAST_PEAKS_MARGIN
     else:
-        known = None if method == "run" else _trace_or_note(step, make_batch, state, domain, notes)
-        forms, probes = run_probes(step, make_batch, state, domain, room, known, notes)
+        known = () if method == "run" else _traced_forms(subject)
+        forms, probes = run_probes(subject, room, known)
         least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)
-        blind = known is None or not isinstance(known.forms[0], PaddedCost)
-        if blind and len(domain.largest) > 1:
+        if not known and len(domain.largest) > 1:
             least = max(least, _BLIND_MARGIN)
-            notes.append("several axes without a trace: few runs do not tell them apart surely")
+            subject.notes.append("several axes without a trace: few runs separate them poorly")
     measured = MeasuredCost(
-        forms=forms, margin=0, probes=probes, measured_on=describe_step(step), notes=tuple(notes)
+        forms=forms,
+        margin=0,
+        time_form=fit_time(probes),
+        probes=probes,
+        measured_on=describe_step(step),
+        notes=tuple(subject.notes),
     )
-    return with_margin(measured, least)
+    return replace(measured, margin=margin_of(measured, least))
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
@@ -139,20 +148,13 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     }
 
 
-def _trace_or_note(
-    step: Callable[[Any], object],
-    make_batch: Callable[[int, Any], Any],
-    state: TrainingState,
-    domain: Domain,
-    notes: list[str],
-) -> Traced | None:
-    """A step that cannot be traced can still be run."""
+def _traced_forms(subject: Subject) -> tuple[PaddedCost, ...]:
+    """The forms of the trace; none if no form fits, or the step cannot be traced but only run."""
     try:
-        traced = trace_probes(step, make_batch, state, domain)
+        forms, _, _ = trace_probes(subject)
     except BatchError:
         raise
     except CostError as error:
-        notes.append(f"only run, not traced: {error}")
-        return None
-    notes += traced.notes
-    return traced
+        subject.notes.append(f"only run, not traced: {error}")
+        return ()
+    return tuple(form for form in forms if isinstance(form, PaddedCost))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -11,16 +10,17 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchbudget.cost.measuring.fitting import num_coefficients
+from torchbudget.checks import is_int
+from torchbudget.cost.models.coefficients import num_coefficients
 from torchbudget.errors import CostError
 
 Size: TypeAlias = tuple[int, ...]
 
-# Short sizes of probes are one more than a multiple of this, where strides by powers of two round
-# up most: what that comes to in each sample is seen where it counts.
+# Short sizes of probes are one more than a multiple of this: layers with strides of 2, 4, …, 32
+# round such sizes up most, so that the fit includes the most that rounding adds to a sample.
 _STRIDE: Final = 32
-# Where a shape lies in the range of sizes, on every axis, and how many samples it has.
-# No two have one n·L, so that packed batches of n samples differ in shape.
+# Number of samples, and size as a fraction of the largest one, on every axis. No two have the same
+# n·L, so that packed batches of n samples differ in shape.
 _TRACED_1: Final = ((2, 1 / 16), (3, 1.0), (8, 1 / 4), (16, 1 / 2), (5, 0.7), (25, 1 / 8))
 _TRACED_2: Final = (
     (2, (1 / 8, 1 / 8)),
@@ -32,11 +32,11 @@ _TRACED_2: Final = (
     (8, (1 / 8, 1 / 2)),
     (24, (1.0, 1 / 2)),
 )
-# As many as there are primes to spread by.
+# As many as there are primes in `traced_shapes`.
 _MOST_AXES: Final = 8
 _HELD_OUT: Final = ((12, 1 / 3), (4, 0.85))
-# Which share of the budget a run aims at, where in the range of sizes, and whether it is held out.
-# The first one finds out how the trace and the machine go together, at a safe distance.
+# Share of the budget that a run aims at, fraction of the largest size, and whether it is held out.
+# The first one shows, at a safe distance, how the machine's bytes relate to the trace's.
 _RUN_1: Final = (
     (0.4, 1 / 2, False),
     (0.9, 1.0, False),
@@ -45,7 +45,7 @@ _RUN_1: Final = (
     (0.9, 1 / 2, True),
     (0.95, 1 / 5, True),
 )
-# For several axes: of every second one, and of the others.
+# For several axes: the fractions of every second axis, and of the others.
 _RUN_2: Final = (
     (0.4, (1 / 2, 1 / 2), False),
     (0.9, (1.0, 1.0), False),
@@ -54,11 +54,9 @@ _RUN_2: Final = (
     (0.9, (1 / 3, 1 / 4), True),
     (0.95, (1 / 3, 1.0), True),
 )
-
-
-# For several axes of which nothing is known. Whatever one sample of the largest size needs, none
-# needs more: so the first run bounds the number of samples in the next, and each of those the
-# number in a larger one of its own size.
+# For several axes without a trace. No sample needs more than one of the largest size, so the first
+# run bounds the number of samples in the next ones, and each of these the number in a later, larger
+# batch of its own size.
 _CLIMB_2: Final = (
     (0.05, (1.0, 1.0), False),
     (0.6, (1.0, 1.0), False),
@@ -71,7 +69,7 @@ _CLIMB_2: Final = (
 
 
 class BatchError(CostError):
-    """`make_batch` does not do what it is asked for, however the step is measured."""
+    """`make_batch` ignores its arguments, so that the step cannot be measured in any way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,8 @@ class Domain:
     """The sizes that probes may have.
 
     Attributes:
-        largest: on every axis.
-        multiple: which sizes are multiples of.
+        largest: the largest size on every axis.
+        multiple: sizes are multiples of it.
     """
 
     largest: Size
@@ -88,22 +86,18 @@ class Domain:
 
     @classmethod
     def of(cls, max_size: int | Sequence[int], multiple: int) -> Domain:
-        """Check what the user says.
+        """The domain up to `max_size`, rounded up to a multiple.
 
         Raises:
-            CostError: no sizes, or none of at least 1.
+            CostError: `max_size` is not an int of at least 1, or several.
         """
-        several = max_size if isinstance(max_size, Sequence) else (max_size,)
-        largest = tuple(map(_at_least_one, several))
-        if not 1 <= len(largest) <= _MOST_AXES or None in largest:
+        largest = tuple(max_size) if isinstance(max_size, Sequence) else (max_size,)
+        if not 1 <= len(largest) <= _MOST_AXES or not all(is_int(n) and n >= 1 for n in largest):
             raise CostError(
                 f"max_size must be an int of at least 1, or one for each of at most {_MOST_AXES} "
                 f"axes, got {max_size!r}"
             )
-        step = _at_least_one(multiple)
-        if step is None:
-            raise CostError(f"size_multiple must be an int of at least 1, got {multiple!r}")
-        return cls(tuple(-(-one // step) * step for one in largest if one), step)
+        return cls(tuple(-(-int(one) // multiple) * multiple for one in largest), multiple)
 
     def at(self, fractions: float | Sequence[float]) -> Size:
         """The size at a fraction of the largest one, on every axis."""
@@ -126,29 +120,28 @@ def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
     if axes <= 2:
         wanted = [(n, where, False) for n, where in (_TRACED_1 if axes == 1 else _TRACED_2)]
     else:
-        # Spread evenly by the fractional parts of multiples of roots of primes.
+        # Evenly spread: the fractional parts of multiples of square roots of primes.
         steps = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19][:axes])
         spread = np.outer(np.arange(1, num_coefficients(axes) + 3), steps) % 1
         wanted = [(2 + i % 7, 2.0 ** (3 * where - 3), False) for i, where in enumerate(spread)]
     wanted += [(n, where, True) for n, where in _HELD_OUT]
-    found: dict[tuple[int, Size], tuple[int, Size, bool]] = {}
+    found: dict[tuple[int, Size], bool] = {}
     for n, where, held_out in wanted:
-        size = domain.at(where)
-        found.setdefault((n, size), (n, size, held_out))
-    return list(found.values())
+        found.setdefault((n, domain.at(where)), held_out)
+    return [(*shape, held_out) for shape, held_out in found.items()]
 
 
 def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]]:
     """Share of the budget, size, and whether it is held out, of each shape to run.
 
     Args:
-        domain: of the sizes.
-        traced: a trace has told how bytes grow; otherwise the runs feel their way upwards.
+        domain: the range of sizes.
+        traced: whether a trace has shown how bytes grow; otherwise the runs go up step by step.
     """
     axes = len(domain.largest)
     if axes == 1:
         runs = [(share, domain.at(where), held_out) for share, where, held_out in _RUN_1]
-        if not traced:  # a second small step gives a first idea
+        if not traced:  # a second small batch, for a first fit
             runs = sorted([(0.4, domain.at(1 / 8), False), *runs], key=lambda one: one[1])
         return runs
     return [
@@ -157,24 +150,12 @@ def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]
     ]
 
 
-def one_size(size: Size) -> int | Size:
-    """A size as it is asked for: an int where there is one axis."""
-    return size if len(size) > 1 else size[0]
-
-
-def _at_least_one(value: Any) -> int | None:
-    """An int of any kind that is at least 1, or else `None`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-        return None
-    return operator.index(value)
-
-
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:
-    """Two shapes that were asked for must not come as one."""
-    held = dict(batch) if isinstance(batch, Mapping) else batch
-    shapes = tuple(tuple(t.shape) for t in tree_leaves(held) if isinstance(t, torch.Tensor))
+    """Raise a `BatchError` if two shapes that were asked for gave tensors of the same shapes."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
     if not shapes:
-        return  # some type of the user's own
+        return  # a batch type of the user's own
     before = seen.setdefault(shapes, (n, size))
     if before != (n, size):
         raise BatchError(

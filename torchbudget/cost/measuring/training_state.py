@@ -1,4 +1,4 @@
-"""What a training step changes: found in what the step refers to, saved, and put back."""
+"""What a training step changes: found in what the step refers to, saved and restored."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import functools
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,32 +20,41 @@ from torch.utils._pytree import tree_leaves
 
 from torchbudget.cost.measuring.copies import copied
 from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.random_state import RandomState
 
-# Deep enough for a trainer that holds a context that holds a model; a data set is not searched.
+# Deep enough for a trainer with a context with a model; large containers are not searched.
 _DEPTH: Final = 8
 _MOST_ITEMS: Final = 1000
-# Functions of these packages refer to nobody's model.
+# Functions of these packages do not refer to a user's model.
 _FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 
 _HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
 _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
-# Containers inside containers of an object's own that are put back, such as an optimizer's state.
+# How deep containers inside an object's own are restored, such as an optimizer's state.
 _NESTED: Final = 3
+
+
+@runtime_checkable
+class AccumulatesGradients(Protocol):
+    """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
+
+    def single_steps(self) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
 
 
 class TrainingState:
     """The modules, optimizers, schedulers, scalers and generators that a step refers to.
 
-    They are looked for in the step's closure, in the globals that it names, in its arguments if it
-    is a `functools.partial`, in its object if it is a method, and in what those hold in turn.
+    They are searched in the step's closure, in the globals that it names, in its arguments if it
+    is a `functools.partial`, in its object if it is a method, and in what these refer to.
 
     Attributes:
         modules: the outermost ones.
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
         generators: of random numbers, beside the global ones.
-        accumulators: what has a context `kept` that lets nothing inside count.
+        accumulators: of gradients, which must make single steps while the step is measured.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -60,23 +69,22 @@ class TrainingState:
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
-        held = [p for module in self.modules for p in module.parameters()]
-        held += [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        return list({id(tensor): tensor for tensor in held}.values())
+        found = [p for module in self.modules for p in module.parameters()]
+        found += [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        return list({id(tensor): tensor for tensor in found}.values())
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, gradients, the optimizers' states and attributes, each once."""
-        held = self.parameters()
-        held += [p.grad for p in held if p.grad is not None]
+        found = self.parameters()
+        found += [p.grad for p in found if p.grad is not None]
+        found += [b for module in self.modules for b in module.buffers()]
         parts = [part for module in self.modules for part in module.modules()]
-        held += [b for module in self.modules for b in module.buffers()]
-        held += [t for one in [*parts, *self.helpers] for t in vars(one).values() if _is_tensor(t)]
+        values = [value for one in [*parts, *self.helpers] for value in vars(one).values()]
         for optimizer in self.optimizers:
-            held += [
-                t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if _is_tensor(t)
-            ]
-            held += [t for g in optimizer.param_groups for t in g.values() if _is_tensor(t)]
-        return list({id(tensor): tensor for tensor in held}.values())
+            values += tree_leaves([dict(state) for state in optimizer.state.values()])
+            values += [value for group in optimizer.param_groups for value in group.values()]
+        found += [value for value in values if isinstance(value, torch.Tensor)]
+        return list({id(tensor): tensor for tensor in found}.values())
 
     @property
     def device(self) -> torch.device:
@@ -88,17 +96,17 @@ class TrainingState:
         for parameter in self.parameters():
             return parameter.device
         raise CostError(
-            "the step refers to no module and no optimizer: they are looked for in its closure, "
-            "its globals and its object, and in what those hold; let it refer to them, as in "
+            "the step refers to no module and no optimizer: they are searched in its closure, "
+            "its globals and its object, and in what these refer to; let it refer to them, as in "
             "def step(batch): loss_of(model, batch).backward(); optimizer.step(); …"
         )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def checked(self) -> Iterator[None]:
         """Check that what runs inside is a full training step.
 
         Raises:
-            CostError: no backward came.
+            CostError: there was no backward, or an optimizer stepped that the step does not name.
 
         Warns:
             MeasureWarning: no optimizer stepped.
@@ -110,7 +118,7 @@ class TrainingState:
             if not any(optimizer is one for one in self.optimizers):
                 raise CostError(
                     f"the step steps an optimizer that it does not refer to, {type(optimizer)}, so "
-                    "that it could not be put back; let the step's function name it"
+                    "that it could not be restored; let the step's function name it"
                 )
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
             stepped.append(any(gradient is not None for gradient in gradients))
@@ -128,156 +136,131 @@ class TrainingState:
                 "one, with backward(), optimizer.step() and optimizer.zero_grad()"
             )
         warnings.warn(
-            "no optimizer stepped: what its step needs is not in the cost; let the step call "
+            "no optimizer stepped: the memory of its step is not in the cost; let the step call "
             "optimizer.step() and optimizer.zero_grad(), as in training",
             MeasureWarning,
             stacklevel=4,
         )
 
     @contextmanager
-    def kept(self, *, contents: bool) -> Iterator[None]:
-        """Put everything back at the end, the random generators too.
+    def restored(self, *, contents: bool) -> Iterator[None]:
+        """Restore everything at the end, the random generators too.
 
         Args:
-            contents: copy what the tensors hold, for a step that really runs. Without it only
-                which tensors there are is kept, for one that computes nothing.
+            contents: restore the tensors' values too, for a step that really runs. Without it only
+                the references to tensors are restored, for a step that computes nothing.
         """
         written = [tensor for tensor in self.tensors() if contents and _own(tensor)]
         gradients = [(p, p.grad) for p in self.parameters()]
         parts = [part for one in self.modules for part in one.modules()]
         containers = [
-            kept
+            saved
             for one in [*parts, *self.optimizers, *self.helpers]
-            for kept in _containers(vars(one))
+            for saved in _containers(vars(one))
         ]
-        generators = _generator_states(self.generators)
         with copied(written) as put_back, ExitStack() as stack:
+            stack.callback(RandomState.take().restore)
+            for generator in self.generators:
+                stack.callback(_restoring(generator))
             for accumulator in self.accumulators:
-                stack.enter_context(accumulator.kept())
+                stack.enter_context(accumulator.single_steps())
             try:
                 yield
             finally:
-                for container, held in containers:
-                    _refill(container, held)
+                for container, items in containers:
+                    _refill(container, items)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
-                _set_generator_states(generators)
 
 
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
-def _accumulates(one: Any) -> bool:
-    """Whether it is a `GradAccumulator`, which stands in a room above this one."""
-    return getattr(type(one), "accumulates_gradients", False) is True
+def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
+    # Of the type: an object that is found in a step may answer to any name in its __getattr__.
+    return issubclass(type(one), AccumulatesGradients)
 
 
 def _own(tensor: torch.Tensor) -> bool:
-    """Whether each element lies somewhere of its own, so that it can be written to."""
+    """Whether no two elements share a place in memory, so that the tensor can be written to."""
     return all(step or n <= 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _containers(held: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
-    """A container, and the containers in it, each with a copy of what it holds."""
-    yield held, copy.copy(held)
-    if nested == _NESTED or len(held) > _MOST_ITEMS:
+def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
+    """A container, and the containers in it, each with a shallow copy."""
+    yield container, copy.copy(container)
+    if nested == _NESTED or len(container) > _MOST_ITEMS:
         return
-    for value in held.values() if isinstance(held, dict) else held:
+    for value in container.values() if isinstance(container, dict) else container:
         if isinstance(value, (dict, list, set)):
             yield from _containers(value, nested + 1)
 
 
-def _refill(container: Any, held: Any) -> None:
-    """Let a container hold what it held; whoever refers to it finds that there."""
+def _refill(container: Any, items: Any) -> None:
+    """Restore the items of a container in place, since others may refer to it."""
     container.clear()
     if isinstance(container, list):
-        container.extend(held)
+        container.extend(items)
     else:
-        container.update(held)
+        container.update(items)
 
 
 def _stateful(step: Callable[..., object]) -> Iterator[Any]:
-    """Everything stateful that is reached from `step`, each once, in the order it is met."""
+    """Everything stateful that is reachable from `step`, each once, breadth first."""
     seen: set[int] = set()
     level: list[Any] = [step]
     for _ in range(_DEPTH):
-        below: list[Any] = []
+        next_level: list[Any] = []
         for one in level:
             if id(one) not in seen:
                 seen.add(id(one))
                 if isinstance(one, _STATEFUL) or _accumulates(one):
                     yield one
-                below += _references(one)
-        level = below
+                next_level += _references(one)
+        level = next_level
 
 
 def _references(one: Any) -> list[Any]:
-    """What an object holds that may be, or lead to, something stateful."""
+    """What an object refers to that may be, or lead to, something stateful."""
     if isinstance(one, functools.partial):
         return [one.func, *one.args, *one.keywords.values()]
     if isinstance(one, types.MethodType):
         return [one.__self__, one.__func__]
     if isinstance(one, types.FunctionType):
         return _of_function(one)
-    if isinstance(one, (list, tuple, set, frozenset)):
-        return list(one) if len(one) <= _MOST_ITEMS else []
-    if isinstance(one, dict):
-        return list(one.values()) if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, (list, tuple, set, frozenset, dict)):
+        items = one.values() if isinstance(one, dict) else one
+        return list(items) if len(one) <= _MOST_ITEMS else []
     if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
         return []
     slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
-    held = [getattr(one, name, None) for name in slots if not name.startswith("__")]
+    values = [getattr(one, name, None) for name in slots if not name.startswith("__")]
     attributes = getattr(one, "__dict__", {})
     if not isinstance(one, nn.Module):
-        return [*held, *attributes.values()]
-    held += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
-    return [*held, *one._modules.values()]
+        return [*values, *attributes.values()]
+    values += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
+    return [*values, *one._modules.values()]
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     if (function.__module__ or "").partition(".")[0] in _FOREIGN:
         return []
-    held: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # a name that is not bound yet
-            held.append(cell.cell_contents)
+            found.append(cell.cell_contents)
     codes = [function.__code__]
-    for code in codes:
-        held += [
+    for code in codes:  # which grows: functions inside the function
+        found += [
             function.__globals__[name] for name in code.co_names if name in function.__globals__
         ]
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*held, *vars(function).values()]
+    return [*found, *vars(function).values()]
 
 
-def _generator_states(own: Sequence[Any]) -> tuple[Any, ...]:
-    devices = None
-    if torch.cuda.is_initialized():
-        devices = torch.cuda.get_rng_state_all()
-    numpy = np.random.get_state()  # noqa: NPY002 (the user's step may draw from it)
-    states = [(one, _state_of(one)) for one in own]
-    return random.getstate(), numpy, torch.get_rng_state(), devices, states
-
-
-def _state_of(generator: Any) -> Any:
+def _restoring(generator: Any) -> Callable[[], object]:
+    """A function that sets the generator to the state that it has now."""
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_generator_states(states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, devices, own = states
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002 (as above)
-    torch.set_rng_state(cpu)
-    if devices is not None:
-        torch.cuda.set_rng_state_all(devices)
-    for generator, state in own:
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.set_state(state)
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.cost.measuring.optimizer_state import OptimizerFactory, states_per_parameter
-from torchbudget.cost.measuring.replay import replay
+from torchbudget.checks import is_int
+from torchbudget.cost.models.meta_replay import replay
+from torchbudget.cost.models.optimizer_state import OptimizerFactory, states_per_parameter
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.errors import BudgetError, CostError, CostOverflowError, OptionError, OversizeError
 from torchbudget.units import MAX_BYTES, Amount, format_bytes
@@ -26,14 +28,14 @@ Shape: TypeAlias = Sequence[int]
 class DenseCost:
     """`max(floor, fixed + n·sample)` bytes for n samples of one fixed shape.
 
-    A `CostModel` that ignores the padded size (of one ragged axis). It also tells how many samples
-    fit the host, how many fit the device, and which batch to take.
+    A `CostModel` that ignores the padded size (of one ragged axis). It also computes how many
+    samples fit the host, how many fit the device, and which batch size to take.
 
     Attributes:
         sample_bytes: what each sample adds to the peak of a training step on the device.
-        fixed_bytes: what is there without any sample: parameters, gradients, optimizer state.
+        fixed_bytes: bytes without any sample: parameters, gradients, optimizer state.
         floor_bytes: the least that a step costs, however small its batch: the optimizer's step.
-        host_sample_bytes: input and target of a sample as the host holds them; 0 is not known.
+        host_sample_bytes: input and target of a sample in main memory; 0: not known.
         variants_per_read: how many samples one read yields (an image and its crops, say); batches
             are multiples of it.
 
@@ -57,10 +59,9 @@ class DenseCost:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             least = 1 if name in ("sample_bytes", "variants_per_read") else 0
-            is_int = hasattr(value, "__index__") and not isinstance(value, bool)
-            if not is_int or not least <= value <= MAX_BYTES:
+            if not is_int(value) or not least <= value <= MAX_BYTES:
                 raise CostError(f"{name} must be an int from {least} to 2**63 - 1, got {value!r}")
-            object.__setattr__(self, name, operator.index(value))
+            object.__setattr__(self, name, int(value))
 
     @classmethod
     def of(
@@ -74,31 +75,33 @@ class DenseCost:
         optimizer: torch.optim.Optimizer | OptimizerFactory | int | None = None,
         variants_per_read: int = 1,
     ) -> DenseCost:
-        """The cost of training `module` on samples of these shapes, told without memory or device.
+        """The cost of training `module` on samples of these shapes; needs no memory and no device.
 
         A copy of the module runs forward and backward on PyTorch's *meta* device, and the bytes
-        that live are counted after every operation. The prediction is the true peak at n = 1 and
-        no less than it from there. The module itself stays as it is.
+        that live are counted after every operation. The prediction is the true peak at n = 1, and
+        at least that for larger batches. The module itself does not change.
 
-        It counts tensors: the kernels' own workspaces, the allocator's rounding, autocast and the
-        loss are not in it. Leave room, put the loss into the module, or measure the real step.
+        It counts tensors, without the kernels' workspaces, the allocator's rounding, autocast and
+        the loss. Leave room, put the loss into the module, or measure the real step.
 
         Args:
             input_shape: the shape of one sample's input without the batch axis, or one shape for
                 each positional argument of `module`.
-            output_shape: likewise of the target, with which the module's output is compared.
+            output_shape: likewise of the target, which the module's output is compared with.
             dtype: of the input, or one for each input.
-            output_dtype: of the target, or one for each; left out, that of the first input.
-            module: what is trained; or its class, or another callable without arguments that
+            output_dtype: of the target, or one for each. Default: that of the first input.
+            module: the module to train; or its class, or another callable without arguments that
                 makes it (then without memory). Without it, a sample costs its input and target.
             optimizer: the optimizer that trains the module; its class, or another callable that
-                makes one of a list of parameters; or its number of states per parameter (Adam 2).
+                makes one from a list of parameters; or its number of states per parameter (Adam:
+                2).
             variants_per_read: see the class.
 
         Raises:
-            CostError: a shape or dtype is none; the module does not run on the meta device (its
-                code depends on data, or it holds tensors that are no buffers), is recurrent, or
-                needs what is not in proportion to the batch; or the optimizer cannot be told.
+            CostError: a shape or dtype is invalid; the module does not run on the meta device (its
+                code depends on data, or it has tensors that are not buffers), is recurrent, or
+                needs bytes that are not in proportion to the batch; or the optimizer's state cannot
+                be found out.
 
         >>> cost = DenseCost.of((784,), (), module=lambda: nn.Linear(784, 10),
         ...                     output_dtype=torch.int64, optimizer=torch.optim.Adam)
@@ -112,35 +115,32 @@ class DenseCost:
             "output", output_shape, inputs[0].dtype if output_dtype is None else output_dtype
         )
         host_sample_bytes = _nbytes([*inputs, *targets])
+        cost = partial(
+            cls, host_sample_bytes=host_sample_bytes, variants_per_read=variants_per_read
+        )
         if module is None:
             if optimizer is not None:
                 raise CostError("an optimizer needs the module that it trains; give module")
-            return cls(
-                sample_bytes=host_sample_bytes,
-                host_sample_bytes=host_sample_bytes,
-                variants_per_read=variants_per_read,
-            )
+            return cost(sample_bytes=host_sample_bytes)
         replica, sample_bytes, scratch_bytes = replay(module, inputs, targets)
         trained = [p for p in replica.parameters() if p.requires_grad]
         trained_bytes = _nbytes(trained)
         states = states_per_parameter(optimizer)
         # Parameters, buffers, and a gradient and states for each that is trained.
-        held_bytes = _nbytes(itertools.chain(replica.parameters(), replica.buffers()))
-        held_bytes += (1 + states) * trained_bytes
-        # A step over all parameters at once (foreach) holds about one more copy of them; one after
-        # the other, two of each, and so of the largest.
+        state_bytes = _nbytes(itertools.chain(replica.parameters(), replica.buffers()))
+        state_bytes += (1 + states) * trained_bytes
+        # An optimizer that steps all parameters at once (foreach) needs about one more copy of
+        # them; one that steps them in turn, two of the current one, at most of the largest.
         largest_bytes = max((_nbytes([parameter]) for parameter in trained), default=0)
         step_bytes = max(trained_bytes, 2 * largest_bytes) if states else 0
-        return cls(
+        return cost(
             sample_bytes=sample_bytes,
-            fixed_bytes=held_bytes + scratch_bytes,
-            floor_bytes=held_bytes + step_bytes,
-            host_sample_bytes=host_sample_bytes,
-            variants_per_read=variants_per_read,
+            fixed_bytes=state_bytes + scratch_bytes,
+            floor_bytes=state_bytes + step_bytes,
         )
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """Peak bytes of a batch of n samples; the padded size tells only the result's shape.
+        """Peak bytes of a batch of n samples; only the shape of the padded size matters.
 
         Raises:
             CostError: a number of samples is no int, negative or past 2⁶³ − 1.
@@ -155,7 +155,7 @@ class DenseCost:
         return _spread(np.maximum(total, self.floor_bytes), padded_size)
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """The largest n that fits; the padded size tells only the result's shape.
+        """The largest n that fits; only the shape of the padded size matters.
 
         Raises:
             CostError: a budget is no int, or past 2⁶³ − 1 bytes.
@@ -188,7 +188,7 @@ class DenseCost:
 
         Raises:
             BudgetError: the budget does not limit the device.
-            OversizeError: not even one read fits; the text tells what the model alone needs.
+            OversizeError: not even one read fits; the message says what the model alone needs.
         """
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
@@ -197,17 +197,17 @@ class DenseCost:
         if not reads:
             alone = max(self.fixed_bytes, self.floor_bytes)
             raise OversizeError(
-                f"a budget of {format_bytes(device_bytes)} ({device_bytes} bytes) holds no batch: "
+                f"a budget of {format_bytes(device_bytes)} ({device_bytes} bytes) fits no batch: "
                 f"the model alone needs {format_bytes(alone)} ({alone} bytes), and a read of "
                 f"{self.variants_per_read} adds {self.variants_per_read * self.sample_bytes} bytes"
             )
         return reads * self.variants_per_read
 
     def batch_for(self, preferred: int, budget: MemoryBudget | Amount) -> int:
-        """The batch to take where `preferred` samples are wished for.
+        """The batch size to take where `preferred` samples are wanted.
 
-        The nearest positive multiple of `variants_per_read`, of two equally near the larger, cut
-        to `largest_batch` if the budget limits the device.
+        The nearest positive multiple of `variants_per_read` (the larger of two that are equally
+        near), at most `largest_batch` if the budget limits the device.
 
         Raises:
             OptionError: `preferred` is no int or below 1.
@@ -217,10 +217,10 @@ class DenseCost:
         >>> [cost.batch_for(preferred, 1700) for preferred in (1, 5, 6, 1000)]
         [4, 4, 8, 16]
         """
-        if isinstance(preferred, bool) or not hasattr(preferred, "__index__") or preferred < 1:
+        if not is_int(preferred) or preferred < 1:
             raise OptionError(f"expected a preferred batch of at least 1 sample, got {preferred!r}")
         variants = self.variants_per_read
-        reads = (2 * operator.index(preferred) + variants) // (2 * variants)
+        reads = (2 * int(preferred) + variants) // (2 * variants)
         batch = max(1, reads) * variants
         budget = MemoryBudget.of(budget)
         return batch if budget.device is None else min(batch, self.largest_batch(budget))
@@ -247,9 +247,8 @@ def _sample(
 ) -> list[torch.Tensor]:
     """A meta tensor per shape; a sequence of ints is one shape, and so is the empty one."""
     try:
-        one_shape = all(hasattr(axis, "__index__") for axis in shape)
-        several: list[Any] = [shape] if one_shape else list(shape)
-        shapes = [tuple(operator.index(axis) for axis in one) for one in several]
+        several: list[Any] = [shape] if all(map(is_int, shape)) else list(shape)
+        shapes = [tuple(map(operator.index, one)) for one in several]
     except TypeError:
         shapes = []
     dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)

@@ -10,18 +10,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import ArrayLike, IntArray
+from torchbudget.checks import is_int
+from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
 
-UNLIMITED: Final = MAX_BYTES
 # Below 2**53 every whole number of bytes is a float64, so a sample's bytes are exact as computed.
 _EXACT: Final = float(2**53)
 
 
 def _coefficient(name: str, value: object) -> float:
     """`value` as a finite, non-negative float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    if not (is_int(value) or isinstance(value, (float, np.floating))):
         raise CostError(f"{name} must be a number of bytes, got {value!r}")
     # Compared before it is converted, since an int may be past every float; NaN is no less.
     if not 0 <= value < _EXACT:
@@ -35,33 +35,32 @@ def _whole(name: str, value: object) -> int:
 
 
 def _entries(value: Any) -> Sequence[Any] | None:
-    """What a list, a tuple or an array holds, each as it is; `None` of anything else."""
-    held = value.tolist() if hasattr(value, "tolist") else value
-    return held if isinstance(held, Sequence) and not isinstance(held, str) else None
+    """The entries of a list, a tuple or an array, unchanged; `None` for anything else."""
+    entries = value.tolist() if hasattr(value, "tolist") else value
+    return entries if isinstance(entries, Sequence) and not isinstance(entries, str) else None
 
 
 def _vector(name: str, value: Any) -> float | tuple[float, ...]:
     """A coefficient per axis: a number for one axis, else a tuple of d ≥ 2."""
-    held = _entries(value)
-    if held is None:
+    entries = _entries(value)
+    if entries is None:
         return _coefficient(name, value)
-    entries = tuple(_coefficient(name, entry) for entry in held)
     if len(entries) < 2:
         raise CostError(f"{name} must be a number for one axis or d ≥ 2 of them, got {value!r}")
-    return entries
+    return tuple(_coefficient(name, entry) for entry in entries)
 
 
 def _matrix(name: str, value: Any, axes: int) -> float | tuple[tuple[float, ...], ...]:
     """A coefficient per pair of axes: a number for one axis, else d rows of d."""
-    held = _entries(value)
-    if held is None:
+    entries = _entries(value)
+    if entries is None:
         number = _coefficient(name, value)
         if axes == 1:
             return number
         if number == 0:
             return ((0.0,) * axes,) * axes
     elif axes > 1:
-        rows = [_entries(row) or () for row in held]
+        rows = [_entries(row) or () for row in entries]
         if [len(row) for row in rows] == [axes] * axes:
             return tuple(tuple(_coefficient(name, entry) for entry in row) for row in rows)
     raise CostError(f"{name} must have the shape ({axes}, {axes}) of the axes, got {value!r}")
@@ -114,34 +113,34 @@ class _Quadratic:
             CostOverflowError: a sample costs 2⁵³ bytes or more.
         """
         lengths = np.asarray(sizes)
-        if isinstance(self.unit_bytes, tuple):
-            total = self._form(lengths, self.unit_bytes)
-        else:
-            length = lengths.astype(np.float64)
-            # Horner's scheme: two multiplications, and monotone like the sum it stands for.
-            total = (self.pair_bytes * length + self.unit_bytes) * length + self.sample_bytes
-        if total.size and not total.max() < _EXACT:
-            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
-        return np.ceil(total).astype(np.int64)
-
-    def _form(self, lengths: npt.NDArray[Any], unit: tuple[float, ...]) -> npt.NDArray[np.float64]:
-        if lengths.ndim == 0 or lengths.shape[-1] != len(unit):
+        units: Any = self.unit_bytes
+        pairs: Any = self.pair_bytes
+        if self.axes == 1:
+            lengths, units, pairs = lengths[..., None], (units,), ((pairs,),)
+        elif lengths.ndim == 0 or lengths.shape[-1] != self.axes:
             raise CostError(
-                f"this cost has {len(unit)} axes: expected sizes of shape (…, {len(unit)}), "
+                f"this cost has {self.axes} axes: expected sizes of shape (…, {self.axes}), "
                 f"got {lengths.shape}"
             )
-        length = [lengths[..., axis].astype(np.float64) for axis in range(len(unit))]
-        total: npt.NDArray[np.float64] = np.full(lengths.shape[:-1], self.sample_bytes)
-        # The field's type is what users give; __post_init__ made it a tuple of rows.
-        for axis, (linear, row) in enumerate(zip(unit, self.pair_bytes, strict=True)):  # type: ignore[arg-type]
-            slope: Any = linear
+        length = [lengths[..., axis].astype(np.float64) for axis in range(self.axes)]
+        total: Any = self.sample_bytes
+        # Horner's scheme on each axis, which is monotone like the sum it stands for.
+        for axis, (slope, row) in enumerate(zip(units, pairs, strict=True)):
             for other, pair in enumerate(row):
                 if pair:
                     slope = slope + pair * length[other]
             total = total + slope * length[axis]
-        return total
+        if total.size and not total.max() < _EXACT:
+            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
+        items: IntArray = np.ceil(total).astype(np.int64)
+        return items
 
-    def _padded_bytes(self, n: ArrayLike, padded_size: ArrayLike, floor_bytes: int) -> IntArray:
+    @property
+    def _floor_bytes(self) -> int:
+        return int(getattr(self, "floor_bytes", 0))  # which only padded batches have
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
         number = np.asarray(n, dtype=np.int64)
         item = self.item_bytes(padded_size)
         if number.size and number.min() < 0:
@@ -151,18 +150,17 @@ class _Quadratic:
         largest = np.asarray(number.astype(np.float64) * item)
         if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES - 4096):
             raise CostOverflowError("this batch costs 2**63 bytes or more")
-        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), floor_bytes)
+        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), self._floor_bytes)
         return total
 
-    def _capacity(
-        self, padded_size: ArrayLike, budget_bytes: ArrayLike, floor_bytes: int
-    ) -> IntArray:
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
         item = self.item_bytes(padded_size)
         budget = np.asarray(budget_bytes, dtype=np.int64)
-        room = np.where(budget < floor_bytes, -1, budget) - self.fixed_bytes
+        room = np.where(budget < self._floor_bytes, -1, budget) - self.fixed_bytes
         n: IntArray = np.maximum(room, 0) // np.maximum(item, 1)
         if not item.all():  # samples that cost nothing
-            n = np.where((item == 0) & (room >= 0), UNLIMITED, n)
+            n = np.where((item == 0) & (room >= 0), MAX_BYTES, n)
         return n
 
 
@@ -174,7 +172,7 @@ class PaddedCost(_Quadratic):
     `(d, d)`, and L² stands for all products of two axes: an image's H·W, a cross-attention's S·T.
 
     Attributes:
-        fixed_bytes: what is there without any sample: parameters, gradients, optimizer state.
+        fixed_bytes: without any sample: parameters, gradients, optimizer state.
         sample_bytes: per sample, whatever its length.
         unit_bytes: per sample and unit of padded length.
         pair_bytes: per sample and pair of units: attention that materialises its scores, H·W.
@@ -185,7 +183,7 @@ class PaddedCost(_Quadratic):
         CostError: a coefficient is negative, not finite or past 2⁵³; all of them are 0; or the
             shapes of `unit_bytes` and `pair_bytes` differ.
 
-    Who thinks in tokens starts with `PaddedCost(unit_bytes=1)` and a budget in tokens:
+    To budget in tokens, start with `PaddedCost(unit_bytes=1)` and a budget that is their number:
 
     >>> tokens = PaddedCost(unit_bytes=1)
     >>> int(tokens.capacity(100, 4096)), int(tokens.batch_bytes(40, 100))
@@ -201,21 +199,13 @@ class PaddedCost(_Quadratic):
         super(PaddedCost, self).__post_init__()
         object.__setattr__(self, "floor_bytes", _whole("floor_bytes", self.floor_bytes))
 
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; refuses what reaches 2⁶³ bytes with `CostOverflowError`."""
-        return self._padded_bytes(n, padded_size, int(self.floor_bytes))
-
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; exact at the boundary."""
-        return self._capacity(padded_size, budget_bytes, int(self.floor_bytes))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedCost(_Quadratic):
+class PackedCost(_Quadratic, AdditiveCost):
     """`fixed + Σᵢ (sample + unit·Lᵢ + pair·Lᵢ²)` bytes: batches without padding.
 
-    The attributes are those of `PaddedCost`, less the floor. `item_bytes` is what one sample adds;
-    `batch_bytes` and `capacity` speak of n samples of one size each.
+    The attributes are those of `PaddedCost`, without the floor. `item_bytes` is what one sample
+    adds; `batch_bytes` and `capacity` are for n samples of one size each.
 
     >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
     [6, 10]
@@ -223,13 +213,5 @@ class PackedCost(_Quadratic):
 
     @property
     def base_bytes(self) -> int:
-        """What a batch costs beside its samples."""
+        """Bytes of a batch beside its samples."""
         return int(self.fixed_bytes)
-
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; refuses what reaches 2⁶³ bytes with `CostOverflowError`."""
-        return self._padded_bytes(n, padded_size, 0)
-
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; exact at the boundary."""
-        return self._capacity(padded_size, budget_bytes, 0)

@@ -1,7 +1,8 @@
-"""What the plan asks of a cost: two vectorised, monotone functions."""
+"""What the plan needs of a cost: two vectorised, monotone functions."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -31,7 +32,6 @@ class CostModel(Protocol):
         Returns:
             Bytes, shape `(…)`.
         """
-        ...
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """The largest number of samples that fits.
@@ -44,15 +44,30 @@ class CostModel(Protocol):
             The largest n with `batch_bytes(n, padded_size) <= budget_bytes`; 0 where not even one
             sample fits; 2⁶³ − 1 where any number does.
         """
-        ...
 
 
-@runtime_checkable
-class AdditiveCost(CostModel, Protocol):
-    """A cost that is a base plus one share per sample: batches without padding."""
+class AdditiveCost(ABC):
+    """A `CostModel` of batches without padding: a base, and a share of each sample.
 
-    base_bytes: int
+    Derive from it to have batches packed: `base_bytes + item_bytes(sizes).sum()` is then what must
+    fit the budget. Any other cost is one of padded batches.
+    """
 
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def base_bytes(self) -> int:
+        """Bytes of a batch beside its samples."""
+
+    @abstractmethod
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """The share of each sample: shape `(…)` for sizes of shape `(…)` or `(…, d)`."""
-        ...
+
+    @abstractmethod
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`, for n samples of one size each."""
+
+    @abstractmethod
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`, for samples of one size each."""

@@ -1,4 +1,4 @@
-"""A cost that no formula describes: what was measured, and nothing in between."""
+"""A cost without a formula: a table of measured batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TableCost:
 
     A batch of n samples of size L costs at most what a measured one of n' ≥ n samples of L' ≥ L (on
     every axis) cost. More samples than in any such batch cost in proportion. Monotone, and above
-    the truth wherever the truth is monotone; coarse between few measurements.
+    the true cost wherever that is monotone; coarse where measurements are few.
 
     Attributes:
         numbers: samples of each measured batch.
@@ -26,7 +26,7 @@ class TableCost:
         peak_bytes: its bytes.
 
     Raises:
-        CostError: the three are not of one length, or empty.
+        CostError: the three differ in length, or are empty.
 
     >>> table = TableCost(numbers=(8, 2), sizes=((100,), (500,)), peak_bytes=(1000, 1200))
     >>> table.batch_bytes([1, 8, 2, 4], [50, 100, 500, 500]).tolist()
@@ -58,20 +58,20 @@ class TableCost:
                 f"a padded size is larger than all that were measured, {self.sizes}; measure with "
                 "a larger max_size"
             )
-        held, peaks = np.array(self.numbers), np.array(self.peak_bytes)
-        number = np.maximum(np.asarray(n, np.int64)[..., None], held)
+        numbers, peaks = np.array(self.numbers), np.array(self.peak_bytes)
+        number = np.maximum(np.asarray(n, np.int64)[..., None], numbers)
         if number.size and float(number.max()) * float(peaks.max()) >= MAX_BYTES:
             raise CostOverflowError("this batch costs too much for 64 bits to count")
-        each = -(-number * peaks // held)  # rounded up, which capacity inverts
+        each = -(-number * peaks // numbers)  # rounded up, which capacity inverts
         total: IntArray = np.where(covers, each, MAX_BYTES).min(axis=-1)
         return total
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; 0 for a size beyond every measured one."""
-        held, peaks = np.array(self.numbers), np.array(self.peak_bytes)
+        numbers, peaks = np.array(self.numbers), np.array(self.peak_bytes)
         budget = np.asarray(budget_bytes, np.int64)[..., None]
         # In two parts, so that no product wraps.
-        n = budget // peaks * held + budget % peaks * held // peaks
+        n = budget // peaks * numbers + budget % peaks * numbers // peaks
         n = np.where(budget >= peaks, n, 0)
         most: IntArray = np.where(self._covers(padded_size), n, 0).max(axis=-1)
         return most

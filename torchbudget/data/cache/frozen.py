@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -33,11 +34,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _tensor(
-    words: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    if not words.size:
-        return torch.empty(shape, dtype=dtype)
+def _tensor(words: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(words).view(dtype).reshape(shape)
 
 
@@ -57,12 +54,8 @@ def freeze(sample: Any) -> list[memoryview]:
 
 def thaw(frozen: memoryview) -> Any:
     """The sample again, in memory of its own."""
-    count = int(np.frombuffer(frozen[:_WORD], np.int64)[0])
-    start = _WORD * (count + 1)
-    lengths = np.frombuffer(frozen[_WORD:start], np.int64).tolist()
-    parts = []
-    for length in lengths:
-        parts.append(bytearray(frozen[start : start + length]))
-        start += length
-    pickled, *buffers = parts
+    count = np.frombuffer(frozen, np.int64, 1).item()
+    lengths = np.frombuffer(frozen, np.int64, count, _WORD).tolist()
+    ends = accumulate(lengths, initial=_WORD * (count + 1))
+    pickled, *buffers = [bytearray(frozen[start:end]) for start, end in pairwise(ends)]
     return pickle.loads(pickled, buffers=buffers)  # noqa: S301  (what `freeze` has written)

@@ -17,7 +17,11 @@ from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import format_bytes, parse_bytes
 
 _ROWS: Final = 512  # of counts: so many processes count without sharing a row
-_HITS, _MISSES = 0, 1
+# The table of contents begins with the bytes in use after the table, the number of processes that
+# have counted, and their hits and misses. Then come the positions of the samples.
+_HEAD: Final = np.dtype(
+    [("used", "q"), ("processes", "q"), ("hits", "q", _ROWS), ("misses", "q", _ROWS)]
+)
 
 
 class _Row:
@@ -67,7 +71,7 @@ class SampleCache(Dataset[Any]):
         self.dataset = dataset
         self.budget = parse_bytes(budget)
         self._samples = len(dataset)
-        self._table = 8 * (2 + 2 * _ROWS + self._samples)
+        self._table = _HEAD.itemsize + 8 * self._samples
         if self.budget <= self._table:
             raise BudgetError(
                 f"a cache of {format_bytes(self.budget)} has no room for samples: its table of "
@@ -78,30 +82,15 @@ class SampleCache(Dataset[Any]):
 
     # ------------------------------------------------------------------ the table of contents
 
-    def _words(self, first: int, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-        count = int(np.prod(shape))
-        words = np.frombuffer(self._file.memory, np.int64, count, offset=8 * first)
-        return words.reshape(shape)
-
     @property
-    def _used(self) -> npt.NDArray[np.int64]:
-        """Bytes in use after the table, shape `(1,)`."""
-        return self._words(0, (1,))
-
-    @property
-    def _processes(self) -> npt.NDArray[np.int64]:
-        """The number of processes that have counted, shape `(1,)`."""
-        return self._words(1, (1,))
-
-    @property
-    def _counts(self) -> npt.NDArray[np.int64]:
-        """Hits and misses, shape `(rows, 2)`, a row per process."""
-        return self._words(2, (_ROWS, 2))
+    def _head(self) -> Any:
+        """The record `_HEAD` in the shared memory."""
+        return np.frombuffer(self._file.memory, _HEAD, 1)[0]
 
     @property
     def _places(self) -> npt.NDArray[np.int64]:
         """The position of each sample, shape `(N,)`; 0 if it is not kept."""
-        return self._words(2 + 2 * _ROWS, (self._samples,))
+        return np.frombuffer(self._file.memory, np.int64, self._samples, _HEAD.itemsize)
 
     # ------------------------------------------------------------------ reading
 
@@ -111,16 +100,14 @@ class SampleCache(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample; O(its bytes) if it is kept."""
-        number = int(index)
-        if number < 0:
-            number += self._samples
+        number = int(index) + (self._samples if index < 0 else 0)
         if not 0 <= number < self._samples:
             raise IndexError(f"index {index} is out of range for {self._samples} samples")
         place = self._places.item(number)
         if place:
-            self._count(_HITS)
+            self._count("hits")
             return thaw(memoryview(self._file.memory)[place:])
-        self._count(_MISSES)
+        self._count("misses")
         sample = self.dataset[number]
         self._keep(number, sample)
         return sample
@@ -132,7 +119,7 @@ class SampleCache(Dataset[Any]):
         size = sum(part.nbytes for part in parts)
         memory = memoryview(self._file.memory)
         with self._file.locked():
-            start = self._table + int(self._used[0])
+            start = self._table + int(self._head["used"])
             if self._places[number] or start + size > self.budget:
                 return
             at = start
@@ -140,29 +127,29 @@ class SampleCache(Dataset[Any]):
                 memory[at : at + part.nbytes] = part
                 at += part.nbytes
             # The place is written last, as one word: killed before that, the sample is not kept.
-            self._used[0] = -(-at // 8) * 8 - self._table
+            self._head["used"] = -(-at // 8) * 8 - self._table
             self._places[number] = start
 
-    def _count(self, kind: int) -> None:
+    def _count(self, kind: str) -> None:
         row = self._row
         if row.process != os.getpid():
             with self._file.locked():
-                row = self._row = _Row(os.getpid(), int(self._processes[0]) % _ROWS)
-                self._processes[0] += 1
+                row = self._row = _Row(os.getpid(), int(self._head["processes"]) % _ROWS)
+                self._head["processes"] += 1
         with row.lock:  # += on an array is not atomic between threads
-            self._counts[row.number, kind] += 1
+            self._head[kind][row.number] += 1
 
     # ------------------------------------------------------------------ figures
 
     @property
     def hits(self) -> int:
         """How often a kept sample was returned, in all processes."""
-        return int(self._counts[:, _HITS].sum())
+        return int(self._head["hits"].sum())
 
     @property
     def misses(self) -> int:
         """How often a sample was read from the dataset, in all processes."""
-        return int(self._counts[:, _MISSES].sum())
+        return int(self._head["misses"].sum())
 
     @property
     def kept(self) -> int:
@@ -172,7 +159,7 @@ class SampleCache(Dataset[Any]):
     @property
     def nbytes(self) -> int:
         """Bytes in use, the table of contents included; never above `budget`."""
-        return min(self._table + int(self._used[0]), self.budget)
+        return min(self._table + int(self._head["used"]), self.budget)
 
     def __repr__(self) -> str:
         return (

@@ -16,7 +16,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,17 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 
 from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import FieldPath, fields_of, find_path, put_together
+from torchbudget.data.collate.columns import Column, read_column
+from torchbudget.data.collate.structure import (
+    Field,
+    FieldPath,
+    choose_length_field,
+    fields_of,
+    find_path,
+    put_together,
+)
 from torchbudget.errors import CollateError, OptionError
+from torchbudget.protocols import SplittableBatch
 
 BatchT = TypeVar("BatchT", bound="Batch")
 
@@ -96,9 +105,8 @@ class Batch(ABC):
         return sum(t.nbytes for t in self._tensors()) + sum(map(sys.getsizeof, texts))
 
     @property
-    def _host_lengths(self) -> IntArray:
-        lengths: IntArray = self._length_layout.lengths  # (n, k) for k ragged axes
-        return lengths
+    def _host_lengths(self) -> IntArray:  # (n, k) for k ragged axes
+        return cast(IntArray, self._length_layout.lengths)
 
     @property
     def _length_layout(self) -> Any:
@@ -228,38 +236,51 @@ MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kin
 
 def _check_same(mine: Any, given: Any) -> None:
     """Raise a `TypeError` unless all leaves are the same objects, perhaps in other containers."""
-    ours, theirs = tree_leaves_with_path(mine), tree_leaves_with_path(given)
-    if len(ours) != len(theirs) or any(
-        at != place or one is not other
-        for (at, one), (place, other) in zip(ours, theirs, strict=True)
-    ):
+    ours, theirs = (
+        [(path, id(leaf)) for path, leaf in tree_leaves_with_path(tree)] for tree in (mine, given)
+    )
+    if ours != theirs:
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
+
+
+if TYPE_CHECKING:
+    # Training splits batches by this protocol, without importing them: mypy checks that it fits.
+    _SPLITTABLE: Callable[[Batch], SplittableBatch] = lambda batch: batch  # noqa: E731
 
 
 def make_batch(
     kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
-    data: Any,
-    num_samples: int,
-    paths: Sequence[FieldPath],
-    layouts: Sequence[Any],
-    length_field: int,
+    structure: Any,
+    fields: Sequence[Field],
+    write: Callable[[Column], tuple[Tensor, Any]],
+    length_field: Any | None,
 ) -> BatchT:
-    """A batch of the class that fits its data.
+    """A batch of the class that fits its samples.
 
     Args:
-        kinds: the classes for data that is neither a dict nor a tuple, for a dict, for a tuple.
-        data: tensors and texts, structured as the samples were.
-        num_samples: n.
-        paths: one per field, in the order of `take_apart`.
-        layouts: likewise; None for texts.
-        length_field: the index, in that order, of the field whose lengths are the batch's.
+        kinds: the classes for samples that are neither dicts nor tuples, for dicts, for tuples.
+        structure: of the samples, as in `take_apart`.
+        fields: likewise.
+        write: returns a field's tensor, and the layout of the samples in it.
+        length_field: names the field whose lengths are the batch's; None for the first ragged one.
+
+    Raises:
+        CollateError: as in `read_column`, `choose_length_field` and `write`.
     """
+    written: list[tuple[Any, Any]] = [
+        (list(field.values), None) if field.kind == "text" else write(read_column(field))
+        for field in fields
+    ]
+    values, layouts = zip(*written, strict=True)
+    paths = tuple(field.path for field in fields)
+    axes = [-1 if layout is None else layout.lengths.shape[1] for layout in layouts]
+    data = put_together(structure, iter(values))
     plain, mapping, sequence = kinds
     kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
     return kind(
-        num_samples=num_samples,
+        num_samples=len(fields[0].values),
         data=data,
-        _paths=tuple(paths),
-        _layouts=tuple(layouts),
-        _length_field=length_field,
+        _paths=paths,
+        _layouts=layouts,
+        _length_field=choose_length_field(length_field, paths, axes),
     )

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,6 @@ from torchbudget.errors import CollateError
 
 _CPU = torch.device("cpu")
 _TYPECODES = {"int": "q", "float": "d"}
-
-LayoutT = TypeVar("LayoutT")
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
@@ -117,28 +115,8 @@ def read_column(field: Field) -> Column:
         CollateError: a sample differs, a list is ragged or not of numbers, or torch has no such
             dtype.
     """
-    if field.kind == "tensor":
-        return _read_tensors(field.path, field.values)
-    if field.kind == "array":
-        return _read_arrays(field.path, field.values)
-    if field.kind == "list":
-        return _read_lists(field.path, field.values)
-    return _read_numbers(field.path, field.kind, field.values)
-
-
-def write_fields(
-    fields: Iterable[Field], write: Callable[[Column], tuple[Tensor, LayoutT]]
-) -> tuple[list[Any], list[LayoutT | None]]:
-    """Each field's value in the batch, and the layout of the samples in it; texts become lists.
-
-    Raises:
-        CollateError: as in `read_column` and `write`.
-    """
-    written = [
-        (list(field.values), None) if field.kind == "text" else write(read_column(field))
-        for field in fields
-    ]
-    return [value for value, _ in written], [layout for _, layout in written]
+    read: Callable[[FieldPath, Any], Column] = _READERS.get(field.kind, _read_numbers)
+    return read(field.path, field.values)
 
 
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
@@ -164,13 +142,7 @@ def _read_tensors(path: FieldPath, values: Sequence[Tensor]) -> Column:
     except RuntimeError:
         _check_dense(path, values)
         raise
-    return Column(
-        path=path,
-        shapes=_shapes(path, shapes),
-        dtype=values[0].dtype,
-        device=values[0].device,
-        values=values,
-    )
+    return Column(path, _shapes(path, shapes), values[0].dtype, values[0].device, values)
 
 
 def _check_dense(path: FieldPath, values: Iterable[Tensor]) -> None:
@@ -198,35 +170,28 @@ def _read_arrays(path: FieldPath, values: Sequence[npt.NDArray[Any] | np.generic
     dtype = _torch_dtype(arrays[0].dtype)
     if dtype is None:
         fail(path, 0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
-    return Column(
-        path=path, shapes=_shapes(path, [a.shape for a in arrays]), dtype=dtype, values=arrays
-    )
+    return Column(path, _shapes(path, [a.shape for a in arrays]), dtype, values=arrays)
 
 
-def _read_numbers(path: FieldPath, kind: str, values: Sequence[Any]) -> Column:
-    if kind in _TYPECODES:
-        try:
-            flat = _numbers(kind, values)
-        except OverflowError:
-            position = next(i for i, v in enumerate(values) if not -(2**63) <= v < 2**63)
-            fail(path, position, "an int of 64 bits", str(values[position]))
-    else:
-        flat = torch.tensor(list(values))
-    return Column(
-        path=path, shapes=np.empty((len(values), 0), np.int64), dtype=flat.dtype, flat=flat
-    )
+def _read_numbers(path: FieldPath, values: Sequence[Any]) -> Column:
+    try:
+        flat = _numbers(kind_of(values[0]), values)
+    except OverflowError:
+        position = next(i for i, v in enumerate(values) if not -(2**63) <= v < 2**63)
+        fail(path, position, "an int of 64 bits", str(values[position]))
+    return Column(path, np.empty((len(values), 0), np.int64), flat.dtype, flat=flat)
 
 
-def _numbers(kind: str, values: Iterable[Any]) -> Tensor:
-    """Numbers as one tensor, an order of magnitude faster than `torch.tensor`.
+def _numbers(kind: str, values: Sequence[Any]) -> Tensor:
+    """Numbers as one tensor; ints and floats an order of magnitude faster than `torch.tensor`.
 
     Raises:
         TypeError: a value is not a number of this kind.
         OverflowError: an int exceeds 64 bits.
     """
-    numbers = array(_TYPECODES[kind], values)
-    dtype = torch.int64 if kind == "int" else torch.float64
-    flat = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    if kind not in _TYPECODES:
+        return torch.tensor(values)
+    flat = torch.from_numpy(np.asarray(array(_TYPECODES[kind], values)))
     return flat if kind == "int" else flat.to(torch.get_default_dtype())
 
 
@@ -243,7 +208,7 @@ def _read_lists(path: FieldPath, values: Sequence[list[Any]]) -> Column:
             pass  # [1, 0.5] or a mistake: the slow way below reads the one, explains the other
         else:
             lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
-            return Column(path=path, shapes=lengths[:, None], dtype=flat.dtype, flat=flat)
+            return Column(path, lengths[:, None], flat.dtype, flat=flat)
     tensors = [_list_to_tensor(path, i, value) for i, value in enumerate(values)]
     model = next((t for t in tensors if t.numel()), tensors[0])
     for position, tensor in enumerate(tensors):
@@ -269,3 +234,10 @@ def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor
     if kind == "f":
         return torch.from_numpy(read).to(torch.get_default_dtype())
     return torch.from_numpy(read if kind == "b" else read.astype(np.int64, copy=False))
+
+
+_READERS: dict[str, Callable[[FieldPath, Any], Column]] = {
+    "tensor": _read_tensors,
+    "array": _read_arrays,
+    "list": _read_lists,
+}

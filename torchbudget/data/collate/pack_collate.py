@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import write_fields
 from torchbudget.data.collate.packed_batch import PACKED_KINDS, PackedBatch
-from torchbudget.data.collate.packing import Packer
-from torchbudget.data.collate.structure import choose_length_field, put_together, take_apart
+from torchbudget.data.collate.packing import pack
+from torchbudget.data.collate.structure import take_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,6 @@ class PackCollate:
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
-        structure, fields = take_apart(samples)
-        paths = [field.path for field in fields]
+        write = partial(pack, layouts={})
         with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
-            values, layouts = write_fields(fields, Packer().pack)
-        index = choose_length_field(self.length_field, paths, layouts)
-        data = put_together(structure, iter(values))
-        return make_batch(PACKED_KINDS, data, len(samples), paths, layouts, index)
+            return make_batch(PACKED_KINDS, *take_apart(samples), write, self.length_field)

@@ -68,10 +68,8 @@ class PackedBatch(Batch):
         another collate: `PadCollate()(packed_batch.samples())`.
         """
         columns = [
-            value
-            if layout is None
-            else value.unbind()
-            if layout.offsets is None
+            value  # of texts or numbers: one per sample
+            if layout is None or layout.offsets is None
             else value.split(layout.lengths[:, 0].tolist())
             for value, layout in zip(fields_of(self.data), self._layouts, strict=True)
         ]
@@ -79,8 +77,8 @@ class PackedBatch(Batch):
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from super()._tensors()
-        shared = (layout.offsets for layout in self._layouts if layout is not None)
-        yield from {id(t): t for t in shared if t is not None}.values()
+        offsets = (layout.offsets for layout in set(self._layouts) if layout is not None)
+        yield from (tensor for tensor in offsets if tensor is not None)
 
     def _map(self: PackedT, function: Callable[[Tensor], Tensor]) -> PackedT:
         def moved(layout: PackedLayout) -> PackedLayout:
@@ -112,11 +110,8 @@ def _each_once(
     layouts: tuple[PackedLayout | None, ...], function: Callable[[PackedLayout], PackedLayout]
 ) -> tuple[PackedLayout | None, ...]:
     """Apply a function to every layout; fields that shared a layout share its result."""
-    done: dict[int, PackedLayout] = {}
-    for layout in layouts:
-        if layout is not None and id(layout) not in done:
-            done[id(layout)] = function(layout)
-    return tuple(None if layout is None else done[id(layout)] for layout in layouts)
+    done = {layout: function(layout) for layout in set(layouts) if layout is not None}
+    return tuple(layout and done[layout] for layout in layouts)
 
 
 class PackedMapping(PackedBatch, MappingView):

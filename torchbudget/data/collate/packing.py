@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,53 +29,39 @@ class PackedLayout:
 
     def bounds(self) -> list[int]:
         """0 and the end of each sample, on the host."""
-        per_sample = self.lengths.prod(axis=1)
-        return [0, *per_sample.cumsum().tolist()]
+        return [0, *self.lengths.prod(axis=1).cumsum().tolist()]
 
 
-class Packer:
-    """Concatenates the fields of one batch; those of equal lengths share their layout."""
+def pack(column: Column, layouts: dict[Any, PackedLayout]) -> tuple[Tensor, PackedLayout]:
+    """One tensor of all samples, `(total, …)`, or `(n,)` of numbers, and the end of each.
 
-    def __init__(self) -> None:
-        self._layouts: dict[tuple[bytes, torch.device], PackedLayout] = {}
+    Args:
+        column: one field of a batch.
+        layouts: those of the batch's fields so far, to which this one's is added: fields of equal
+            lengths share their layout.
 
-    def pack(self, column: Column) -> tuple[Tensor, PackedLayout]:
-        """One tensor of all samples, `(total, …)`, or `(n,)` of numbers, and the end of each.
-
-        Raises:
-            CollateError: samples differ in an axis after the first, or have more positions in all
-                than int32 can count.
-        """
-        shapes = column.shapes
-        n = len(shapes)
-        if shapes.shape[1] == 0:
-            out = new_tensor((n,), column.dtype, column.device)
-            return column.join(out), PackedLayout(lengths=shapes, offsets=None)
-        if (shapes[:, 1:] != shapes[0, 1:]).any():
-            fail_at_odd_one(
-                column.path,
-                shapes.tolist(),
-                lambda shape: tuple(shape[1:]),
-                "equal axes {} after the ragged first one".format,
+    Raises:
+        CollateError: samples differ in an axis after the first, or have more positions in all
+            than int32 can count.
+    """
+    shapes = column.shapes
+    if (shapes[:, 1:] != shapes[0, 1:]).any():
+        fail_at_odd_one(
+            column.path,
+            shapes.tolist(),
+            lambda shape: tuple(shape[1:]),
+            "equal axes {} after the ragged first one".format,
+        )
+    key = (shapes[:, :1].tobytes(), column.device)
+    layout = layouts.get(key) or PackedLayout(lengths=shapes[:, :1], offsets=None)
+    bounds = layout.bounds()
+    if shapes.shape[1] and layout.offsets is None:
+        if bounds[-1] >= 2**31:
+            raise CollateError(
+                f"{show(column.path)}: {bounds[-1]} positions are more than the offsets, "
+                "torch.int32, can count; make smaller batches"
             )
-        layout = self._layout(column)
-        total = int(shapes[:, 0].sum())
-        out = new_tensor((total, *shapes[0, 1:].tolist()), column.dtype, column.device)
-        return column.join(out), layout
-
-    def _layout(self, column: Column) -> PackedLayout:
-        lengths = np.ascontiguousarray(column.shapes[:, :1])
-        key = (lengths.tobytes(), column.device)
-        if key not in self._layouts:
-            ends = lengths[:, 0].cumsum()
-            if ends[-1] >= 2**31:
-                raise CollateError(
-                    f"{show(column.path)}: {ends[-1]} positions are more than the offsets, "
-                    "torch.int32, can count; make smaller batches"
-                )
-            offsets = new_tensor((len(ends) + 1,), torch.int32)
-            offsets[0] = 0
-            offsets[1:] = torch.from_numpy(ends)
-            offsets = offsets.to(column.device)
-            self._layouts[key] = PackedLayout(lengths=lengths, offsets=offsets)
-        return self._layouts[key]
+        offsets = new_tensor((len(bounds),), torch.int32).copy_(torch.tensor(bounds))
+        layout = layouts[key] = replace(layout, offsets=offsets.to(column.device))
+    out = new_tensor((bounds[-1], *shapes[0, 1:].tolist()), column.dtype, column.device)
+    return column.join(out), layout

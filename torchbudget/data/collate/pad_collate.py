@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 
 from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import Column, new_tensor, write_fields
+from torchbudget.data.collate.columns import Column, new_tensor
 from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch
-from torchbudget.data.collate.padding import PaddedLayout, Padder, PaddingRule, PaddingValue
-from torchbudget.data.collate.structure import (
-    FieldPath,
-    choose_length_field,
-    find_path,
-    put_together,
-    show,
-    take_apart,
-)
+from torchbudget.data.collate.padding import PaddedLayout, PaddingRule, PaddingValue, Placement, pad
+from torchbudget.data.collate.structure import FieldPath, find_path, show, take_apart
 from torchbudget.errors import CollateError, OptionError
 
 Side: TypeAlias = str | float
@@ -103,11 +96,9 @@ class PadCollate:
         """Read every option once, so that an invalid one fails here and not in a worker."""
         for option, read in _PER_FIELD.items():
             given = getattr(self, option)
-            if isinstance(given, Mapping):
-                # A copy: later changes to the caller's mapping must not change a frozen value.
-                kept = {name: read(value) for name, value in given.items()}
-            else:
-                kept = read(given)
+            is_mapping = isinstance(given, Mapping)
+            # A copy: later changes to the caller's mapping must not change a frozen value.
+            kept = {k: read(v) for k, v in given.items()} if is_mapping else read(given)
             object.__setattr__(self, option, kept)
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
@@ -116,26 +107,17 @@ class PadCollate:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
         structure, fields = take_apart(samples)
         paths = [entry.path for entry in fields]
-        self._check_names(paths)
-        padder = Padder()
-
-        def write(column: Column) -> tuple[torch.Tensor, PaddedLayout]:
-            return padder.pad(column, self._rule(column.path, column.shapes.shape[1]))
-
-        values, layouts = write_fields(fields, write)
-        index = choose_length_field(self.length_field, paths, layouts)
-        data = put_together(structure, iter(values))
-        if self.mask is not None:
-            layouts.append(self._add_mask(data, layouts[index]))
-            paths.append((self.mask,))
-        return make_batch(PADDED_KINDS, data, len(samples), paths, layouts, index)
-
-    def _check_names(self, paths: Sequence[FieldPath]) -> None:
         for option in _PER_FIELD:
             given = getattr(self, option)
-            if isinstance(given, dict):
-                for name in given:
-                    find_path(name, paths, option)
+            for name in given if isinstance(given, dict) else ():
+                find_path(name, paths, option)
+        placements: dict[Any, Placement] = {}
+
+        def write(column: Column) -> tuple[torch.Tensor, PaddedLayout]:
+            return pad(column, self._rule(column.path, column.shapes.shape[1]), placements)
+
+        batch = make_batch(PADDED_KINDS, structure, fields, write, self.length_field)
+        return batch if self.mask is None else self._add_mask(batch)
 
     def _rule(self, path: FieldPath, ndim: int) -> PaddingRule:
         """How the options apply to a field, computed once."""
@@ -164,12 +146,15 @@ class PadCollate:
         return self._rules[path, ndim]
 
     def _value(self, path: FieldPath) -> Any:
-        own = _OWN_PADDING.get(path[-1]) if path else None
-        if isinstance(self.padding_value, dict):
-            return _of_field(self.padding_value, path, 0 if own is None else own)
-        return self.padding_value if own is None else own
+        given = self.padding_value
+        default = given if not isinstance(given, dict) else 0
+        if path:
+            default = _OWN_PADDING.get(path[-1], default)
+        return _of_field(given if isinstance(given, dict) else {}, path, default)
 
-    def _add_mask(self, data: Any, layout: PaddedLayout | None) -> PaddedLayout:
+    def _add_mask(self, batch: PaddedBatch) -> PaddedBatch:
+        data = batch.data
+        layout: PaddedLayout | None = batch._layouts[batch._length_field]
         if not isinstance(data, dict):
             raise CollateError(
                 "mask= adds a field to dict samples, which these are not: use batch.mask"
@@ -179,8 +164,12 @@ class PadCollate:
         if layout is None or not layout.length_axes:
             raise CollateError(f"mask={self.mask!r} needs a field with a ragged axis")
         mask = layout.mask(torch.device("cpu"))
-        data[self.mask] = new_tensor(mask.shape, torch.int64).copy_(mask)
-        return layout.select(layout.length_axes)
+        return replace(
+            batch,
+            data=data | {self.mask: new_tensor(mask.shape, torch.int64).copy_(mask)},
+            _paths=(*batch._paths, (self.mask,)),
+            _layouts=(*batch._layouts, layout.of_mask()),
+        )
 
 
 def _of_field(option: Any, path: FieldPath, default: Any) -> Any:
@@ -202,12 +191,9 @@ def _read_value(value: Any) -> Any:
 
 
 def _left_share(side: Any) -> float:
-    if side == "right":
-        return 0.0
-    if side == "left":
-        return 1.0
-    is_number = isinstance(side, (int, float)) and not isinstance(side, bool)
-    if not is_number or not 0 <= side <= 1:
+    if side in ("right", "left"):
+        return float(side == "left")
+    if isinstance(side, bool) or not isinstance(side, (int, float)) or not 0 <= side <= 1:
         raise OptionError(
             'side must be "right", "left", or the share of padding on the left, from 0 to 1, '
             f"got {side!r}"

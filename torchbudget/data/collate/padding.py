@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,28 +81,27 @@ class PaddedLayout(NamedTuple):
         window = zip(first.tolist(), layout.padded_shape, strict=True)
         return tuple(slice(a, a + s) for a, s in window), layout
 
-    def select(self, axes: Sequence[int]) -> PaddedLayout:
-        """The layout of these axes alone: that of a mask."""
-        columns = list(axes)
+    def of_mask(self) -> PaddedLayout:
+        """The layout of the mask, which has only the length axes."""
+        axes = list(self.length_axes)
         return PaddedLayout(
-            shapes=self.shapes[:, columns],
-            starts=self.starts[:, columns],
+            shapes=self.shapes[:, axes],
+            starts=self.starts[:, axes],
             padded_shape=tuple(self.padded_shape[a] for a in axes),
             multiples=tuple(self.multiples[a] for a in axes),
-            length_axes=tuple(range(len(columns))),
+            length_axes=tuple(range(len(axes))),
         )
 
     def mask(self, device: torch.device) -> Tensor:
         """False where an element is padding along a length axis: bool, `(n, L, …)`."""
-        axes = self.length_axes
-        mask = torch.ones((len(self.shapes),) + (1,) * len(axes), dtype=torch.bool, device=device)
-        for place, axis in enumerate(axes):
-            shape = [-1 if p == place else 1 for p in range(len(axes))]
-            positions = torch.arange(self.padded_shape[axis], device=device).view(1, *shape)
-            first = torch.tensor(self.starts[:, axis]).view(-1, *(1,) * len(axes))
-            last = first + torch.tensor(self.shapes[:, axis]).view_as(first)
-            first, last = (t.to(device, non_blocking=True) for t in (first, last))
-            mask = mask & (positions >= first) & (positions < last)
+        n, k = len(self.shapes), len(self.length_axes)
+        mask = torch.ones((n,) + (1,) * k, dtype=torch.bool, device=device)
+        for place, axis in enumerate(self.length_axes):
+            edges = np.stack([self.starts[:, axis], self.starts[:, axis] + self.shapes[:, axis]])
+            first, last = torch.from_numpy(edges[..., None]).to(device, non_blocking=True)
+            positions = torch.arange(self.padded_shape[axis], device=device)
+            own = (positions >= first) & (positions < last)
+            mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
         return mask
 
 
@@ -156,48 +155,47 @@ class Placement:
         return (positions >= starts) & (positions < starts + lengths)
 
 
-class Padder:
-    """Pads the fields of one batch.
+def pad(
+    column: Column, rule: PaddingRule, placements: dict[Any, Placement]
+) -> tuple[Tensor, PaddedLayout]:
+    """One tensor `(n, *padded_shape)` of all samples, and the position of each in it.
 
-    Fields of equal shapes, such as a text's ids and its attention mask, share their placement.
+    Args:
+        column: one field of a batch.
+        rule: how to pad it.
+        placements: those of the batch's fields so far, to which this one's is added: fields of
+            equal shapes, such as a text's ids and its attention mask, share their placement.
+
+    Raises:
+        CollateError: the padding value does not fit the dtype, or its function failed.
     """
-
-    def __init__(self) -> None:
-        self._placements: dict[Any, Placement] = {}
-
-    def pad(self, column: Column, rule: PaddingRule) -> tuple[Tensor, PaddedLayout]:
-        """One tensor `(n, *padded_shape)` of all samples, and the position of each in it.
-
-        Raises:
-            CollateError: the padding value does not fit the dtype, or its function failed.
-        """
-        value = rule.value
-        if not callable(value) and value != 0:  # 0 fits every dtype
-            _check_fits(column, value)
-        # Arrays of shape (2, 1) and (1, 2) may have the same bytes; the rule's d multiples differ.
-        key = (column.shapes.tobytes(), *rule[1:])
-        placement = self._placements.get(key)
-        if placement is None:
-            placement = self._placements[key] = Placement(column.shapes, rule)
-        layout = placement.layout
-        n = len(layout.shapes)
-        out = new_tensor((n, *layout.padded_shape), column.dtype, column.device)
-        if not out.numel():
-            return out, layout
-        if not placement.has_padding:
-            with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
-                column.join(out if out.ndim == 1 else out.flatten(0, 1))
-            return out, layout
-        if callable(value):
-            _fill_each(out, column, value, placement)
-        else:
-            out.fill_(value)
-        short = placement.num_elements * out.itemsize <= n * _SCATTER_SAMPLE_BYTES
-        if placement.pads_first_axis_only and short and out.is_cpu:
-            _as_numpy(out)[placement.own] = _as_numpy(column.join().detach())
-        else:
-            _write_each(out, column, layout)
+    value = rule.value
+    if not callable(value) and value != 0:  # 0 fits every dtype
+        _check_fits(column, value)
+    # Arrays of shape (2, 1) and (1, 2) may have the same bytes; the rule's d multiples differ.
+    key = (column.shapes.tobytes(), *rule[1:])
+    placement = placements.get(key)
+    if placement is None:
+        placement = placements[key] = Placement(column.shapes, rule)
+    layout = placement.layout
+    n = len(layout.shapes)
+    out = new_tensor((n, *layout.padded_shape), column.dtype, column.device)
+    if not out.numel():
         return out, layout
+    if not placement.has_padding:
+        with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+            column.join(out if out.ndim == 1 else out.flatten(0, 1))
+        return out, layout
+    if callable(value):
+        _fill_each(out, column, value, placement)
+    else:
+        out.fill_(value)
+    short = placement.num_elements * out.itemsize <= n * _SCATTER_SAMPLE_BYTES
+    if placement.pads_first_axis_only and short and out.is_cpu:
+        _as_numpy(out)[placement.own] = _as_numpy(column.join().detach())
+    else:
+        _write_each(out, column, layout)
+    return out, layout
 
 
 @torch.no_grad()

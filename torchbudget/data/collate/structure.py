@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CollateError
 
 FieldPath: TypeAlias = tuple[Any, ...]
@@ -39,15 +38,6 @@ class Field(NamedTuple):
     path: FieldPath
     kind: str
     values: Sequence[Any]
-
-
-class HasLengths(Protocol):
-    """The layout of one field: what padded and packed layouts have in common."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """Each sample's length on the field's k ragged axes, `(n, k)`."""
-        ...
 
 
 def as_path(name: Any) -> FieldPath:
@@ -214,17 +204,19 @@ def _fail_at_keys(path: FieldPath, column: Sequence[Mapping[Any, Any]]) -> NoRet
     )
 
 
-def choose_length_field(
-    name: Any | None, paths: Sequence[FieldPath], layouts: Sequence[HasLengths | None]
-) -> int:
+def choose_length_field(name: Any | None, paths: Sequence[FieldPath], axes: Sequence[int]) -> int:
     """The index of the field whose lengths are the batch's: the named or the first ragged one.
 
     Without a ragged field: the first that is not text.
 
+    Args:
+        name: names a field.
+        paths: one per field.
+        axes: the number of ragged axes of each field; −1 for texts.
+
     Raises:
         CollateError: there is no such field, or it is not ragged.
     """
-    axes = [-1 if layout is None else layout.lengths.shape[1] for layout in layouts]
     if name is None:
         return next((i for i, k in enumerate(axes) if k > 0), axes.index(max(axes)))
     index = find_path(name, paths, "length_field")

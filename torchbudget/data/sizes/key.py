@@ -76,7 +76,7 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
-        found = _as_array(_quick(samples, key))
+        found = _as_array(quick_lengths(samples, key))
     except Exception:  # noqa: BLE001  (the sample is found one by one, below)
         found = np.empty(0)
     if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
@@ -97,15 +97,26 @@ def _as_array(sizes: list[Any]) -> npt.NDArray[Any]:
     return np.asarray(sizes)
 
 
-def _quick(samples: Sequence[Any], key: SizeKey) -> list[Any]:
+def quick_lengths(samples: Sequence[Any], key: SizeKey) -> list[Any]:
+    """The sizes of many samples, without the checks of `size_of`; raises whatever goes wrong."""
     if callable(key):
         return list(map(key, samples))
     if isinstance(key, tuple):
-        columns = (_quick(samples, field) for field in key)
+        columns = (quick_lengths(samples, field) for field in key)
         return list(zip(*columns, strict=True))
     values = samples if key is None else list(map(operator.itemgetter(key), samples))
-    kinds = set(map(type, values))
-    if not kinds <= SIZED or (key is None and tuple in kinds):
+    if key is None and tuple in map(type, samples):
+        raise TypeError("a tuple's length is its number of fields")
+    return lengths_of(values)
+
+
+def lengths_of(values: Sequence[Any]) -> list[int]:
+    """The plain lengths of values.
+
+    Raises:
+        TypeError: a type is not `SIZED`, or an array has no axes.
+    """
+    if not set(map(type, values)) <= SIZED:
         raise TypeError("not all of these types have a plain length")
     return list(map(len, values))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.data.sizes.key import SIZED, FieldName, SizeKey
+from torchbudget.data.sizes.key import SIZED, FieldName, SizeKey, lengths_of, quick_lengths
 from torchbudget.errors import SizesError
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
@@ -32,60 +31,40 @@ def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
     """
     if callable(key):
         return None
-    axes = []
-    for field in key if isinstance(key, tuple) else (key,):
-        axis = _axis(dataset, field)
-        if axis is None:
-            return None
-        axes.append(axis)
-    sizes = np.stack(axes, axis=-1)
+    try:
+        fields = key if isinstance(key, tuple) else (key,)
+        sizes = np.stack([_axis(dataset, field) for field in fields], axis=-1)
+    except (KeyError, IndexError, TypeError):
+        return None
     if (nulls := np.argwhere(sizes < 0)).size:
         raise SizesError(f"sample {nulls[0, 0]} has no size for key {key!r}: it is null")
     return sizes if isinstance(key, tuple) else sizes[:, 0]
 
 
-def _axis(dataset: Any, field: FieldName | None) -> Lengths | None:
+def _axis(dataset: Any, field: FieldName | None) -> Lengths:
+    """The sizes on one axis, −1 for a null; a `KeyError`, `IndexError` or `TypeError` if unsure."""
     if is_exactly(dataset, "datasets", "Dataset"):
         return _arrow(dataset, field)
     if is_exactly(dataset, "pandas", "DataFrame"):
-        known = list(dataset.columns).count(field) == 1
-        return _lengths(dataset[field].tolist()) if known else None
-    if is_exactly(dataset, "pandas", "Series"):
-        return _items(dataset.tolist(), field)
-    return _items(dataset, field) if type(dataset) in (list, tuple) else None
+        if list(dataset.columns).count(field) != 1:
+            raise KeyError(field)
+        return np.array(lengths_of(dataset[field].tolist()), np.int64)
+    samples = dataset.tolist() if is_exactly(dataset, "pandas", "Series") else dataset
+    kinds = set(map(type, samples)) if type(samples) in (list, tuple) else {object}
+    if not kinds <= (SIZED if field is None else {dict, list, tuple}):
+        raise TypeError("samples of other types may be read in ways of their own")
+    return np.array(quick_lengths(samples, field), np.int64)
 
 
-def _items(samples: Sequence[Any], field: FieldName | None) -> Lengths | None:
-    kinds = set(map(type, samples))
-    if field is None:
-        return None if tuple in kinds else _lengths(samples)
-    if not kinds <= {dict, list, tuple}:
-        return None
-    try:
-        return _lengths([sample[field] for sample in samples])
-    except (KeyError, IndexError, TypeError):
-        return None
-
-
-def _lengths(values: Sequence[Any]) -> Lengths | None:
-    if not set(map(type, values)) <= SIZED:
-        return None
-    try:
-        return np.fromiter(map(len, values), dtype=np.int64, count=len(values))
-    except TypeError:  # a 0-dimensional array
-        return None
-
-
-def _arrow(dataset: Any, field: FieldName | None) -> Lengths | None:
-    """The lengths in a column of a `datasets.Dataset`, −1 for a null."""
+def _arrow(dataset: Any, field: FieldName | None) -> Lengths:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     layout = dataset.format
     if field not in layout["columns"] or field not in dataset.features:
-        return None
+        raise KeyError(field)
     if type(dataset.features[field]).__name__ not in _STORED:
-        return None
+        raise TypeError("the column's values are decoded")
     column, rows = dataset.data.column(field), dataset._indices
     kind = column.type
     formats: set[str | None] = {None}
@@ -98,8 +77,8 @@ def _arrow(dataset: Any, field: FieldName | None) -> Lengths | None:
     elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         lengths = pc.binary_length(column)
     else:
-        return None
+        formats = set()
     if layout["type"] not in formats:
-        return None
+        raise TypeError("the column's values may be converted")
     sizes: Lengths = pc.fill_null(lengths, -1).to_numpy().astype(np.int64)
     return sizes if rows is None else sizes[rows.column(0).to_numpy()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.sizes.quick import quick_sizes
 from torchbudget.data.sizes.size_dataset import SizeDataset, check_axes
 from torchbudget.errors import OptionError, SizesError
+from torchbudget.progress import with_bar
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -126,23 +127,14 @@ def _one_pass(
         generator=torch.Generator(),  # without it the loader draws from the global generator
         multiprocessing_context=multiprocessing_context,
     )
+    read: Iterable[Sizes] = loader
+    if progress:
+        read = with_bar(loader, total=len(measured), unit="samples", description="sizes", count=len)
     chunks: list[Sizes] = []
-    for chunk in _with_bar(loader, len(measured)) if progress else loader:
+    for chunk in read:
         chunks.append(chunk)
         check_axes(chunk.shape[1:], (len(chunks) - 1) * _CHUNK, chunks[0].shape[1:], 0)
     if not chunks:
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
     return np.concatenate(chunks)
-
-
-def _with_bar(chunks: Iterable[Sizes], total: int) -> Iterator[Sizes]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:  # a bar is a courtesy: nobody's sizes should fail for want of it
-        yield from chunks
-        return
-    with tqdm(total=total, desc="sizes", unit=" samples", disable=None) as bar:
-        for chunk in chunks:
-            yield chunk
-            bar.update(len(chunk))

@@ -1,4 +1,4 @@
-"""An endless source of a dataset's samples, drawn with weights."""
+"""An endless source of random samples of a dataset, with weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from torchbudget.checks import natural
 from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError
-from torchbudget.plan.order import Order
+from torchbudget.plan.order import Order, weights_of
 
 _CHUNK: Final = 1024
 
@@ -25,42 +25,42 @@ class SampleForever(IterableDataset[Any]):
         self._dataset = dataset
         self._order = order
         self._epoch = 0
-        self._drawn = 0
+        self._position = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next `iter()`, and so its draws."""
+        """Choose the epoch of the next `iter()`, and so its samples."""
         self._epoch = natural("epoch", epoch)
-        self._drawn = 0
+        self._position = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Draw samples, from the beginning or from the loaded position."""
+        """Yield samples, from the beginning or from the loaded position."""
         epoch = self._order.epoch(self._epoch)
         while True:
-            start = self._drawn
+            start = self._position
             for index in epoch.indices(start, start + _CHUNK).tolist():
-                self._drawn += 1
+                self._position += 1
                 yield self._dataset[index]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the number of draws so far, since draws can start at any position."""
-        return {"epoch": self._epoch, "drawn": self._drawn}
+        """The position: the number of samples so far."""
+        return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position."""
-        self._epoch, self._drawn = int(state_dict["epoch"]), int(state_dict["drawn"])
+        self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
 
 
 def sample_forever(
     dataset: MapStyle, *, weights: npt.ArrayLike | None = None, seed: int = 0
 ) -> SampleForever:
-    """Draw samples of a dataset endlessly, each independently of the others.
+    """Sample a dataset endlessly, with replacement.
 
     A source for `BudgetedIterableDataset(…, batches_per_epoch=…)`.
 
     Args:
         dataset: N samples.
         weights: relative frequencies, shape `(N,)`. Default: all equal.
-        seed: the draws are a function of (seed, epoch, position).
+        seed: the samples are a function of (seed, epoch, position).
 
     Raises:
         OptionError: the dataset is empty, or the weights are invalid.
@@ -71,16 +71,12 @@ def sample_forever(
     """
     if not len(dataset):
         raise OptionError("an empty dataset has no samples to draw")
-    try:
-        frequencies = None if weights is None else np.asarray(weights, np.float64)
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"weights must be numbers: {error}") from error
     order = Order(
         dataset_length=len(dataset),
         skipped=np.empty(0, np.int64),
         num_samples=2**62,
         replacement=True,
-        weights=frequencies,
+        weights=weights_of(weights),
         seed=natural("seed", seed),
     )
     return SampleForever(dataset, order)

@@ -1,4 +1,4 @@
-"""Data sets of other libraries: how they are split already, and what their states leave out."""
+"""Data sets of other libraries: how they split themselves, and whether their states are exact."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ _MODULES: Final = {
 }
 
 
-def library(given: Any) -> str | None:
-    """Which of the libraries that are known here its class, or one that it derives from, is of."""
-    for kind in type(given).__mro__:
+def library(data: Any) -> str | None:
+    """The library that its class, or one of its base classes, is from, if it is known here."""
+    for kind in type(data).__mro__:
         for name, modules in _MODULES.items():
             if f"{kind.__module__}.".startswith(modules):
                 return name
     return None
 
 
-def split_by(given: Any) -> Literal["workers", "ranks"] | None:
-    """Which processes get other samples of it than others do, by its own doing."""
-    match library(given):
-        case "datasets":  # by worker, and by node if it was told to
-            return "workers" if getattr(given, "_distributed", None) is None else "ranks"
+def split_by(data: Any) -> Literal["workers", "ranks"] | None:
+    """The processes by which it splits itself, if it does."""
+    match library(data):
+        case "datasets":  # by worker, and by node after `split_dataset_by_node`
+            return "workers" if getattr(data, "_distributed", None) is None else "ranks"
         case "webdataset" | "ray":
             return "ranks"
     return None
 
 
-def seeks(given: Any) -> bool:
-    """Whether it has a state that says everything.
+def seeks(data: Any) -> bool:
+    """Whether it has a state that is exact.
 
-    The state of a `datasets` stream leaves out the samples in its shuffle buffer, and may be a
-    batch off where tables are mapped in batches, as its documentation says.
+    The state of a `datasets` stream does not contain its shuffle buffer, and may be a batch off
+    where tables are mapped in batches, as its documentation says.
     """
-    if not (hasattr(given, "state_dict") and hasattr(given, "load_state_dict")):
+    if not (hasattr(data, "state_dict") and hasattr(data, "load_state_dict")):
         return False
-    if library(given) != "datasets":
+    if library(data) != "datasets":
         return True
-    if getattr(getattr(given, "_formatting", None), "is_table", False):
+    if getattr(getattr(data, "_formatting", None), "is_table", False):
         return False
-    waiting = [getattr(given, "_ex_iterable", None)]
+    waiting = [getattr(data, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
         if stage is None or "Buffer" in type(stage).__name__:
@@ -57,19 +57,19 @@ def seeks(given: Any) -> bool:
     return True
 
 
-def beginning(given: Any) -> Any:
-    """A state that makes it begin at its beginning, whatever was loaded since.
+def initial_state(data: Any) -> Any:
+    """A state that makes it start over, whatever is loaded later.
 
-    What was loaded into it before stays its beginning, but in `datasets`, which says where it
-    stands only once it is read; a state of an epoch that never is has it begin at its beginning.
+    If a state was loaded into it before, it starts there. That does not hold for `datasets`, whose
+    `state_dict` is up to date only after it is read; epoch -1 makes it start over.
     """
-    state = given.state_dict()
-    return {**state, "epoch": -1} if library(given) == "datasets" else state
+    state = data.state_dict()
+    return {**state, "epoch": -1} if library(data) == "datasets" else state
 
 
-def is_iterable(given: Any) -> bool:
-    """Whether it gives samples one by one, `iter` or not."""
-    return isinstance(given, Iterable) or (library(given) == "ray" and hasattr(given, "iter_rows"))
+def is_iterable(data: Any) -> bool:
+    """Whether its samples can be iterated, with `iter` or in another way."""
+    return isinstance(data, Iterable) or (library(data) == "ray" and hasattr(data, "iter_rows"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +77,29 @@ class RayRows:
     """The rows of a Ray Data set, or of one of the parts that `streaming_split` makes.
 
     Args:
-        given: the data set or iterator.
-        ranks: that read it.
+        data: the data set or iterator.
+        ranks: number of them that read it.
         workers: of this rank's loader, 0 for none.
 
     Raises:
-        OptionError: samples would come several times.
+        OptionError: samples would be read several times.
     """
 
-    given: Any
+    data: Any
     ranks: int
     workers: int
 
     def __post_init__(self) -> None:
         if self.workers:
             raise OptionError(
-                "Ray reads ahead in processes of its own, and gives each worker of a DataLoader "
+                "Ray reads ahead in its own processes, and each worker of a DataLoader would get "
                 "all samples: use num_workers=0"
             )
-        if self.ranks > 1 and "Split" not in type(self.given).__name__:
+        if self.ranks > 1 and "Split" not in type(self.data).__name__:
             raise OptionError(
                 f"each of {self.ranks} ranks would get all samples of a Ray data set: pass "
                 f"data.streaming_split({self.ranks})[rank], or Ray Train's get_dataset_shard"
             )
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.given.iter_rows())
+        return iter(self.data.iter_rows())

@@ -1,4 +1,4 @@
-"""What is read becomes samples: transforms, one by one or in threads, in order."""
+"""Items become samples: transforms are applied one by one or in threads, in order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ R = TypeVar("R")
 
 
 class Item(NamedTuple):
-    """What was read.
+    """An item that was read.
 
     Attributes:
         position: in what this process reads.
-        name: its shard and its place there, the same whoever reads it.
-        value: itself.
+        name: its shard and its place there, the same in every process.
+        value: the item itself.
     """
 
     position: int
@@ -29,10 +29,10 @@ class Item(NamedTuple):
 
 
 class Failed:
-    """What an item became whose transforms raised.
+    """An item whose transforms raised.
 
     Args:
-        error: names the item; caused by what was raised.
+        error: names the item; its cause is the exception of the transform.
     """
 
     __slots__ = ("error",)
@@ -46,18 +46,18 @@ class Pipeline:
 
     Args:
         transforms: applied in order.
-        threads: that apply them, each to another item; 0: the calling one.
-        called: what an item is called in an error's text, by its name and value.
+        threads: that apply them, each to another item; 0: the calling thread does.
+        describe: names an item in an error message, by its name and value.
     """
 
     def __init__(
         self,
         transforms: Sequence[Transform],
         threads: int,
-        called: Callable[[tuple[int, int], Any], str],
+        describe: Callable[[tuple[int, int], Any], str],
     ) -> None:
-        self.transforms = tuple(transforms)
-        self._called = called
+        self._transforms = tuple(transforms)
+        self._describe = describe
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
@@ -66,43 +66,43 @@ class Pipeline:
     ) -> Iterator[tuple[int, list[Any] | Failed]]:
         """The position and the samples of each item, in order.
 
-        At most `2 · threads` items are under way at a time.
+        At most `2 · threads` items are in progress at a time.
 
         Args:
-            items: that were read.
+            items: to transform.
             key: of all randomness, with the item's name.
         """
 
-        def made(item: Item) -> tuple[int, list[Any] | Failed]:
-            return item.position, self._made(item, key)
+        def transformed(item: Item) -> tuple[int, list[Any] | Failed]:
+            return item.position, self._transform(item, key)
 
         if not self._threads:
-            yield from map(made, items)
+            yield from map(transformed, items)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
-        yield from _in_order(self._pool, made, items, 2 * self._threads)
+        yield from _in_order(self._pool, transformed, items, 2 * self._threads)
 
-    def _made(self, item: Item, key: tuple[int, ...]) -> list[Any] | Failed:
+    def _transform(self, item: Item, key: tuple[int, ...]) -> list[Any] | Failed:
         token = sample_random.set(SampleRandom(*key, *item.name))
         try:
             samples = [item.value]
-            for transform in self.transforms:
+            for transform in self._transforms:
                 if isinstance(transform, Expanded):
-                    samples = [made for sample in samples for made in transform(sample)]
+                    samples = [one for sample in samples for one in transform(sample)]
                 else:
                     samples = [transform(sample) for sample in samples]
-        except Exception as error:  # noqa: BLE001  (whatever a user's transform raises, is told)
-            name = self._called(item.name, item.value)
-            told = SampleError(f"{name} cannot be made: {type(error).__name__}: {error}")
-            told.__cause__ = error
-            return Failed(told)
+        except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
+            name = self._describe(item.name, item.value)
+            failure = SampleError(f"{name} cannot be made: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return Failed(failure)
         finally:
             sample_random.reset(token)
         return samples
 
     def close(self) -> None:
-        """End the threads; what they have begun is finished first."""
+        """End the threads, after the items that they have started."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -111,14 +111,14 @@ class Pipeline:
 def _in_order(
     pool: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], most: int
 ) -> Iterator[R]:
-    under_way: deque[Future[R]] = deque()
+    in_progress: deque[Future[R]] = deque()
     try:
         for item in items:
-            under_way.append(pool.submit(function, item))
-            if len(under_way) == most:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            in_progress.append(pool.submit(function, item))
+            if len(in_progress) == most:
+                yield in_progress.popleft().result()
+        while in_progress:
+            yield in_progress.popleft().result()
     finally:
-        for future in under_way:
+        for future in in_progress:
             future.cancel()

@@ -1,4 +1,4 @@
-"""How many bytes a sample holds."""
+"""How many bytes a sample takes in memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _OBJECT_BYTES: Final = 100
 def held_bytes(sample: Any) -> int:
     """Bytes of everything in a sample: tensors, arrays, text, numbers, nested in any way.
 
-    A tensor or an array counts its own elements, whatever the storage that it is a part of: that is
-    held by others too. What is met twice counts once. O(objects in the sample).
+    A tensor or an array counts its own elements, not the rest of a storage that it shares with
+    others. An object that occurs twice counts once. O(objects in the sample).
 
     >>> held_bytes(np.zeros(1000)) >= 8000
     True
     """
     total = 0
-    met: set[int] = set()
+    seen: set[int] = set()
     waiting = [sample]
     while waiting:
         value = waiting.pop()
-        if id(value) in met:
+        if id(value) in seen:
             continue
-        met.add(id(value))
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
             total += _OBJECT_BYTES
             if value.layout is torch.sparse_coo:

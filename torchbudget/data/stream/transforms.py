@@ -5,7 +5,7 @@
 >>> shorter({"ids": [7, 8, 9], "label": 1})
 {'ids': [7, 8], 'label': 1}
 
-Random transforms draw from `transforms.rng()`, the generator of one sample. Its numbers are a
+Random transforms use `transforms.rng()`, the generator of one sample. Its numbers are a
 function of (seed, epoch, shard, position in the shard), and so the same for any number of threads
 and workers. The exception is a source that splits itself, such as a function `(shard, num_shards)`:
 its shards depend on the number of workers.
@@ -40,7 +40,7 @@ class SampleRandom:
 
     @property
     def generator(self) -> np.random.Generator:
-        """Made at its first use, since most samples draw nothing."""
+        """Made at its first use, since most samples use no random numbers."""
         if self._generator is None:
             self._generator = np.random.Generator(
                 np.random.Philox(np.random.SeedSequence(self._key))
@@ -107,11 +107,9 @@ class _Zipped:
         fields = list(value.values() if isinstance(value, Mapping) else value)
         if len(fields) != len(self.calls):
             raise ValueError(f"zip_apply has {len(self.calls)} functions for {len(fields)} fields")
-        made = [one if f is None else f(one) for f, one in zip(self.calls, fields, strict=True)]
+        new = [one if f is None else f(one) for f, one in zip(self.calls, fields, strict=True)]
         return (
-            dict(zip(value, made, strict=True))
-            if isinstance(value, Mapping)
-            else _like(value, made)
+            dict(zip(value, new, strict=True)) if isinstance(value, Mapping) else _like(value, new)
         )
 
 
@@ -133,7 +131,7 @@ class _Sometimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn(_Call):
+class _WithSampledArgs(_Call):
     def __call__(self, value: Any) -> Any:
         args = [one() if callable(one) else one for one in self.args]
         kwargs = {name: one() if callable(one) else one for name, one in self.kwargs.items()}
@@ -206,9 +204,9 @@ def random_apply(
 def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
     """`function(sample, *args, **kwargs)`; arguments that are callable are called first.
 
-    They may draw from `transforms.rng()`.
+    They may use `transforms.rng()`.
     """
-    return _Drawn(function, args, kwargs)
+    return _WithSampledArgs(function, args, kwargs)
 
 
 def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> Transform:

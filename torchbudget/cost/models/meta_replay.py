@@ -1,10 +1,9 @@
-"""A training step replayed on PyTorch's meta device, where tensors have shapes but no memory."""
+"""A module's forward and backward on PyTorch's meta device, where tensors have no memory."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.cost.models.live_storages import LiveStorages
 from torchbudget.errors import CostError
 
 _BY_HAND: Final = (
@@ -23,47 +23,30 @@ _BY_HAND: Final = (
 
 
 # torch leaves the dispatch mode's class and constructor without types.
-class LiveBytes(TorchDispatchMode):
-    """The bytes that live after each operation inside the context, each storage counted once.
-
-    Only storages without memory count: those of meta tensors, and of fake ones.
+class MetaBytes(TorchDispatchMode):
+    """The bytes of meta tensors that live after each operation inside the context.
 
     Attributes:
-        history: bytes after each operation, without the storages of `held`.
+        history: bytes after each operation, without the storages of `excluded`.
     """
 
-    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+    def __init__(self, excluded: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         self.history: list[int] = []
-        self._live_bytes = 0
-        self._seen: set[int] = set()
-        for tensor in held:
-            self._watch(tensor.untyped_storage(), 0)
-
-    def _watch(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        if id(storage) not in self._seen:
-            self._seen.add(id(storage))
-            self._live_bytes += num_bytes
-            weakref.finalize(storage, self._forget, id(storage), num_bytes)
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._seen.remove(key)
-        self._live_bytes -= num_bytes
+        self._live = LiveStorages()
+        for tensor in excluded:
+            self._live.add(tensor.untyped_storage(), 0)
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage.device.type == "meta":
-                    self._watch(storage, storage.nbytes())
-        self.history.append(self._live_bytes)
+                    self._live.add(storage, storage.nbytes())
+        self.history.append(self._live.num_bytes)
         return result
 
 
@@ -74,21 +57,20 @@ def replay(
 ) -> tuple[nn.Module, int, int]:
     """Run a copy of `module` forward and backward on the meta device, for 2, 4 and 8 samples.
 
-    As in training, and with gradients there already, as when micro-batches accumulate. The module
-    itself, its mode and the random state stay as they are.
+    In training mode, and with gradients allocated, as when micro-batches accumulate. The module
+    itself, its mode and the random state do not change.
 
     Args:
         module: a module, or what builds one (without memory, on the meta device).
         inputs: its positional arguments: one sample's meta tensors, without the batch axis.
-        targets: what lives beside them as long as the step, likewise.
+        targets: what else lives until the step ends, likewise.
 
     Returns:
-        The copy; bytes per sample; and bytes that depend neither on the batch nor are the copy's
-        or its gradients'.
+        The copy; bytes per sample; and constant bytes beside those of the copy and its gradients.
 
     Raises:
-        CostError: the module does not run on the meta device, is recurrent, or needs what is not
-            in proportion to the batch.
+        CostError: the module does not run on the meta device, is recurrent, or needs bytes that are
+            not in proportion to the batch.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
@@ -110,12 +92,12 @@ def _meta_copy(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             module = module()
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        # Fused kernels (oneDNN, cuDNN) keep workspaces that the meta device's plain cells do not:
-        # an LSTM on a CPU was seen to hold 2.4 times what they tell.
+        # Fused kernels (oneDNN, cuDNN) have workspaces that the meta device's plain cells do not:
+        # an LSTM on a CPU was seen to take 2.4 times the bytes that are counted here.
         raise CostError(f"a recurrent module needs what its device's kernel needs; {_BY_HAND}")
-    # A copy rather than a functional call on the module itself: what a forward keeps on its module
-    # (a cached table, a recomputed weight) would stay behind there, as meta tensors. The memo
-    # spares the bytes: deepcopy takes these in the place of the tensors themselves.
+    # A copy rather than a functional call on the module itself: what a forward stores in its module
+    # (a cached table, a recomputed weight) would stay there, as meta tensors. With the memo,
+    # deepcopy takes these empty tensors instead of copying the real ones.
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)
@@ -136,7 +118,7 @@ def _history(
     """The bytes that live after each operation on n samples, beside the module and gradients."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    with LiveBytes([*parameters, *gradients, *module.buffers()]) as live:
+    with MetaBytes([*parameters, *gradients, *module.buffers()]) as live:
         batch, target = (
             [one.new_empty((n, *one.shape)) for one in sample] for sample in (inputs, targets)
         )
@@ -144,11 +126,11 @@ def _history(
         roots = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if gradients and not roots:
             raise CostError(
-                "the module's output holds no tensor that its parameters reach; it must be a "
-                f"tensor, or a tuple, list or dict of tensors, got {type(output).__name__}"
+                "the module's output contains no tensor that depends on its parameters; it must be "
+                f"a tensor, or a tuple, list or dict of tensors, got {type(output).__name__}"
             )
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-        del target  # it lives as long as the step
+        del target  # it lives until the step ends
     history: list[int] = live.history  # the base class is untyped
     return history
 

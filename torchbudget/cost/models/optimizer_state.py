@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.checks import is_int
 from torchbudget.errors import CostError
 
 OptimizerFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
@@ -17,19 +18,19 @@ OptimizerFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
 def states_per_parameter(optimizer: torch.optim.Optimizer | OptimizerFactory | int | None) -> int:
     """How many elements an optimizer keeps for each element that it trains.
 
-    SGD 0, with momentum 1, Adam 2; the most of all groups, without what is less than one (step
-    counts, factored moments). It is told by one step on a small matrix. An optimizer itself is
-    not stepped: another one is made of its class and the options of its groups.
+    SGD 0, with momentum 1, Adam 2; the largest of all groups, without what is less than one (step
+    counts, factored moments). It is found by one step on a small matrix. An optimizer that is
+    given is not stepped: another one is made of its class and the options of its groups.
 
     Raises:
-        CostError: `optimizer` is none, or it does not step on the matrix.
+        CostError: `optimizer` is not an optimizer, or it does not step on the matrix.
 
     >>> states_per_parameter(torch.optim.AdamW)
     2
     """
     if optimizer is None:
         return 0
-    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+    if is_int(optimizer) and optimizer >= 0:
         return optimizer
     if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         raise CostError(
@@ -49,7 +50,7 @@ def states_per_parameter(optimizer: torch.optim.Optimizer | OptimizerFactory | i
         return max(_elements(trial.state[matrix]) // matrix.numel() for matrix in matrices)
     except Exception as error:
         raise CostError(
-            "cannot tell the optimizer's state; give the number of states that it keeps per "
+            "cannot find out the optimizer's state; give the number of states that it keeps per "
             f"parameter, as in optimizer=2: {type(error).__name__}: {error}"
         ) from error
 

@@ -1,0 +1,77 @@
+"""Costs that were run, without a trace or with one, and what is said of bad steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.training_cases import CASES
+from torchbudget import measure_cost, trace_peak_bytes
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.machine.process import process_memory
+
+
+def test_three_axes_are_run() -> None:
+    """Three sequences in each sample, of unequal lengths: shapes are found, traced and run."""
+    model = nn.Linear(16, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: list[torch.Tensor]) -> None:
+        sum(model(one).tanh().square().mean() for one in batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make_batch(n: int, size: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.zeros(n, length, 16) for length in size]
+
+    cost = measure_cost(
+        step,
+        make_batch,
+        max_size=(400, 600, 500),
+        budget=process_memory().resident_bytes + 300 * 2**20,
+    )
+    assert not cost.notes
+    assert {probe.how for probe in cost.probes} == {"run"}
+    assert len(cost.probes) <= 8
+    peak = trace_peak_bytes(step, make_batch(300, (300, 200, 100)))
+    grown = cost.fitted_bytes(300, (300, 200, 100)) - cost.fitted_bytes(1, (6, 9, 8))
+    assert 0.9 * peak <= grown <= 1.3 * peak
+
+
+# What else this process holds comes and goes; peaks are compared in processes of their own.
+@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
+def test_a_step_that_looks_at_values_falls_back_to_running() -> None:
+    training = CASES["encoder, fused attention"]()
+
+    def step(batch: Any) -> None:
+        longest = int(batch["x"].count_nonzero(1).max())
+        training.step({"x": batch["x"][:, :longest]})
+
+    with pytest.raises(CostError, match=r"does not run on fake tensors.*method='run'"):
+        measure_cost(step, training.make_batch, max_size=128, method="trace")
+    budget = process_memory().resident_bytes + 200 * 2**20
+    cost = measure_cost(step, training.make_batch, max_size=128, budget=budget)
+    assert {probe.how for probe in cost.probes} == {"run"}
+    assert any("only run, not traced" in note for note in cost.notes)
+    assert len(cost.probes) <= 8
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    training = CASES["heavy"]()
+
+    def step(batch: Any) -> torch.Tensor:
+        training.step(batch)
+        return torch.tensor(float("nan"))
+
+    budget = process_memory().resident_bytes + 200 * 2**20
+    with pytest.warns(MeasureWarning, match="not finite"):
+        measure_cost(step, training.make_batch, max_size=100, method="run", budget=budget)
+
+
+def test_a_budget_below_the_floor() -> None:
+    training = CASES["heavy"]()
+    with pytest.raises(CostError, match=r"model, gradients, .* need .*MiB .*budget is 64 MiB"):
+        measure_cost(training.step, training.make_batch, max_size=100, budget="64MiB")

@@ -1,0 +1,28 @@
+"""Copies of tensors in a file."""
+
+import torch
+
+from torchbudget.cost.measuring.copies import copied
+
+
+def test_values_come_back():
+    """Every dtype and layout, scalars and empty tensors, bit for bit; as often as asked."""
+    tensors = [
+        torch.tensor(3.5),
+        torch.zeros(0),
+        torch.randn(4, 5).t(),
+        torch.randn(6)[::2],
+        torch.randn(7, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.randn(3, requires_grad=True),
+        torch.tensor(float("nan")),
+    ]
+    before = [tensor.detach().clone() for tensor in tensors]
+    with copied(tensors) as put_back:
+        for _ in range(2):
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor.zero_()
+            put_back()
+            for tensor, value in zip(tensors, before, strict=True):
+                assert torch.equal(tensor.nan_to_num(9), value.nan_to_num(9))

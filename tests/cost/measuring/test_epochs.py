@@ -1,0 +1,148 @@
+"""Epochs under a measured cost, against the machine's own counters and limits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.memory_groups import memory_group
+from tests.support.training_cases import CASES
+from torchbudget import MemoryBudgetBatchSampler, measure_cost
+
+EPOCH = """
+import resource
+import sys
+
+import numpy as np
+import torch
+
+import torchbudget as tb
+from tests.support.training_cases import CASES
+from torchbudget.machine.process import process_memory, reset_peak_memory
+
+name, budget, method, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+training = CASES[name]()
+cost = tb.measure_cost(
+    training.step, training.make_batch, max_size=training.max_size, budget=budget, method=method
+)
+rng = np.random.default_rng(0)
+ends = np.atleast_1d(training.max_size)
+sizes = np.clip(ends * rng.lognormal(-2, 0.8, (400, len(ends))), 1, ends).astype(int)
+batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
+if "fixed" in kind:  # as many samples in each as ours have on average
+    each = -(-len(sizes) // len(batches))
+    batches = np.split(rng.permutation(len(sizes)), range(each, len(sizes), each))
+if "limited" in kind:  # what is there now, and what the budget leaves
+    memory = process_memory()
+    status = open("/proc/self/status").read()
+    data = int(status.partition("VmData:")[2].split()[0]) * 1024
+    limit = data + budget - memory.resident_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+reset_peak_memory()
+print("measured", flush=True)
+for batch in batches:
+    size = sizes[batch].max(0)
+    size = tuple(map(int, size)) if len(ends) > 1 else int(size[0])
+    training.step(training.make_batch(len(batch), size))
+print(process_memory().peak_resident_bytes / budget, len(cost.probes))
+"""
+
+
+BUDGET = 600 * 2**20
+
+
+def epoch(name: str, method: str, kind: str = "ours") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", EPOCH, name, str(BUDGET), method, kind],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
+@pytest.mark.parametrize(
+    ("name", "method", "least"),
+    [
+        ("decoder, scores kept", "auto", 0.9),
+        ("images", "auto", 0.9),
+        ("encoder and decoder", "auto", 0.9),
+        ("decoder, scores kept", "run", 0.7),
+        ("encoder and decoder", "run", 0.7),
+        ("images", "run", 0.7),
+        ("graphs", "run", 0.7),
+    ],
+)
+def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) -> None:
+    """The process's own high-water mark over an epoch is below the budget and near it.
+
+    Without a trace less of the budget is filled.
+    """
+    done = epoch(name, method)
+    assert not done.returncode, done.stderr
+    share, probes = done.stdout.split()[1:]
+    assert least <= float(share) <= 1
+    assert int(probes) <= 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_an_epoch_ends_under_a_limit_of_allocations() -> None:
+    """`RLIMIT_DATA` at the budget: ours ends; fixed batches of the same mean number do not."""
+    name = "decoder, scores kept"
+    ours, fixed = epoch(name, "auto", "ours, limited"), epoch(name, "auto", "fixed, limited")
+    assert not ours.returncode, ours.stderr
+    assert fixed.stdout.split() == ["measured"]
+    assert "can't allocate memory" in fixed.stderr
+
+
+def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
+    """The kernel kills who needs more: not ours; fixed batches of the same mean number."""
+    with memory_group(BUDGET) as group:
+        group.output(EPOCH, "decoder, scores kept", BUDGET, "auto", "ours")
+        with group.python(EPOCH, "decoder, scores kept", BUDGET, "auto", "fixed") as fixed:
+            printed, errors = fixed.communicate(timeout=120)
+    assert printed.split() == ["measured"], errors
+    assert fixed.returncode == -signal.SIGKILL
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("budget_mib", [1500, 4000])
+@pytest.mark.parametrize("name", ["decoder, scores kept", "encoder and decoder", "images"])
+def test_an_epoch_on_cuda_stays_within_the_budget(name: str, budget_mib: int) -> None:
+    """Reserved memory is below the budget and near it, without a retry or an error."""
+    budget = budget_mib * 2**20
+    training = CASES[name]()
+    training.model.to("cuda")
+
+    def make_batch(n: int, size: Any) -> Any:
+        return {key: tensor.cuda() for key, tensor in training.make_batch(n, size).items()}
+
+    cost = measure_cost(
+        training.step, make_batch, max_size=training.max_size, budget=budget, device="cuda"
+    )
+    rng = np.random.default_rng(0)
+    ends = np.atleast_1d(training.max_size)
+    sizes = np.clip(ends * rng.lognormal(-2, 0.8, (4000, len(ends))), 1, ends).astype(int)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((budget - outside_bytes) / total_bytes)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    try:
+        for batch in MemoryBudgetBatchSampler(sizes, cost, budget):
+            size = tuple(sizes[batch].max(0).tolist())
+            training.step(make_batch(len(batch), size if len(size) > 1 else size[0]))
+        after = torch.cuda.memory_stats()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 0.95 <= (torch.cuda.max_memory_reserved() + outside_bytes) / budget <= 1
+    for event in ("num_alloc_retries", "num_ooms"):
+        assert after[event] == before[event]

@@ -1,0 +1,42 @@
+"""The traced peak of one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.training_cases import CASES
+from torchbudget import trace_peak_bytes
+
+
+def test_a_traced_peak_counts_what_lives() -> None:
+    """Two layers by hand: parameters, gradients, momenta, the batch, activations."""
+    model = nn.Linear(64, 128, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weight, n = 4 * 64 * 128, 1000
+    # In the backward of the square: weight, momentum, batch, the output, twice that, the gradient
+    # that arrives, and the one that leaves; the loss and its gradient, a block of 64 bytes each.
+    outputs = 4 * n * 128
+    peak = trace_peak_bytes(step, torch.zeros(n, 64))
+    two_scalars = 2 * 64
+    assert peak == 2 * weight + 4 * n * 64 + 4 * outputs + two_scalars
+
+
+def test_a_logged_loss_can_be_traced() -> None:
+    """`loss.item()` has a value, if no true one."""
+    training = CASES["heavy"]()
+    losses = []
+
+    def step(batch: Any) -> None:
+        losses.append(training.step(batch).item())
+
+    assert trace_peak_bytes(step, training.make_batch(2, 10)) > 0
+    assert losses == [1.0, 1.0]

@@ -1,0 +1,44 @@
+"""A cost that is a table of measured batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchbudget import TableCost
+from torchbudget.errors import CostError
+
+tables = st.lists(
+    st.tuples(st.integers(1, 100), st.integers(1, 500), st.integers(1, 10**9)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(tables, st.integers(1, 500), st.integers(0, 10**10))
+def test_a_table_is_exact_and_monotone(rows: Any, size: int, budget: int) -> None:
+    n, sizes, peaks = zip(*rows, strict=True)
+    table = TableCost(numbers=n, sizes=tuple((s,) for s in sizes), peak_bytes=peaks)
+    fits = int(table.capacity(size, budget))
+    if size > max(sizes):
+        assert fits == 0
+        with pytest.raises(CostError, match="larger than all that were measured"):
+            table.batch_bytes(1, size)
+        return
+    assert fits == 0 or table.batch_bytes(fits, size) <= budget
+    assert table.batch_bytes(fits + 1, size) > budget
+    numbers = np.arange(1, 200)
+    lengths = np.arange(1, max(sizes) + 1)
+    assert (np.diff(table.batch_bytes(numbers, size)) >= 0).all()
+    assert (np.diff(table.batch_bytes(7, lengths)) >= 0).all()
+
+
+def test_columns_of_one_length() -> None:
+    with pytest.raises(CostError, match="as many numbers and sizes as peaks"):
+        TableCost(numbers=(1, 2), sizes=((1,), (2,)), peak_bytes=(10,))
+    with pytest.raises(CostError, match="at least one of each"):
+        TableCost(numbers=(), sizes=(), peak_bytes=())

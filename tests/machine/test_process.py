@@ -1,0 +1,141 @@
+"""The memory of processes and of their descendants."""
+
+import mmap
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from torchbudget.errors import MachineError
+from torchbudget.machine.process import process_memory, process_tree
+from torchbudget.units import MiB
+
+
+def test_memory_that_is_taken_is_resident_and_unreclaimable():
+    before = process_memory()
+    taken = bytearray(b"\1") * MiB(64)
+    after = process_memory()
+    del taken
+    assert before.pid == after.pid == os.getpid()
+    # Not the proportional bytes: other processes that load the same libraries lower them.
+    for name in ("resident_bytes", "unreclaimable_bytes"):
+        assert getattr(after, name) - getattr(before, name) == pytest.approx(MiB(64), abs=MiB(8))
+    assert after.peak_resident_bytes >= after.resident_bytes
+
+
+def test_a_mapped_file_is_resident_but_reclaimable(tmp_path):
+    """Its pages can be read again, so the kernel may drop them."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MiB(64)))
+    before = process_memory()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0
+        after = process_memory()
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if kind == "tmpfs":
+        pytest.skip("the temporary folder is a tmpfs")
+    assert after.resident_bytes - before.resident_bytes == pytest.approx(MiB(64), abs=MiB(8))
+    assert after.unreclaimable_bytes - before.unreclaimable_bytes == pytest.approx(0, abs=MiB(8))
+
+
+MAP = """
+import mmap, sys
+with mmap.mmap(int(sys.argv[1]), 0) as mapped:
+    sum(mapped[:: mmap.PAGESIZE])
+    print("ready", flush=True)
+    input()
+"""
+
+
+def test_shared_memory_counts_once_over_the_processes_that_map_it():
+    """Half of the pages count in each of two processes, none in one that has ended."""
+    file = os.memfd_create("torchbudget-test")
+    os.truncate(file, MiB(64))
+    with mmap.mmap(file, MiB(64)) as mapped:
+        mapped.write(b"\1" * MiB(64))
+        alone = process_memory()
+        with subprocess.Popen(
+            [sys.executable, "-c", MAP, str(file)], stdin=-1, stdout=-1, pass_fds=[file]
+        ) as child:
+            assert child.stdout.readline() == b"ready\n"
+            # Other tests in this process may have left helpers of multiprocessing running.
+            tree = {reading.pid: reading for reading in process_tree()}
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            ended = process_memory(child.pid)
+    os.close(file)
+    here, there = tree[os.getpid()], tree[child.pid]
+    assert there.resident_bytes >= MiB(64)
+    assert here.unreclaimable_bytes + there.unreclaimable_bytes == pytest.approx(
+        alone.unreclaimable_bytes, abs=MiB(16)
+    )
+    assert (ended.resident_bytes, ended.unreclaimable_bytes, ended.peak_resident_bytes) == (
+        0,
+        0,
+        None,
+    )
+
+
+def test_a_tree_leaves_out_what_ends_meanwhile(monkeypatch):
+    """A descendant that is gone when its turn comes is no error; the process itself would be."""
+    gone = SimpleNamespace(pid=2**30)
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [gone])
+    assert [reading.pid for reading in process_tree()] == [os.getpid()]
+    with pytest.raises(MachineError, match="no such process"):
+        process_tree(2**30)
+
+
+STATUS = """Name:\tpython
+State:\tR (running)
+Pid:\t77
+Uid:\t0\t0\t0\t0
+VmHWM:\t    900 kB
+VmRSS:\t    800 kB
+RssAnon:\t    500 kB
+RssFile:\t    200 kB
+RssShmem:\t    100 kB
+"""
+ROLLUP = """5615-7fff ---p 00000000 00:00 0                          [rollup]
+Rss:                 800 kB
+Pss:                 600 kB
+Pss_Anon:            400 kB
+Pss_File:            150 kB
+Pss_Shmem:            50 kB
+"""
+
+
+@pytest.mark.parametrize(
+    ("rollup", "proportional", "unreclaimable"),
+    [
+        (ROLLUP, 600, 450),
+        (ROLLUP[: ROLLUP.index("Pss_Anon")], 600, 600),  # before Linux 5.4
+        (None, 800, 600),  # another user's process
+    ],
+    ids=["all", "sum only", "unreadable"],
+)
+def test_a_process_whose_shares_may_be_unreadable(tmp_path, rollup, proportional, unreclaimable):
+    """Without its shares, a process's pages are taken for its own."""
+    folder = tmp_path / "proc/77"
+    folder.mkdir(parents=True)
+    (folder / "status").write_text(STATUS)
+    if rollup is None:
+        (folder / "smaps_rollup").mkdir()  # reading it fails, for root too
+    else:
+        (folder / "smaps_rollup").write_text(rollup)
+    reading = process_memory(77, root=tmp_path)
+    assert reading.pid == 77
+    assert reading.resident_bytes == 800 * 1024
+    assert reading.peak_resident_bytes == 900 * 1024
+    assert reading.proportional_bytes == proportional * 1024
+    assert reading.unreclaimable_bytes == unreclaimable * 1024
+
+
+def test_a_reading_is_frozen():
+    """Readings are values: a reading cannot be changed after it was taken."""
+    with pytest.raises(AttributeError):
+        process_memory().unreclaimable_bytes = 0

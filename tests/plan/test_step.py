@@ -1,0 +1,185 @@
+"""`plan_step`: a step that is in memory, cut for the budget and dealt evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.strategies import problems, rules
+from torchbudget import PackedCost, PaddedCost, plan_step
+from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.errors import BudgetError, OptionError, OversizeError, SizesError, UnevenRanksError
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+def bytes_of(batch: list[int], sizes: Any, cost: Any, multiple: int = 1) -> int:
+    """Predicted bytes of a micro-batch, computed one by one."""
+    padded = -(-np.asarray(sizes)[batch].astype(np.int64) // multiple) * multiple
+    if isinstance(cost, AdditiveCost):
+        return cost.base_bytes + int(cost.item_bytes(padded).sum())
+    return int(cost.batch_bytes(len(batch), padded.max(axis=0)))
+
+
+@given(
+    problems(most=120),
+    st.data(),
+    st.integers(1, 8),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([1, 1, 8]),
+)
+def test_laws_of_a_step(
+    problem: Any, data: Any, ranks: int, multiple: int, size_multiple: int
+) -> None:
+    """Each sample once, none over, as many on every rank, multiples; `inverse` restores the order.
+
+    The one refusal is of too few samples, and as many as its message asks for, of the same sizes,
+    are not refused for having too few.
+    """
+    sizes, cost, budget = problem
+    options = data.draw(rules(packed=isinstance(cost, AdditiveCost)))
+    largest = -(-sizes.astype(np.int64).max(axis=0) // size_multiple) * size_multiple
+    budget = max(budget, bytes_of([0], largest[None], cost))
+    options |= {
+        "num_replicas": ranks,
+        "micro_batches_multiple": multiple,
+        "size_multiple": size_multiple,
+    }
+    try:
+        step = plan_step(sizes, cost, budget, **options)
+    except UnevenRanksError as error:
+        wanted = int(str(error).split("at least ")[1].split()[0])
+        assert wanted > len(sizes)
+        assert wanted % (ranks * multiple) == 0
+        return
+    micro_batches = step.micro_batches
+    assert len(micro_batches) == ranks
+    assert {len(mine) for mine in micro_batches} == {len(micro_batches[0])}
+    assert len(micro_batches[0]) % multiple == 0
+    joined = [index for mine in micro_batches for batch in mine for index in batch]
+    assert np.array(joined)[step.inverse].tolist() == list(range(len(sizes)))
+    most = options.get("max_batch_size")
+    for batch in (batch for mine in micro_batches for batch in mine):
+        assert bytes_of(batch, sizes, cost, size_multiple) <= budget
+        assert most is None or len(batch) <= most
+    again = plan_step(sizes, cost, budget, **options)
+    assert again.micro_batches == micro_batches
+
+
+@given(problems(most=80, fits=False), st.integers(1, 4))
+def test_oversize_samples_are_skipped_or_alone(problem: Any, ranks: int) -> None:
+    """Skipped: named, and in no micro-batch. Alone: a micro-batch each. Otherwise an error."""
+    sizes, cost, budget = problem
+    over = [i for i in range(len(sizes)) if bytes_of([i], sizes, cost) > budget]
+    if not over or len(over) == len(sizes):
+        return
+    with pytest.raises(OversizeError, match=f"the first at index {over[0]}"):
+        plan_step(sizes, cost, budget, num_replicas=ranks)
+    for oversize in ("skip", "alone"):
+        try:
+            step = plan_step(sizes, cost, budget, num_replicas=ranks, oversize=oversize)
+        except UnevenRanksError:
+            continue
+        batches = [batch for mine in step.micro_batches for batch in mine]
+        joined = [index for batch in batches for index in batch]
+        if oversize == "skip":
+            assert step.skipped_samples.tolist() == over
+            kept = [i for i in range(len(sizes)) if i not in over]
+            assert np.array(joined)[step.inverse].tolist() == kept
+        else:
+            assert step.skipped_samples.size == 0
+            assert all([i] in batches for i in over)
+            assert sorted(joined) == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("cost", "budget", "bound"),
+    [
+        (TOKENS, 16_384, {8: 0.003, 64: 0.02}),
+        (PackedCost(unit_bytes=1), 16_384, {8: 0.003, 64: 0.02}),
+        (PaddedCost(pair_bytes=1), 2 * 4096**2, {8: 0.01, 64: 0.02}),
+    ],
+    ids=["linear", "packed", "quadratic"],
+)
+def test_ranks_do_the_same_work(
+    cost: Any, budget: int, bound: dict[int, float], ranks: int, seed: int
+) -> None:
+    """4,096 log-normal lengths: the costliest rank is near the mean, or is one sample alone."""
+    sizes = np.clip(np.random.default_rng(seed).lognormal(5, 1, 4096), 16, 4096).astype(np.int64)
+    step = plan_step(sizes, cost, budget, num_replicas=ranks)
+    sums = np.array(
+        [sum(bytes_of(batch, sizes, cost) for batch in mine) for mine in step.micro_batches]
+    )
+    largest = bytes_of([int(sizes.argmax())], sizes, cost)
+    assert sums.max() / sums.mean() <= max(1, largest / sums.mean()) + bound[ranks]
+
+
+def test_another_balance() -> None:
+    """Ranks get equal sums of what `balance` says, under the budget of the cost."""
+    sizes = np.clip(np.random.default_rng(0).lognormal(5, 1, 2048), 16, 2048).astype(np.int64)
+    time = PaddedCost(unit_bytes=1, pair_bytes=0.01)
+    imbalance = {}
+    for balance in (None, time):
+        step = plan_step(sizes, TOKENS, 8192, num_replicas=4, balance=balance)
+        sums = np.array(
+            [sum(bytes_of(batch, sizes, time) for batch in mine) for mine in step.micro_batches]
+        )
+        imbalance[balance] = sums.max() / sums.mean()
+        assert all(
+            bytes_of(batch, sizes, TOKENS) <= 8192 for mine in step.micro_batches for batch in mine
+        )
+    assert imbalance[time] < 1.01 < imbalance[None]
+
+
+def test_a_report_of_a_step() -> None:
+    """It sums up the step's own micro-batches."""
+    step = plan_step([30, 10, 20, 40], TOKENS, 40, num_replicas=2)
+    report = step.report()
+    batches = [batch for mine in step.micro_batches for batch in mine]
+    assert report.plan.batches == len(batches)
+    assert report.plan.samples == 4
+    assert report.plan.over_budget == 0
+    assert report.ranks == 2
+    assert report.steps == 1
+    assert "fill of the budget" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (([], TOKENS, 10), SizesError, "no samples"),
+        (([-1], TOKENS, 10), SizesError, r"sizes\[0\] is -1"),
+        (([1], 3, 10), OptionError, "cost must be a cost model"),
+        (([1], TOKENS, None), BudgetError, "states at least one"),
+        (([[1, 2]], TOKENS, 10), SizesError, "one axis"),
+    ],
+    ids=str,
+)
+def test_bad_input(arguments: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        plan_step(*arguments)
+
+
+def test_bad_options() -> None:
+    for options, match in (
+        ({"num_replicas": 0}, "num_replicas must be an int of at least 1"),
+        ({"micro_batches_multiple": True}, "micro_batches_multiple must be an int"),
+        ({"oversize": "drop"}, "oversize must be one of"),
+        ({"balance": "time"}, "balance must be a cost model"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            plan_step([1, 2, 3], TOKENS, 10, **options)  # type: ignore[arg-type]
+
+
+def test_fewer_samples_than_ranks_times_the_multiple() -> None:
+    """The message has the number that would do, and it does."""
+    with pytest.raises(UnevenRanksError, match="at least 8 samples"):
+        plan_step([1] * 7, TOKENS, 10, num_replicas=4, micro_batches_multiple=2)
+    step = plan_step([1] * 8, TOKENS, 10, num_replicas=4, micro_batches_multiple=2)
+    assert [len(mine) for mine in step.micro_batches] == [2] * 4

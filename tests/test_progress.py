@@ -1,0 +1,46 @@
+"""The progress bar: every item comes, with a bar and without."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+
+from torchbudget.progress import with_bar
+
+
+def test_without_tqdm_the_items_come_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("tqdm"):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert list(with_bar("abc", total=3, unit="letters")) == ["a", "b", "c"]
+
+
+def test_the_bar_advances_by_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each item; and it is closed where the loop ends early."""
+    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
+    updates, closed = [], []
+
+    class Bar(tqdm_auto.tqdm):
+        def update(self, n: float = 1) -> None:
+            updates.append((n, self.total))
+
+        def close(self) -> None:
+            closed.append(True)
+            super().close()
+
+    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
+    words = ["one", "three", "seven"]
+    items = with_bar(words, total=15, unit="letters", description="words", count=len)
+    assert next(items) == "one"
+    assert not updates
+    assert next(items) == "three"
+    assert updates == [(3, 15)]
+    items.close()
+    assert closed

@@ -1,0 +1,69 @@
+"""The state of an accumulator, in the middle of a step too."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.large_steps import (
+    OPTIMIZERS,
+    Data,
+    accumulate,
+    difference,
+    make_model,
+    parts_of,
+    sgd,
+)
+from torchbudget import GradAccumulator
+from torchbudget.errors import StateError
+
+
+@pytest.mark.parametrize("done", range(9))
+def test_resumed_equals_uninterrupted(done: int) -> None:
+    """Anywhere, in the middle of a step too, bit for bit."""
+    pieces = parts_of(Data.make(32), 4)
+    model = make_model("transformer")
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    accumulator = GradAccumulator(optimizer, model, steps=3)
+    accumulate(accumulator, model, pieces[:done])
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), accumulator.state_dict()])
+    accumulate(accumulator, model, pieces[done:])
+    accumulator.flush()
+    again = make_model("transformer")
+    its = OPTIMIZERS["AdamW"](again.parameters())
+    resumed = GradAccumulator(its, again, steps=3)
+    for one, state in zip((again, its, resumed), kept, strict=True):
+        one.load_state_dict(state)
+    accumulate(resumed, again, pieces[done:])
+    resumed.flush()
+    assert difference(again, model) == 0
+    assert resumed.last == accumulator.last
+
+
+def test_the_state_between_steps_is_plain() -> None:
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulate(accumulator, model, parts_of(Data.make(8), 4))
+    state = accumulator.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert state["steps"] == 1
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 2}, 3])
+def test_a_state_of_something_else_is_refused(state: Any) -> None:
+    model = make_model("CNN")
+    with pytest.raises(StateError):
+        GradAccumulator(sgd(model), model).load_state_dict(state)
+
+
+def test_gradients_of_other_parameters_are_refused() -> None:
+    model, other = make_model("CNN"), make_model("tied")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulate(accumulator, model, [Data.make(4)])
+    state = accumulator.state_dict()
+    accumulator.step()
+    with pytest.raises(StateError, match="other parameters"):
+        GradAccumulator(sgd(other), other).load_state_dict(state)

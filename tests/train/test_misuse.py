@@ -1,0 +1,174 @@
+"""Misuse of an accumulator: each kind is warned of, and what is no misuse is not."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.large_steps import (
+    Data,
+    accumulate,
+    large_step,
+    loss_sum,
+    make_model,
+    parts_of,
+    sgd,
+)
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.errors import (
+    BatchNormWarning,
+    ChangedParametersWarning,
+    ForeignStepWarning,
+    ForgottenStepWarning,
+    ReductionWarning,
+)
+
+
+def test_flush_forgotten_at_the_end() -> None:
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=3)
+    accumulate(accumulator, model, [Data.make(4)])
+    alive = [accumulator]
+    del accumulator
+    with pytest.warns(ForgottenStepWarning, match="1 micro-batches that no step took"):
+        alive.clear()
+
+
+def test_what_was_saved_is_not_lost() -> None:
+    """An accumulator may go in the middle of a step, where another one loads its state."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    accumulate(accumulator, model, [Data.make(4)])
+    state = accumulator.state_dict()
+    accumulator = GradAccumulator(sgd(model), model, steps=2)  # the first one is gone, silently
+    accumulator.load_state_dict(state)
+    accumulate(accumulator, model, [Data.make(4)])
+    assert accumulator.last is not None
+    assert accumulator.last.micro_batches == 2
+
+
+def test_flush_forgotten_between_epochs() -> None:
+    data = Data.make(20)
+    sampler = MemoryBudgetBatchSampler(
+        np.full(20, 7), PaddedCost(unit_bytes=1), 28, samples_per_step=10
+    )
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    accumulate(accumulator, model, [data[next(iter(sampler))]])
+    with pytest.warns(ForgottenStepWarning, match="earlier epoch"):
+        accumulate(accumulator, model, [data[next(iter(sampler))]])
+    accumulator.flush()
+
+
+CHANGES: dict[str, Any] = {
+    "step": lambda training: training["optimizer"].step(),
+    "zero_grad": lambda training: training["optimizer"].zero_grad(),
+    "zero_grad in place": lambda training: training["optimizer"].zero_grad(set_to_none=False),
+    "clip": lambda training: nn.utils.clip_grad_norm_(training["model"].parameters(), 1e-3),
+    "backward": lambda training: loss_sum(training["model"], Data.make(2)).backward(),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_gradients_that_others_change_are_noticed(how: str) -> None:
+    model = make_model("CNN")
+    optimizer = sgd(model)
+    accumulator = GradAccumulator(optimizer, model, steps=3)
+    accumulate(accumulator, model, [Data.make(4)])
+
+    def go_on() -> None:
+        CHANGES[how]({"model": model, "optimizer": optimizer})
+        accumulate(accumulator, model, [Data.make(4)])
+
+    with pytest.warns(ForeignStepWarning):
+        go_on()
+    accumulator.flush()
+
+
+def test_gradients_of_before_are_noticed() -> None:
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    loss_sum(model, Data.make(4)).backward()
+    with pytest.warns(ForeignStepWarning, match="were there before"):
+        accumulate(accumulator, model, [Data.make(4)])
+
+
+def test_gradients_of_a_micro_batch_that_raised_are_noticed() -> None:
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+
+    def raising() -> None:
+        with accumulator.micro_batch(weight=1):
+            accumulator.backward(loss_sum(model, Data.make(2)))
+            raise KeyError
+
+    with (
+        pytest.warns(ForeignStepWarning, match="raised after its backward"),
+        pytest.raises(KeyError),
+    ):
+        raising()
+    assert not accumulator.stepped
+
+
+def test_steps_of_others_between_steps_are_fine() -> None:
+    """Where no step is in progress, and when the accumulator is gone, there is no warning."""
+    model = make_model("CNN")
+    optimizer = sgd(model)
+    accumulator = GradAccumulator(optimizer, model, steps=2)
+    accumulate(accumulator, model, parts_of(Data.make(8), 4))
+    large_step(model, optimizer, Data.make(4))
+    optimizer.zero_grad()
+    accumulate(accumulator, model, parts_of(Data.make(8), 4))
+    del accumulator
+    gc.collect()
+    large_step(model, optimizer, Data.make(4))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_wrong_reduction_is_noticed(mean: bool) -> None:
+    model = make_model("CNN")
+    data = Data.make(4)
+    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=mean)
+    logits = model(data.x).flatten(0, 1)
+    loss = nn.functional.cross_entropy(
+        logits, data.y.flatten(), reduction="sum" if mean else "mean"
+    )
+    with pytest.warns(ReductionWarning), accumulator.micro_batch(weight=data.weight):
+        accumulator.backward(loss)
+    with accumulator.micro_batch(weight=1):
+        accumulator.backward(logits.detach().requires_grad_().mean())
+
+
+def test_batch_normalisation_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    for steps, warned in ((1, False), (2, True)):
+        accumulator = GradAccumulator(sgd(model), model, steps=steps)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with accumulator.micro_batch(weight=4):
+                    accumulator.backward(model(torch.ones(4, 3)).square().sum())
+        assert [w.category for w in seen] == [BatchNormWarning] * warned
+    model.eval()
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    for _ in range(2):
+        with accumulator.micro_batch(weight=4):
+            accumulator.backward(model(torch.ones(4, 3)).square().sum())
+
+
+def test_changed_parameters_are_noticed() -> None:
+    model = make_model("CNN")
+    optimizer = torch.optim.SGD(model.outer.parameters(), lr=0.1)
+    accumulator = GradAccumulator(optimizer, model, steps=1)
+    accumulate(accumulator, model, [Data.make(4)])
+    optimizer.add_param_group({"params": list(model.inner.parameters())})
+    model.zero_grad()
+    with pytest.warns(ChangedParametersWarning):
+        accumulate(accumulator, model, [Data.make(4)])

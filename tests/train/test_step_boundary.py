@@ -1,0 +1,194 @@
+"""When a step ends: after micro-batches, samples or a weight, or as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.support.large_steps import (
+    EXACT,
+    Data,
+    accumulate,
+    difference,
+    large_step,
+    loss_sum,
+    make_model,
+    parts_of,
+    sgd,
+)
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.errors import OptionError
+from torchbudget.plan.step_source import StepSource
+from torchbudget.train.step import Pending
+from torchbudget.train.step_boundary import Planned
+
+
+def test_the_samplers_plan_says_when_a_step_ends() -> None:
+    """Steps are those of the plan, in every epoch, and `flush` finds nothing left."""
+    data = Data.make(50)
+    lengths = (data.y != -100).sum(1).numpy()
+    sampler = MemoryBudgetBatchSampler(
+        lengths, PaddedCost(unit_bytes=1), 20, samples_per_step=16, seed=3
+    )
+    loader = DataLoader(range(50), batch_sampler=sampler, collate_fn=list)
+    model, large = make_model("CNN"), make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    theirs, rows_of_step, numbers = sgd(large), [], []
+    for _ in range(3):
+        for rows in loader:
+            rows_of_step += rows
+            accumulate(accumulator, model, [data[rows]])
+            if accumulator.stepped:
+                large_step(large, theirs, data[rows_of_step])
+                numbers.append(len(rows_of_step))
+                rows_of_step = []
+        accumulator.flush()
+        assert not accumulator.stepped
+    assert numbers == 3 * [16, 16, 16, 2]
+    assert accumulator.last.number == 12
+    assert difference(model, large) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [({"samples": 10}, [12, 12, 6]), ({"steps": 3}, [9, 9, 9, 3])]
+)
+def test_steps_of_samples_and_of_micro_batches(rule: dict[str, int], expected: list[int]) -> None:
+    data = Data.make(30)
+    size = 4 if "samples" in rule else 3
+    model = make_model("tied")
+    accumulator = GradAccumulator(sgd(model), model, **rule)
+    found, samples = [], 0
+    for piece in parts_of(data, size):
+        samples += len(piece)
+        accumulate(accumulator, model, [piece])
+        if accumulator.stepped:
+            found.append(samples)
+            samples = 0
+    accumulator.flush()
+    assert accumulator.stepped == bool(samples)
+    assert ([*found, samples] if samples else found) == expected
+
+
+def test_steps_of_a_weight() -> None:
+    """A step ends with the micro-batch that reaches the weight."""
+    data = Data.make(30)
+    model = make_model("tied")
+    accumulator = GradAccumulator(sgd(model), model, weight=20)
+    for piece in parts_of(data, 2):
+        accumulate(accumulator, model, [piece])
+        if accumulator.stepped:
+            assert 20 <= accumulator.last.weight < 20 + piece.weight + 1
+
+
+class Plan:
+    """Steps of unequal numbers of micro-batches, in one iteration."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+        self.iterations = 1
+
+
+class Pair(Data):
+    """Data that says how many samples it has, and splits."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self)
+
+    def split(self, n: int) -> list[Pair]:
+        return [Pair(x, y) for x, y in zip(self.x.chunk(n), self.y.chunk(n), strict=True)]
+
+
+@pytest.mark.parametrize("failing", [[0], [4], [0, 3, 4, 9]])
+def test_a_micro_batch_that_is_tried_again_leaves_the_plan_alone(failing: list[int]) -> None:
+    """Memory that runs out, or an error of the user's, takes no step's number."""
+    planned = [4, 1, 5, 2, 3]
+    model, data = make_model("CNN"), Data.make(2)
+    accumulator = GradAccumulator(sgd(model), model, steps=Plan(planned))
+    left, found, number = list(failing), [], 0
+    while number < sum(planned):
+        fails = bool(left) and left[0] == number
+
+        def step(data: Data, fails: bool = fails) -> None:
+            with accumulator.micro_batch(weight=data.weight):
+                if fails and len(data) == 2:
+                    raise MemoryError
+                accumulator.backward(loss_sum(model, data))
+
+        if fails and left.pop(0) % 2:
+            with pytest.raises(MemoryError):
+                step(data)
+            continue
+        accumulator.run_or_split(step, Pair(data.x, data.y))
+        number += 1
+        if accumulator.stepped:
+            found.append((accumulator.last.weight / data.weight, number))
+    expected = np.cumsum(planned).tolist()
+    assert found == list(zip(planned, expected, strict=True))
+
+
+def test_a_step_that_is_ended_early_leaves_the_rest_to_its_own() -> None:
+    model, data = make_model("CNN"), Data.make(2)
+    accumulator = GradAccumulator(sgd(model), model, steps=Plan([4, 3]))
+    found = []
+    for number in range(7):
+        with accumulator.micro_batch(weight=1, last=number == 0):
+            accumulator.backward(loss_sum(model, data))
+        if accumulator.stepped:
+            found.append(accumulator.last.weight)
+    assert found == [1, 3, 3]
+
+
+def ends_of(boundary: Planned, micro_batches: int) -> list[bool]:
+    """Whether a step ends with each of so many micro-batches."""
+    found, pending = [], 0
+    for _ in range(micro_batches):
+        pending += 1
+        found.append(boundary.ends(Pending(micro_batches=pending)))
+        if found[-1]:
+            boundary.taken(pending)
+            pending = 0
+    return found
+
+
+def test_steps_are_read_anew_in_each_iteration() -> None:
+    """Where `iterations` changes, the plan of before is dropped, whatever is left of it."""
+    plan = Plan([2, 3])
+    boundary = Planned(plan)
+    assert not boundary.restarted()
+    assert ends_of(boundary, 4) == [False, True, False, False]
+    plan.steps, plan.iterations = [1, 2], 2
+    assert boundary.restarted()
+    assert ends_of(boundary, 3) == [True, False, True]
+    assert not boundary.restarted()
+
+
+def test_more_micro_batches_than_planned_are_refused() -> None:
+    boundary = Planned(Plan([2]))
+    assert ends_of(boundary, 2) == [False, True]
+    with pytest.raises(OptionError, match="no further step is planned"):
+        boundary.ends(Pending(micro_batches=1))
+
+
+class Uncounted:
+    """It does not say how often it was iterated over."""
+
+    steps = (2, 3)
+
+
+@pytest.mark.parametrize("steps", [0, True, 2.0, "2", Uncounted()])
+def test_steps_of_something_else_are_refused(steps: Any) -> None:
+    with pytest.raises(OptionError, match="`steps` and `iterations`"):
+        GradAccumulator(sgd(make_model("CNN")), steps=steps)
+
+
+def test_a_sampler_counts_its_iterations() -> None:
+    sampler = MemoryBudgetBatchSampler([3, 4, 5], PaddedCost(unit_bytes=1), 9, shuffle=False)
+    assert isinstance(sampler, StepSource)
+    assert not isinstance(Uncounted(), StepSource)
+    assert sampler.iterations == 0
+    list(sampler)
+    assert sampler.iterations == 1

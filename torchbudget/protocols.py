@@ -1,0 +1,84 @@
+"""What training asks of loaders, batches and their sources, which it does not import."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class HasNumSamples(Protocol):
+    """A batch that knows how many samples it has."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples."""
+        ...
+
+
+@runtime_checkable
+class SplittableBatch(HasNumSamples, Protocol):
+    """A batch that can be cut into smaller ones."""
+
+    def split(self, n: int, /) -> Sequence[Any]:
+        """N batches of the same kind, of nearly equal numbers of samples, in order."""
+        ...
+
+
+@runtime_checkable
+class SplittablePaddedBatch(SplittableBatch, Protocol):
+    """A splittable batch whose samples are padded to one size."""
+
+    @property
+    def padded_size(self) -> Sequence[int]:
+        """That size, one number for each ragged axis."""
+        ...
+
+
+@runtime_checkable
+class HasEpochs(Protocol):
+    """A sampler or data set that reads another order in each epoch."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Choose the epoch that the next `iter()` reads."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that saves its position by itself, such as torchdata's `StatefulDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        """Go on from a saved position."""
+        ...
+
+
+class ResumableSource(ABC):
+    """A sampler or stream that can say where it stood after any of the batches that came from it.
+
+    A plain `DataLoader` with workers reads ahead of its loop, so that only the loop knows how many
+    batches are done. This is a base class to inherit from, and no `Protocol`, since many objects
+    have methods of these names that do not take `batches_done`.
+    """
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` reads."""
+
+    @abstractmethod
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next `iter()` reads."""
+
+    @abstractmethod
+    def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
+        """The position after so many batches of the current loop; `None`: after all that came."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved position."""

@@ -1,0 +1,63 @@
+"""Batches of any structure: their number of samples, their halves, and moving them to a device."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchbudget.errors import OptionError
+from torchbudget.protocols import HasNumSamples, SplittableBatch
+
+
+def num_samples(batch: Any) -> int:
+    """The number of samples in a batch: what it says, or the length of its tensors' first axis.
+
+    Raises:
+        OptionError: it does not say, and is not made of tensors with one common first axis alone.
+    """
+    return int(batch.num_samples) if isinstance(batch, HasNumSamples) else _rows(batch)
+
+
+def check_splittable(batch: Any) -> None:
+    """Raise an `OptionError` where `halves` could not cut the batch."""
+    if not isinstance(batch, SplittableBatch):
+        _rows(batch)
+
+
+def halves(batch: Any) -> list[Any]:
+    """Two batches of half the samples each, in order; the first has one more of an odd number."""
+    if isinstance(batch, SplittableBatch):
+        return list(batch.split(2))
+    half = (_rows(batch) + 1) // 2
+    return [
+        tree_map_only(Tensor, itemgetter(rows), batch)
+        for rows in (slice(None, half), slice(half, None))
+    ]
+
+
+def moved(batch: Any, device: torch.device | str | None) -> Any:
+    """The batch on a device; without one, the batch itself."""
+    if device is None:
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _rows(batch: Any) -> int:
+    lengths = {
+        len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
+        for leaf in tree_leaves(batch)
+        if leaf is not None
+    }
+    rows = lengths.pop() if len(lengths) == 1 else None
+    if rows is None:
+        raise OptionError(
+            "the batch does not say how many samples it has, and is not made of tensors with one "
+            "common first axis alone; pass a batch of a torchbudget collate"
+        )
+    return rows
