@@ -40,7 +40,7 @@ def samplers(case: Any) -> list[MemoryBudgetBatchSampler]:
 
 
 def observe_more(cost: MeasuredCost, size: Any, factor: float) -> None:
-    """Tell of a step that needed more than was predicted."""
+    """Report a step that needed more than was predicted."""
     with pytest.warns(MeasureWarning):
         cost.observe(1, size, int(factor * int(cost.batch_bytes(1, size))) + 1)
 
@@ -62,32 +62,32 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     case = (sizes, cost, budget, 1, options)
     [sampler] = samplers(case)
     before = list(sampler)
-    told = MeasuredCost(forms=cost.forms, margin=cost.margin)
-    [sampler] = samplers((sizes, told, budget, 1, options))
+    observed = MeasuredCost(forms=cost.forms, margin=cost.margin)
+    [sampler] = samplers((sizes, observed, budget, 1, options))
     batches = iter(sampler)
     steps = iter(sampler.steps)
     read = list(islice(steps, data.draw(st.integers(0, 3))))
     drawn = [next(batches) for _ in range(data.draw(st.integers(0, len(before))))]
     ahead = sum(read) - len(drawn)
-    observe_more(told, largest(sizes), factor)
+    observe_more(observed, largest(sizes), factor)
     margin = sampler.replan()
-    assert margin == told.with_observed_margin().margin == sampler.replan()
+    assert margin == observed.with_observed_margin().margin == sampler.replan()
     first = len(drawn)
     drawn += batches
     assert drawn[:first] == before[:first]
     counts = Counter(index for batch in drawn for index in batch)
     assert counts == Counter(range(len(sizes)))
-    dearer, planned = told.with_observed_margin(), False
+    corrected, planned = observed.with_observed_margin(), False
     for number, batch in enumerate(drawn[first:], first):
         planned |= number >= len(before) or batch != before[number]
-        held = sizes[batch].max(0)
-        assert not planned or len(batch) == 1 or dearer.batch_bytes(len(batch), held) <= budget
+        padded = sizes[batch].max(0)
+        assert not planned or len(batch) == 1 or corrected.batch_bytes(len(batch), padded) <= budget
     assert sum(sampler.steps) == len(drawn)
     if ahead <= 0:  # steps that were read before they were drawn may be others now
         assert sum(read) + sum(steps) == len(drawn)
     done = data.draw(st.integers(0, len(drawn)))
     state = json.loads(json.dumps(sampler.state_dict(batches_done=done)))
-    for known in (dearer, cost):
+    for known in (corrected, cost):
         again = MemoryBudgetBatchSampler(sizes, known, budget, oversize="alone", **options)
         again.load_state_dict(state)
         if done == len(drawn):
@@ -105,18 +105,18 @@ def test_ranks_that_drew_unequally_far_stay_together(
     sizes, cost, *_ = case
     those = samplers(case)
     epochs: list[list[list[int]]] = [[] for _ in those]
-    drawings = [iter(sampler) for sampler in those]
+    iterators = [iter(sampler) for sampler in those]
     try:
-        for epoch, drawing in zip(epochs, drawings, strict=True):
-            epoch += islice(drawing, data.draw(st.integers(0, 6)))
+        for epoch, iterator in zip(epochs, iterators, strict=True):
+            epoch += islice(iterator, data.draw(st.integers(0, 6)))
         for more in range(1, 3):
-            dearer = MeasuredCost(forms=cost.forms, margin=more * (factor - 1))
-            after = max(drawing.windows_begun for drawing in drawings)
-            for sampler, epoch, drawing in zip(those, epochs, drawings, strict=True):
-                drawing.replan(sampler.plan.with_cost(dearer), after=after)
-                epoch += islice(drawing, data.draw(st.integers(0, 3)))
-        for epoch, drawing in zip(epochs, drawings, strict=True):
-            epoch += drawing
+            corrected = MeasuredCost(forms=cost.forms, margin=more * (factor - 1))
+            after = max(iterator.windows_begun for iterator in iterators)
+            for sampler, epoch, iterator in zip(those, epochs, iterators, strict=True):
+                iterator.replan(sampler.plan.with_cost(corrected), after=after)
+                epoch += islice(iterator, data.draw(st.integers(0, 3)))
+        for epoch, iterator in zip(epochs, iterators, strict=True):
+            epoch += iterator
     except UnevenRanksError:
         return  # samples of which no two fit together any more
     counts = Counter(index for epoch in epochs for batch in epoch for index in batch)
@@ -187,10 +187,10 @@ rank = dist.get_rank()
 cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
 sizes = np.random.default_rng(0).integers(1, 300, 2000)
 sampler = MemoryBudgetBatchSampler(sizes, cost, 1_000_000, window=200)
-drawing, epoch, margins = iter(sampler), [], []
-ahead = [next(drawing) for _ in range(3 * rank)]  # each rank's workers run ahead unequally far
+iterator, epoch, margins = iter(sampler), [], []
+ahead = [next(iterator) for _ in range(3 * rank)]  # each rank's workers run ahead unequally far
 for number in range(10_000):
-    ahead += islice(drawing, 1)
+    ahead += islice(iterator, 1)
     if not ahead:
         break
     epoch.append(ahead.pop(0))
@@ -206,9 +206,9 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_ranks_replan_together(tmp_path: Path) -> None:
     """One rank sees a step that needs more: all replan from the same window on."""
-    told = run_ranks(RANKS, tmp_path, 3)
-    epochs = [epoch for epoch, _ in told]
+    found = run_ranks(RANKS, tmp_path, 3)
+    epochs = [epoch for epoch, _ in found]
     assert len({len(epoch) for epoch in epochs}) == 1
     assert sorted(index for epoch in epochs for b in epoch for index in b) == list(range(2000))
-    assert all(margins == told[0][1] for _, margins in told)
-    assert told[0][1][0] == 0.01 < told[0][1][1]
+    assert all(margins == found[0][1] for _, margins in found)
+    assert found[0][1][0] == 0.01 < found[0][1][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.resuming import in_parts
+from tests.support.samplers import counted
 from tests.support.strategies import StairCost, problems, rules
 from torchbudget import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, UnevenRanksError
 
-# What a drawing may say at once: that it cannot be dealt evenly, that drop_last leaves nothing.
+# An epoch may be refused at once: it cannot be dealt evenly, or drop_last leaves nothing of it.
 REFUSALS = (UnevenRanksError, OptionError)
 
 
@@ -121,7 +124,7 @@ def test_every_index_comes_once_over_all_ranks(case: Any) -> None:
     if not epochs:
         return
     those[0].set_epoch(0)
-    counts = Counter(index for batches in epochs for batch in batches for index in batch)
+    counts = counted(batch for batches in epochs for batch in batches)
     total = options.get("num_samples", len(sizes))
     dropped = those[0].report().dropped
     assert counts.total() == total - dropped
@@ -172,16 +175,16 @@ def test_a_step_holds_samples_per_step(case: Any, data: st.DataObject) -> None:
     if not epochs:
         return
     at = 0
-    held = []
+    numbers = []
     for count in those[0].steps:
-        held.append(sum(len(b) for batches in epochs for b in batches[at : at + count]))
+        numbers.append(sum(len(b) for batches in epochs for b in batches[at : at + count]))
         at += count
     each = options["samples_per_step"]
-    assert set(held[:-1]) <= {each}
+    assert set(numbers[:-1]) <= {each}
     if options["drop_last"]:
-        assert held[-1] == each
+        assert numbers[-1] == each
     else:
-        assert 0 < held[-1] < 2 * each + ranks
+        assert 0 < numbers[-1] < 2 * each + ranks
 
 
 @given(cases())
@@ -202,36 +205,29 @@ def test_resuming_goes_on_exactly(case: Any, data: st.DataObject) -> None:
     """Law 4 on the same ranks: after any batch, what comes is what would have come."""
     sizes, cost, budget, ranks, options = case
     rank = data.draw(st.integers(0, ranks - 1))
-    sampler = samplers(sizes, cost, budget, ranks, **options)[rank]
+
+    def make() -> MemoryBudgetBatchSampler:
+        return samplers(sizes, cost, budget, ranks, **options)[rank]
+
     try:
-        whole = list(sampler)
-        following = list(sampler)
+        sampler = make()
+        whole, following = list(sampler), list(sampler)
     except REFUSALS:
         return
     done = data.draw(st.integers(0, len(whole)))
-    sampler = samplers(sizes, cost, budget, ranks, **options)[rank]
-    batches = iter(sampler)
-    for _ in range(done):
-        next(batches)
-    state = json.loads(json.dumps(sampler.state_dict()))
-    resumed = samplers(sizes, cost, budget, ranks, **options)[rank]
-    resumed.load_state_dict(state)
-    if done == len(whole) and whole:
-        assert resumed.epoch == 1
-        assert list(resumed) == following
-        return
-    assert len(resumed) == len(whole) - done
-    list(iter(resumed))  # a drawing that was begun and thrown away changes nothing
-    resumed.load_state_dict(state)
     more = data.draw(st.integers(0, len(whole) - done))
-    batches = iter(resumed)
-    for number in range(more):
-        assert next(batches) == whole[done + number]
-    again = samplers(sizes, cost, budget, ranks, **options)[rank]
-    again.load_state_dict(resumed.state_dict())
-    if done + more < len(whole):
-        assert list(again) == whole[done + more :]
-        assert list(again) == following
+    found = in_parts(make, [done, more])
+    assert found == (whole if done + more < len(whole) else whole + following)
+    begun, resumed = make(), make()
+    list(islice(begun, done))
+    for _ in range(2):  # loading again begins there again
+        resumed.load_state_dict(begun.state_dict())
+        next(iter(resumed))
+    resumed.load_state_dict(begun.state_dict())
+    if done < len(whole):
+        assert len(resumed) == len(whole) - done
+        assert list(resumed) == whole[done:]
+    assert list(resumed) == following
 
 
 @given(cases(), st.data())
@@ -315,7 +311,7 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
     epochs = drawn(those)
     if not epochs:
         return
-    indices = Counter(index for batches in epochs for batch in batches for index in batch)
+    indices = counted(batch for batches in epochs for batch in batches)
     those[0].set_epoch(0)
     report = those[0].report()
     assert report.skipped == (len(over) if oversize == "skip" else 0)

@@ -1,4 +1,4 @@
-"""Slow, obvious implementations that fast ones are held against."""
+"""Slow, obvious implementations that fast ones are compared with."""
 
 from __future__ import annotations
 

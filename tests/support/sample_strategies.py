@@ -1,4 +1,4 @@
-"""Hypothesis strategies for ragged samples, and the naive loops that collates are held to."""
+"""Hypothesis strategies for ragged samples, and the naive loops that collates are compared with."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ def test_endless_draws_seek() -> None:
         sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
         collate_fn=list,
     )  # fmt: skip
-    walk = iter(stream)
-    begun = list(islice(walk, 33))
-    state = walk.state_dict()
+    reader = iter(stream)
+    begun = list(islice(reader, 33))
+    state = reader.state_dict()
     assert state["goes_on_by"] == "seeking"
     assert state["start"]["source"]["position"] > 0
     other = BudgetedIterableDataset(

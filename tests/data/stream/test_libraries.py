@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.data.stream.test_stream import TOKENS
+from tests.support.resuming import as_pickle, check_every_stop, counted_state
+from tests.support.streams import TOKENS, loader_of, same
 from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import OptionError
 
@@ -24,10 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
 N = 300
 
 
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def rows() -> list[dict[str, Any]]:
     return [{"n": n, "x": [0] * (n * 7 % 50 + 1)} for n in range(N)]
 
@@ -37,7 +35,7 @@ def numbers(batches: Any) -> list[int]:
 
 
 def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
-    options = {"size": "x", "window": 64, "collate_fn": as_it_is} | options
+    options = {"size": "x", "window": 64, "collate_fn": same} | options
     return BudgetedIterableDataset(source, TOKENS, 400, **options)
 
 
@@ -66,10 +64,6 @@ def hugging_face(kind: str) -> Any:
     return data
 
 
-def same(row: Any) -> Any:
-    return row
-
-
 def all_of_them(row: Any) -> bool:
     return "n" in row
 
@@ -92,16 +86,14 @@ def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_datasets_stream_goes_on_from_any_batch(kind: str) -> None:
     """From its own state where that says everything, else it is skipped through."""
-    whole = list(stream_of(hugging_face(kind)))
-    walk = iter(stream_of(hugging_face(kind)))
     ways = set()
-    for done in range(1, len(whole)):
-        assert next(walk) == whole[done - 1]
-        state = walk.state_dict()
-        again = stream_of(hugging_face(kind))
-        again.load_state_dict(state)
-        assert list(again) == whole[done:]
+
+    def save(reader: Any, done: int) -> Any:
+        state = reader.state_dict()
         ways.add(state["goes_on_by"])
+        return state
+
+    check_every_stop(lambda: iter(stream_of(hugging_face(kind))), save=save, file=as_pickle)
     assert ("seeking" in ways) == (kind in SEEKS)
 
 
@@ -112,13 +104,7 @@ def test_a_datasets_stream_in_a_stateful_loader(kind: str) -> None:
     def loader() -> Any:
         return stateful(stream_of(hugging_face(kind)), batch_size=None, num_workers=2)
 
-    whole = list(loader())
-    for done in range(1, len(whole), 5):
-        first = loader()
-        assert list(islice(first, done)) == whole[:done]
-        second = loader()
-        second.load_state_dict(first.state_dict())
-        assert list(second) == whole[done:]
+    check_every_stop(loader, file=as_pickle, every=10)
 
 
 def test_one_pass_after_another_begins_at_the_beginning() -> None:
@@ -126,9 +112,9 @@ def test_one_pass_after_another_begins_at_the_beginning() -> None:
     source = hugging_face("mapped")
     stream = stream_of(source)
     whole = list(stream)
-    walk = iter(stream)
-    list(islice(walk, 3))
-    stream.load_state_dict(walk.state_dict())
+    reader = iter(stream)
+    list(islice(reader, 3))
+    stream.load_state_dict(reader.state_dict())
     assert list(stream) == whole[3:]
     stream.set_epoch(1)
     stream.set_epoch(0)
@@ -229,16 +215,7 @@ def test_what_splits_itself_goes_on_in_a_plain_loader(
     def make() -> BudgetedIterableDataset:
         return stream_of(pipeline(tars) if kind == "webdataset" else hugging_face("mapped"))
 
-    def loader(stream: BudgetedIterableDataset) -> Any:
-        return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=as_it_is)
-
-    whole = list(loader(make()))
-    running = make()
-    states = [running.state_dict(batches_done=n) for n, _ in enumerate(loader(running), 1)]
-    for done in (1, 2, 3, len(whole) // 2, len(whole) - 1):
-        again = make()
-        again.load_state_dict(states[done - 1])
-        assert list(loader(again)) == whole[done:]
+    check_every_stop(make, loop=partial(loader_of, workers=workers), save=counted_state, every=15)
 
 
 def test_a_webdataset_pipeline_goes_on(tars: list[str]) -> None:
@@ -247,15 +224,12 @@ def test_a_webdataset_pipeline_goes_on(tars: list[str]) -> None:
     def make() -> BudgetedIterableDataset:
         return stream_of(pipeline(tars).shuffle(30, seed=1))
 
-    whole = list(make())
-    walk = iter(make())
-    for done in range(1, len(whole)):
-        assert next(walk) == whole[done - 1]
-        state = walk.state_dict()
+    def save(reader: Any, done: int) -> Any:
+        state = reader.state_dict()
         assert state["goes_on_by"] == "skipping"
-        again = make()
-        again.load_state_dict(state)
-        assert list(again) == whole[done:]
+        return state
+
+    check_every_stop(lambda: iter(make()), save=save)
 
 
 # ---------------------------------------------------------------------- Ray

@@ -16,10 +16,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from tests.data.stream.test_stream import TOKENS, Numbered, numbers, shards_of, size_of
 from tests.support.ranks import run_ranks
+from tests.support.resuming import as_pickle, check_every_stop
+from tests.support.streams import (
+    TOKENS,
+    Numbered,
+    SplitsItself,
+    numbers,
+    same,
+    shards_of,
+    size_of,
+)
 from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost, transforms, trim_malloc
 from torchbudget.errors import SampleError
 
@@ -28,15 +37,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 SIZES = np.random.default_rng(0).integers(1, 60, 700)
 
 
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
     arguments = {"cost": TOKENS, "budget": 400, "window": 128} | options
     return BudgetedIterableDataset(
         Numbered(SIZES) if source is None else source,
-        **({"size": size_of, "collate_fn": as_it_is} | arguments),
+        **({"size": size_of, "collate_fn": same} | arguments),
     )
 
 
@@ -68,18 +73,11 @@ def test_workers_see_each_sample_once(workers: int) -> None:
     assert numbers(list(loader)) == list(range(len(SIZES)))
 
 
-class Split(IterableDataset[Any]):
-    """Splits itself by worker, as the documentation of torch teaches."""
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return iter(list(enumerate(SIZES.tolist()))[first::step])
-
-
 @pytest.mark.parametrize("split", ["none", "workers", None])
 def test_a_source_that_splits_itself_is_split_once(split: Any) -> None:
-    loader = DataLoader(make(Split(), split=split), batch_size=None, num_workers=3)
+    loader = DataLoader(
+        make(SplitsItself(list(Numbered(SIZES))), split=split), batch_size=None, num_workers=3
+    )
     assert numbers(list(loader)) == list(range(len(SIZES)))
 
 
@@ -102,16 +100,8 @@ def test_a_stateful_loader_goes_on_at_every_batch(workers: int, options: Any) ->
     def loader() -> Any:
         return stateful(make(**options), batch_size=None, num_workers=workers)
 
-    whole = list(loader())
+    whole = check_every_stop(loader, file=as_pickle, every=13 if workers else 2)
     assert len(whole) > 50
-    for stop in range(0, len(whole) + 1, 1 if workers == 0 else 13):
-        begun = loader()
-        batches = iter(begun)
-        assert list(islice(batches, stop)) == whole[:stop]
-        state = begun.state_dict()
-        again = loader()
-        again.load_state_dict(state)
-        assert list(again) == (whole[stop:] if stop < len(whole) else [])
 
 
 # ---------------------------------------------------------------------- transforms, threads
@@ -294,9 +284,9 @@ def test_the_look_ahead_is_bounded_in_bytes() -> None:
     Beside the bound there is the sample that did not fit any more: 50 MB at the most.
     """
     stream = blobs(look_ahead="100MB", collate_fn=len)
-    assert sum(stream) == 300
-    assert stream._reader is not None
-    assert 50e6 < stream._reader.windows.largest_buffered_bytes <= 100e6
+    reader = iter(stream)
+    assert sum(reader) == 300
+    assert 50e6 < reader.windows.largest_buffered_bytes <= 100e6
     stream = blobs(look_ahead="100MB", collate_fn=measured)
     loader = DataLoader(
         stream,
@@ -305,9 +295,9 @@ def test_the_look_ahead_is_bounded_in_bytes() -> None:
         worker_init_fn=begin,
         multiprocessing_context="spawn",  # a fork has the free blocks of all tests before
     )
-    told = list(loader)
-    assert sum(n for _, n in told) == 300
-    assert 50e6 < max(rss for rss, _ in told) < 100e6 + 50e6 + 20e6
+    found = list(loader)
+    assert sum(n for _, n in found) == 300
+    assert 50e6 < max(rss for rss, _ in found) < 100e6 + 50e6 + 20e6
 
 
 def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
@@ -318,9 +308,9 @@ def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
         size=blob_size,
         collate_fn=len,
     )
-    assert sum(stream) == 20
-    assert stream._reader is not None
-    assert stream._reader.windows.largest_buffered_bytes <= 100_000_000
+    reader = iter(stream)
+    assert sum(reader) == 20
+    assert reader.windows.largest_buffered_bytes <= 100_000_000
 
 
 # ---------------------------------------------------------------------- ranks
@@ -348,8 +338,8 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_real_ranks_and_workers(tmp_path: Path) -> None:
     """Once over three ranks of two workers each, as many on each; and an end that is agreed."""
-    told = run_ranks(RANKS, tmp_path, 3)
-    shared = [one[0] for one in told]
+    found = run_ranks(RANKS, tmp_path, 3)
+    shared = [one[0] for one in found]
     assert numbers([batch for rank in shared for batch in rank]) == list(range(len(SIZES)))
     assert len(set(map(len, shared))) == 1
-    assert len({len(one[1]) for one in told}) == 1
+    assert len({len(one[1]) for one in found}) == 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import time
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,10 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from tests.data.stream.test_stream import TOKENS, Numbered, size_of
-from tests.data.stream.test_workers import source_of
+from tests.support.resuming import check_every_stop, counted_state, in_parts
+from tests.support.streams import KINDS, TOKENS, Numbered, loader_of, same, size_of, source_of
 from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
 from torchbudget.data.stream.positions import in_turn
 from torchbudget.errors import StateError
@@ -26,26 +24,17 @@ from torchbudget.errors import StateError
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 SIZES = np.random.default_rng(2).integers(1, 60, 400)
-KINDS = ("iterable", "map", "shards", "function", "splits itself")
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
-    options = {"size": size_of, "window": 64, "collate_fn": as_it_is} | options
+    options = {"size": size_of, "window": 64, "collate_fn": same} | options
     if kind == "splits itself":
         options["split"] = "workers"
     return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, 300, **options)
 
 
-def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> Any:
-    return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=as_it_is, **options)
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.data())
-def test_a_loader_takes_one_of_each_workerin_turn(lengths: list[int], data: Any) -> None:
+def test_a_loader_takes_one_of_each_worker_in_turn(lengths: list[int], data: Any) -> None:
     """How many of each, and whose turn it is: as a loader does it, that knows no end beforehand."""
     batches = data.draw(st.integers(0, sum(lengths)))
     left = list(lengths)
@@ -54,7 +43,7 @@ def test_a_loader_takes_one_of_each_workerin_turn(lengths: list[int], data: Any)
         left[next(turn for turn in turns if left[turn])] -= 1
     taken = [n - m for n, m in zip(lengths, left, strict=True)]
     following = next((turn for turn in islice(turns, len(lengths)) if left[turn]), None)
-    # Workers that have not reached their end may not have told it.
+    # Of workers that have not reached their end the length may be unknown.
     known = [
         n if not m or data.draw(st.booleans()) else None for n, m in zip(lengths, left, strict=True)
     ]
@@ -68,39 +57,31 @@ def test_a_loader_takes_one_of_each_workerin_turn(lengths: list[int], data: Any)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
     """The rest equals the rest, in its order, and again from a state within the rest."""
-    whole = list(loader_of(make(kind), workers))
+    loop = partial(loader_of, workers=workers)
+    whole = check_every_stop(partial(make, kind), loop=loop, save=counted_state, every=8)
+    for done in range(1, len(whole) - 3, 16):
+        found = in_parts(partial(make, kind), [done, 3], loop=loop, save=counted_state)
+        assert found == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_an_epoch_is_the_next_ones_beginning(kind: str) -> None:
     running = make(kind)
-    states = [
-        json.loads(json.dumps(running.state_dict(batches_done=done)))
-        for done, _ in enumerate(loader_of(running, workers), 1)
-    ]
-    end = running.state_dict(batches_done=len(whole))
-    assert end["epoch"] == 1
-    for done in range(1, len(whole), 4):
-        second = make(kind)
-        second.load_state_dict(states[done - 1])
-        batches = iter(loader_of(second, workers))
-        more = min(3, len(whole) - done - 1)
-        assert list(islice(batches, more)) == whole[done : done + more]
-        state = second.state_dict(batches_done=more)
-        assert list(batches) == whole[done + more :]
-        third = make(kind)
-        third.load_state_dict(state)
-        assert list(loader_of(third, workers)) == whole[done + more :]
-    following = make(kind)
-    following.load_state_dict(end)
-    expected = make(kind)
+    batches = list(loader_of(running, 2))
+    following, expected = make(kind), make(kind)
+    following.load_state_dict(running.state_dict(batches_done=len(batches)))
+    assert following.epoch == 1
     expected.set_epoch(1)
     assert list(loader_of(following, 2)) == list(loader_of(expected, 2))
 
 
 def test_workers_that_begin_where_one_process_stood() -> None:
     """At a window's boundary; those that have made nothing yet begin there, too."""
-    walk = iter(make())
+    reader = iter(make())
     begun = []
-    for batch in walk:
+    for batch in reader:
         begun.append(batch)
-        state = walk.state_dict()
+        state = reader.state_dict()
         if len(begun) > 5 and not state["done"]:
             break
     running = make()
@@ -116,17 +97,13 @@ def test_workers_that_begin_where_one_process_stood() -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_epochs_of_a_number_of_batches(workers: int) -> None:
-    options: dict[str, Any] = {"batches_per_epoch": 90}
-    whole = list(loader_of(make(**options), workers))
+    """As many come, whatever the source has, and the rest from any of them."""
+    loop = partial(loader_of, workers=workers)
+    several = partial(make, batches_per_epoch=90)
+    whole = list(loop(several()))
     assert len(whole) == 90
     for done in (1, 40, 89):
-        running = make(**options)
-        batches = iter(loader_of(running, workers))
-        assert list(islice(batches, done)) == whole[:done]
-        state = running.state_dict(batches_done=done)
-        second = make(**options)
-        second.load_state_dict(state)
-        assert list(loader_of(second, workers)) == whole[done:]
+        assert in_parts(several, [done], loop=loop, save=counted_state) == whole
 
 
 def test_workers_that_persist() -> None:
@@ -211,7 +188,7 @@ def test_workers_that_are_too_far_ahead() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_loops_behind_the_one_that_went_on(workers: int) -> None:
+def test_loops_after_the_one_that_went_on(workers: int) -> None:
     """A state is used up where its epoch has ended: then it comes as a whole again."""
     whole = list(loader_of(make(), workers))
     running = make()
@@ -230,7 +207,7 @@ def test_loops_behind_the_one_that_went_on(workers: int) -> None:
 
 
 def begun_at(done: int, **options: Any) -> tuple[list[Any], BudgetedIterableDataset]:
-    """A whole epoch's batches, and a stream that begins behind so many of them."""
+    """A whole epoch's batches, and a stream that begins after so many of them."""
     whole = list(loader_of(make(**options), 2))
     running = make(**options)
     batches = iter(loader_of(running, 2))
@@ -243,7 +220,7 @@ def begun_at(done: int, **options: Any) -> tuple[list[Any], BudgetedIterableData
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loop_that_is_broken_off_is_begun_again(persistent: bool) -> None:
     """Where one worker is at its end already, both go on from the state again."""
-    last = len(list(loader_of(make("shards"), 2))) - 8
+    last = len(list(loader_of(make("shards"), 2))) - 6  # the loader has met that end already
     whole, stream = begun_at(last, kind="shards")
     assert any(state["finished"] for state in stream.state_dict()["workers"])
     loader = loader_of(stream, 2, persistent_workers=persistent)
@@ -316,7 +293,7 @@ def test_a_copy_goes_on_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_left_out_does_not_move_windows(seed: int) -> None:
+def test_skipped_samples_do_not_move_windows(seed: int) -> None:
     """Samples over the budget, and a look-ahead in bytes: resumed at every batch."""
     options: dict[str, Any] = {"oversize": "skip", "look_ahead": 6000, "seed": seed}
     sizes = np.random.default_rng(seed).integers(1, 60, 400)
@@ -324,10 +301,10 @@ def test_what_is_left_out_does_not_move_windows(seed: int) -> None:
 
     def stream() -> BudgetedIterableDataset:
         return BudgetedIterableDataset(
-            Numbered(sizes), TOKENS, 300, size=size_of, window=64, collate_fn=as_it_is, **options
+            Numbered(sizes), TOKENS, 300, size=size_of, window=64, collate_fn=same, **options
         )
 
-    goes_on_everywhere(stream)
+    assert len(check_every_stop(lambda: iter(stream()))) > 2
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -345,24 +322,11 @@ def test_a_part_that_ends_in_a_windows_tail(rank: int) -> None:
             transforms=[transforms.expand(thrice)],
             num_replicas=4,
             rank=rank,
-            collate_fn=as_it_is,
+            collate_fn=same,
         )
 
-    goes_on_everywhere(stream)
+    assert len(check_every_stop(lambda: iter(stream()))) > 2
 
 
 def thrice(sample: Any) -> list[Any]:
     return [sample, sample, sample]
-
-
-def goes_on_everywhere(make_stream: Callable[[], BudgetedIterableDataset]) -> None:
-    """In one process: the rest equals the rest behind every batch."""
-    walk, whole, states = iter(make_stream()), [], []
-    for batch in walk:
-        whole.append(batch)
-        states.append(walk.state_dict())
-    assert len(whole) > 2
-    for done, state in enumerate(states[:-1], 1):
-        again = make_stream()
-        again.load_state_dict(state)
-        assert list(again) == whole[done:]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice, pairwise
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,63 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.resuming import in_parts
 from tests.support.strategies import problems
-from torchbudget import (
-    BudgetedIterableDataset,
-    CostModel,
-    OversizeError,
-    PaddedCost,
-    StateMismatchError,
+from tests.support.streams import (
+    TOKENS,
+    Numbered,
+    bytes_of,
+    numbers,
+    readers_of,
+    same,
+    shards_of,
+    size_of,
 )
-from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget import BudgetedIterableDataset, OversizeError, PaddedCost, StateMismatchError
 from torchbudget.data.stream.epoch_reader import EpochReader
-from torchbudget.data.stream.source import WorkerSlot
 from torchbudget.errors import BudgetError, OptionError, SampleError, StateError, UnevenRanksError
-
-TOKENS = PaddedCost(unit_bytes=1)
-
-
-class Numbered:
-    """Samples (number, size), read again and again."""
-
-    def __init__(self, sizes: Any) -> None:
-        self.sizes = np.asarray(sizes).tolist()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(enumerate(self.sizes)))
-
-
-def size_of(sample: Any) -> Any:
-    size = sample[1]
-    return tuple(size) if isinstance(size, list) else size
-
-
-def shards_of(sizes: Any, cuts: list[int]) -> list[Any]:
-    samples = list(Numbered(sizes))
-    bounds = [0, *sorted(cut % (len(samples) + 1) for cut in cuts), len(samples)]
-    return [samples[a:b] for a, b in pairwise(bounds)]
-
-
-def walks(stream: BudgetedIterableDataset, workers: int) -> list[list[EpochReader]]:
-    """Those of each rank's workers."""
-    ranks = stream.num_replicas
-    return [
-        [
-            stream.reader_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
-            for worker in range(workers)
-        ]
-        for rank in range(ranks)
-    ]
-
-
-def numbers(batches: list[list[Any]]) -> list[int]:
-    return sorted(number for batch in batches for number, _ in batch)
-
-
-def bytes_of(cost: CostModel, sizes: list[Any]) -> int:
-    if isinstance(cost, AdditiveCost):
-        return int(cost.base_bytes + cost.item_bytes(np.array(sizes)).sum())
-    return int(cost.batch_bytes(len(sizes), np.max(sizes, axis=0)))
 
 
 @st.composite
@@ -89,21 +48,17 @@ def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any
     if draw(st.booleans()):
         options["look_ahead"] = draw(st.integers(20_000, 60_000))
     if draw(st.booleans()):
-        options["transforms"] = [_same]
+        options["transforms"] = [same]
     source = Numbered(sizes)
     if draw(st.booleans()):
         source = shards_of(sizes, draw(st.lists(st.integers(0, 200), max_size=4)))
     return sizes, {"cost": cost, "budget": max(budget, 1), **options}, source
 
 
-def _same(sample: Any) -> Any:
-    return sample
-
-
-def read(walks_of_a_rank: list[EpochReader]) -> list[list[Any]] | None:
+def read(readers: list[EpochReader]) -> list[list[Any]] | None:
     """The batches of each worker, or `None` where they cannot be dealt evenly."""
     try:
-        return [list(walk) for walk in walks_of_a_rank]
+        return [list(reader) for reader in readers]
     except UnevenRanksError:
         return None
 
@@ -118,7 +73,7 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
     sizes, options, source = made
     cost, ranks = options["cost"], options["num_replicas"]
     stream = BudgetedIterableDataset(source, **options)
-    batches = [read(rank) for rank in walks(stream, workers)]
+    batches = [read(readers) for readers in readers_of(stream, workers)]
     if None in batches:
         assert set(map(type, batches)) == {type(None)}
         pairs = bytes_of(cost, [np.max(sizes, axis=0).tolist()] * 2) <= options["budget"]
@@ -140,41 +95,40 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
     """
     _, options, source = made
     stream = BudgetedIterableDataset(source, **options)
-    for rank in walks(stream, workers):
-        for walk in rank:
-            try:
-                whole = list(walk)
-            except UnevenRanksError:
-                return
-            again = stream.reader_of(walk.slot)
-            at_first = json.dumps(again.state_dict())
-            stop = data.draw(st.integers(0, len(whole)))
-            begun = [next(again) for _ in range(stop)]
-            assert begun == whole[:stop]
-            saved = json.dumps(again.state_dict())
-            assert len(saved) < len(at_first) + 20
-            state = json.loads(saved)
-            resumed = stream.reader_of(walk.slot)
-            resumed.load_state_dict(state)
-            assert list(resumed) == whole[stop:]
-            assert list(resumed) == []
+    lengths: set[int] = set()
+
+    def save(reader: Any, done: int) -> Any:
+        lengths.add(len(json.dumps(reader.state_dict())))
+        return reader.state_dict()
+
+    for reader in (reader for rank in readers_of(stream, workers) for reader in rank):
+        lengths.clear()
+        save(reader, 0)
+        try:
+            whole = list(reader)
+        except UnevenRanksError:
+            return
+        stops = data.draw(st.lists(st.integers(0, len(whole)), max_size=2))
+        assert in_parts(partial(stream.reader_of, reader.slot), stops, save=save) == whole
+        assert max(lengths) < min(lengths) + 20
+        assert list(reader) == []
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 3), st.integers(20, 200))
 def test_other_numbers_of_workers_and_ranks_go_on(
     before: int, workers: int, ranks: int, n: int
 ) -> None:
-    """Behind a window: every remaining sample once. Within one it is refused."""
+    """After a window: every remaining sample once. Within one it is refused."""
     sizes = np.random.default_rng(n).integers(1, 30, n)
 
     def stream(ranks: int) -> BudgetedIterableDataset:
         options = {"size": size_of, "window": 16, "num_replicas": ranks, "rank": 0}
         return BudgetedIterableDataset(Numbered(sizes), TOKENS, 90, **options, collate_fn=list)
 
-    walk = iter(stream(1))
-    begun = list(islice(walk, before))
-    state = json.loads(json.dumps(walk.state_dict()))
-    others = [one for rank in walks(stream(ranks), workers) for one in rank]
+    reader = iter(stream(1))
+    begun = list(islice(reader, before))
+    state = json.loads(json.dumps(reader.state_dict()))
+    others = [one for rank in readers_of(stream(ranks), workers) for one in rank]
     if state["done"] and (workers, ranks) != (1, 1):
         with pytest.raises(StateMismatchError, match="boundary"):
             others[0].load_state_dict(state)
@@ -236,8 +190,8 @@ def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
     stream = BudgetedIterableDataset(source, **options, batches_per_epoch=batches)
     assert len(stream) == batches
     with suppress(SampleError, UnevenRanksError):
-        for rank in walks(stream, workers):
-            assert sum(len(list(walk)) for walk in rank) == batches
+        for rank in readers_of(stream, workers):
+            assert sum(len(list(reader)) for reader in rank) == batches
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -254,8 +208,8 @@ def test_a_number_of_batches(workers: int, ranks: int) -> None:
         rank=0,
         collate_fn=list,
     )
-    for rank in walks(stream, workers):
-        assert sum(len(list(walk)) for walk in rank) == 50
+    for rank in readers_of(stream, workers):
+        assert sum(len(list(reader)) for reader in rank) == 50
     assert len(stream) == 50
 
 
@@ -268,7 +222,7 @@ def test_drop_last_leaves_only_what_is_full() -> None:
     stream = BudgetedIterableDataset(
         Numbered(sizes), TOKENS, 20, **options, drop_last=True, num_replicas=2, rank=0
     )
-    assert len({sum(len(list(walk)) for walk in rank) for rank in walks(stream, 1)}) == 1
+    assert len({sum(len(list(reader)) for reader in rank) for rank in readers_of(stream, 1)}) == 1
 
 
 def test_a_predicate_instead_of_a_cost() -> None:
@@ -292,7 +246,7 @@ def test_a_predicate_instead_of_a_cost() -> None:
     assert [[s for _, s in b] for b in stream(1)] == [[3, 4], [5, 1], [9], [2, 2]]
     assert [[s for _, s in b] for b in stream(1, size=size_of)] == [[9], [5, 4], [3, 2, 2, 1]]
     for ranks in (2, 3, 7):
-        batches = [list(walk) for [walk] in walks(stream(ranks), 1)]
+        batches = [list(reader) for [reader] in readers_of(stream(ranks), 1)]
         assert numbers([b for rank in batches for b in rank]) == list(range(7))
         assert len(set(map(len, batches))) == 1
 
@@ -386,9 +340,9 @@ def test_states_of_other_streams_are_refused() -> None:
             Numbered(range(1, 60)), **arguments, size=size_of, collate_fn=list
         )
 
-    walk = iter(stream())
-    next(walk)
-    state = walk.state_dict()
+    reader = iter(stream())
+    next(reader)
+    state = reader.state_dict()
     for options, text in (
         ({"window": 30}, "window: saved 20"),
         ({"seed": 3}, "seed"),
@@ -400,4 +354,4 @@ def test_states_of_other_streams_are_refused() -> None:
         with pytest.raises(StateMismatchError, match=text):
             iter(other)
     with pytest.raises(StateError, match="state_dict"):
-        walk.load_state_dict({"version": 9})
+        reader.load_state_dict({"version": 9})

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from tests.data.stream.test_stream import TOKENS, Numbered, bytes_of, numbers, shards_of, size_of
+from tests.support.resuming import as_pickle, check_every_stop
 from tests.support.strategies import problems
+from tests.support.streams import (
+    KINDS,
+    TOKENS,
+    bytes_of,
+    loader_of,
+    numbers,
+    same,
+    shards_of,
+    size_of,
+    source_of,
+)
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.errors import UnevenRanksError
 
@@ -21,44 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
     "ignore:'set_vital' is deprecated:UserWarning",  # torchdata's own
 )
-
-KINDS = ("iterable", "map", "shards", "function", "splits itself")
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class Indexed(Dataset[Any]):
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
-class SplitsItself(IterableDataset[Any]):
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return iter(self.samples[first::step])
-
-
-def source_of(kind: str, sizes: Any, cuts: list[int]) -> Any:
-    samples = list(Numbered(sizes))
-    return {
-        "iterable": lambda: Numbered(sizes),
-        "map": lambda: Indexed(samples),
-        "shards": lambda: shards_of(sizes, cuts),
-        "function": lambda: lambda shard, shards: iter(samples[shard::shards]),
-        "splits itself": lambda: SplitsItself(samples),
-    }[kind]()
 
 
 @settings(max_examples=25)
@@ -86,7 +58,7 @@ def test_exactly_once_in_workers_that_persist(
         "split": "workers" if kind == "splits itself" else None,
         "num_replicas": ranks,
         "uneven": apart,
-        "collate_fn": as_it_is,
+        "collate_fn": same,
     }
     source = source_of(kind, sizes, data.draw(st.lists(st.integers(0, 200), max_size=4)))
     found: list[list[list[Any]]] = [[], [], []]  # of each epoch, the batches of each rank
@@ -141,19 +113,13 @@ def test_a_run_of_500_batches_goes_on_from_each(kind: str, workers: int) -> None
         )
         return stateful(stream, batch_size=None, num_workers=workers)
 
-    running = loader()
-    whole, states = [], []
-    for batch in running:
-        whole.append(batch)
-        states.append(running.state_dict())
+    thorough = os.environ.get("TORCHBUDGET_HYPOTHESIS") == "thorough"
+    every = (
+        1 if thorough else 20 if workers else 4
+    )  # starting two workers takes a third of a second
+    whole = check_every_stop(loader, file=as_pickle, every=every)
     assert len(whole) >= MOST
     assert sorted(number for batch in whole for number in batch) == list(range(len(SIZES)))
-    # Two workers begin and end in a third of a second: all positions only where there is time.
-    every = 5 if workers and os.environ.get("TORCHBUDGET_HYPOTHESIS") != "thorough" else 1
-    for done in range(1, len(whole), every):
-        again = loader()
-        again.load_state_dict(states[done - 1])
-        assert list(again) == whole[done:]
 
 
 # ---------------------------------------------------------------------- randomness
@@ -175,10 +141,9 @@ def test_augmentations_of_shards_do_not_depend_on_workers(workers: int) -> None:
             size=size_of,
             window=64,
             transforms=[jitter],
-            collate_fn=as_it_is,
+            collate_fn=same,
         )
-        loader = DataLoader(stream, batch_size=None, num_workers=num_workers, collate_fn=as_it_is)
-        return sorted(sample for batch in loader for sample in batch)
+        return sorted(sample for batch in loader_of(stream, num_workers) for sample in batch)
 
     found = draws(workers)
     assert found == draws(0)

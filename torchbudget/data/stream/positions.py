@@ -16,8 +16,8 @@ from torchbudget.errors import StateError
 _WORKERS: Final = 128  # whose positions are kept
 _KEPT: Final = 256  # of each: a loader may run that many micro-batches ahead
 _FIELDS: Final = 6
-_HEADER: Final = 7
-_EPOCH, _WORKER_COUNT, _SHIFT, _SEED, _LOOP, _BATCHES, _ENDED = range(_HEADER)
+_HEADER: Final = 8
+_EPOCH, _WORKER_COUNT, _SHIFT, _SEED, _LOOP, _STARTED, _BATCHES, _ENDED = range(_HEADER)
 _ROW: Final = _HEADER + _KEPT * _FIELDS
 _FIRST: Final = 3  # words before the first row: numbers of states, and whether they were written
 _CURRENT, _USED_UP, _WRITTEN = range(_FIRST)
@@ -61,6 +61,7 @@ class Positions:
     def __init__(self) -> None:
         self._file = SharedFile(8 * (_FIRST + _WORKERS * _ROW))
         self._loaded: int | None = None  # number of this process's state; `None`: its own, or none
+        self._started = 0  # loops, in this worker
         self._states[_WRITTEN] = 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,13 +142,14 @@ class Positions:
         Returns:
             `None` if its positions are not kept.
         """
+        self._started += 1
         if worker >= _WORKERS or self._states.item(_CURRENT) not in (0, self._loaded):
             return None  # it must not overwrite a row of those that begin at the loaded state
         batches = 0
         with self._file.locked():
-            loop = self._next_loop(worker, (workers, seed))
+            loop = self._next_loop((workers, seed))
             row = self._row(worker)
-            row[:_HEADER] = epoch, workers, shift, seed, loop, 0, -1
+            row[:_HEADER] = epoch, workers, shift, seed, loop, self._started, 0, -1
         memory, first = self._file.memory, _FIRST + worker * _ROW
 
         def record(position: Position) -> None:
@@ -166,12 +168,16 @@ class Positions:
 
         return record
 
-    def _next_loop(self, worker: int, team: tuple[int, int]) -> int:
-        """The number of the loop that a worker starts: its team's, if that is ahead by one."""
+    def _next_loop(self, team: tuple[int, int]) -> int:
+        """The number of the loop that this worker starts.
+
+        Workers of one team have started equally many loops when they are in the same one; a worker
+        that is late starts those that the others have left already.
+        """
         headers = [tuple(self._row(one)[:_HEADER].tolist()) for one in range(_WORKERS)]
-        loops = [one[_LOOP] if (one[_WORKER_COUNT], one[_SEED]) == team else -1 for one in headers]
-        if loops[worker] < max(loops):
-            return int(max(loops))
+        for one in headers:
+            if (one[_WORKER_COUNT], one[_SEED]) == team:
+                return int(one[_LOOP] + self._started - one[_STARTED])
         return 1 + int(max(one[_LOOP] for one in headers))
 
     def _rows(self, epoch: int) -> list[npt.NDArray[np.int64]]:

@@ -1,0 +1,276 @@
+"""States of a sampler: what they hold, and from where an epoch goes on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import multiprocessing
+import pickle
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.resuming import as_pickle, check_every_stop, counted_state, in_parts
+from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
+from torchbudget import PaddedCost, StateMismatchError
+from torchbudget.errors import OptionError, StateError
+
+
+def test_a_state_has_its_keys() -> None:
+    """Constant keys, plain types, and copies: what is done to one state changes no other."""
+    sampler = sampler_of(window=50)
+    states = [sampler.state_dict()] + [sampler.state_dict() for _ in sampler]
+    assert len({tuple(sorted(state)) for state in states}) == 1
+    for state in states:
+        assert json.loads(json.dumps(state)) == state
+    before = copy.deepcopy(states[3])
+    states[3]["order"].clear()
+    states[3]["dealing"]["window"] = 0
+    list(itertools.islice(sampler, 3))
+    sampler.set_epoch(0)
+    list(itertools.islice(sampler, 3))
+    assert sampler.state_dict() == before
+
+
+def test_loading_keeps_its_argument() -> None:
+    """A state is read, not taken: loading it twice, or into two samplers, is the same."""
+    saved = sampler_of()
+    list(itertools.islice(saved, 4))
+    state = saved.state_dict()
+    before = copy.deepcopy(state)
+    one, other = sampler_of(), sampler_of()
+    one.load_state_dict(state)
+    other.load_state_dict(state)
+    rest = list(one)
+    assert state == before
+    assert list(other) == rest
+
+
+def test_iter_before_and_after_loading() -> None:
+    """Loaders call `iter` before they load a state, and again after it."""
+    saved = sampler_of()
+    whole = list(saved)
+    saved.set_epoch(0)
+    list(itertools.islice(saved, 4))
+    sampler = sampler_of()
+    stale = iter(sampler)
+    sampler.load_state_dict(saved.state_dict())
+    fresh = iter(sampler)
+    next(stale)
+    assert list(fresh) == whole[4:]
+
+
+def test_a_second_resume() -> None:
+    """A resumed epoch is saved and resumed again, at every batch."""
+    make = partial(sampler_of, window=40)
+    whole = check_every_stop(make)
+    assert in_parts(make, [1] * (len(whole) - 1)) == whole
+
+
+def test_len_counts_what_remains() -> None:
+    """In the middle of an epoch, and of all of the next one after its end."""
+    sampler = sampler_of(window=40)
+    whole = len(sampler)
+    for number, _ in enumerate(sampler):
+        resumed = sampler_of(window=40)
+        resumed.load_state_dict(sampler.state_dict())
+        assert len(resumed) == whole - number - 1 or resumed.epoch == 1
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_dropped_end_is_an_end(window: int) -> None:
+    """After the last batch that `drop_last` leaves, the state is of the next epoch."""
+    for n in range(2, 9):
+        sampler = sampler_of([5] * n, 10, window=window, drop_last=True)
+        batches = list(sampler)
+        again = sampler_of([5] * n, 10, window=window, drop_last=True)
+        list(itertools.islice(again, len(batches)))
+        resumed = sampler_of([5] * n, 10, window=window, drop_last=True)
+        resumed.load_state_dict(again.state_dict())
+        assert resumed.epoch == 1
+        assert len(list(resumed)) == len(batches)
+
+
+def test_batches_done_is_checked() -> None:
+    """More than was drawn, or no number at all, is refused."""
+    sampler = sampler_of()
+    with pytest.raises(OptionError, match="batches_done=2, but no batch was yielded"):
+        sampler.state_dict(batches_done=2)
+    assert sampler.state_dict(batches_done=0) == sampler.state_dict()
+    list(itertools.islice(sampler, 3))
+    with pytest.raises(OptionError, match="batches_done=4, but only 3 were drawn"):
+        sampler.state_dict(batches_done=4)
+    for wrong in (-1, 1.0, True):
+        with pytest.raises(OptionError, match="batches_done must be an int"):
+            sampler.state_dict(batches_done=wrong)
+
+
+def test_batches_done_counts_from_a_resumed_loops_start() -> None:
+    """The loop that resumed counts its own batches, from 0."""
+    whole = list(sampler_of())
+    first = sampler_of()
+    list(itertools.islice(first, 5))
+    sampler = sampler_of()
+    sampler.load_state_dict(first.state_dict())
+    list(itertools.islice(sampler, 6))
+    again = sampler_of()
+    again.load_state_dict(sampler.state_dict(batches_done=2))
+    assert list(again) == whole[7:]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"seed": 1}, "seed: saved 0, now 1"),
+        ({"shuffle": False}, "shuffle: saved True, now False"),
+        ({"sizes": LENGTHS[:-1]}, "the number of samples: saved 300, now 299"),
+        ({"sizes": LENGTHS[::-1]}, "the samples' sizes: saved '[0-9a-f]{32}', now '[0-9a-f]{32}'"),
+        ({"num_samples": 200}, "num_samples: saved 300, now 200"),
+        ({"replacement": True}, "replacement: saved False, now True"),
+        ({"weights": [1] * 300}, "the weights: saved None, now"),
+        ({"budget": 300, "oversize": "skip"}, "the samples that are skipped as oversize"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_state_of_another_order_is_refused(other: Any, message: str) -> None:
+    """Its position would mean other samples; the message names what differs, and both values."""
+    sampler = sampler_of(**other)
+    with pytest.raises(StateMismatchError, match=message):
+        sampler.load_state_dict(sampler_of().state_dict())
+    assert sampler.epoch == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"budget": 2000},
+        {"cost": PaddedCost(unit_bytes=1, sample_bytes=1)},
+        {"max_batch_size": 5},
+        {"batch_size_multiple": 4},
+        {"size_multiple": 8},
+        {"window": 77},
+        {"num_replicas": 1, "rank": 0},
+    ],
+    ids=str,
+)
+def test_a_state_under_other_rules_goes_on(other: Any) -> None:
+    """Budget, cost and rules may change at any batch: what is left comes once."""
+    saved = sampler_of(window=100)
+    done = {index for batch in itertools.islice(saved, 3) for index in batch}
+    sampler = sampler_of(**({"window": 100} | other))
+    sampler.load_state_dict(saved.state_dict())
+    rest = counted(sampler)
+    assert rest == Counter(set(range(300)) - done)
+
+
+def _with(**changed: Any) -> Any:
+    return lambda state: state | changed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda _: None, "expected a mapping from state_dict"),
+        (lambda _: [1], "got list"),
+        (lambda _: {}, "lacks dealing, dealt, epoch"),
+        (lambda state: {k: v for k, v in state.items() if k != "rounds"}, "lacks rounds"),
+        (_with(version=99), "version 99, this torchbudget reads 1"),
+        (_with(version=None), "version None"),
+        (_with(epoch=-1), "epoch must be an int of at least 0, got -1"),
+        (_with(epoch=1.0), "epoch must be an int of at least 0, got 1.0"),
+        (_with(epoch=True), "epoch must be an int of at least 0, got True"),
+        (_with(start="0"), "start must be an int"),
+        (_with(start=200), r"200 … 100 are not within the epoch's 300"),
+        (_with(stop=301), r"0 … 301 are not within the epoch's 300"),
+        (_with(order=None), "order is malformed"),
+        (_with(order={}), "order is malformed"),
+        (_with(dealing=None, left="!"), "window of 100 samples is malformed"),
+        (_with(dealing=None, left="AAAA"), "window of 100 samples is malformed"),
+        (_with(dealt="AAAA"), "window of 100 samples is malformed"),
+        (_with(rounds=10**6), "rounds"),
+    ],
+    ids=itertools.count(),
+)
+def test_a_malformed_state_is_refused(spoil: Any, message: str) -> None:
+    """What is no state, or lacks a part, is refused, and leaves the sampler as it was."""
+    saved = sampler_of(window=100)
+    list(itertools.islice(saved, 3))
+    sampler = sampler_of(window=100)
+    with pytest.raises(StateError, match=message):
+        sampler.load_state_dict(spoil(saved.state_dict()))
+    assert list(sampler) == list(sampler_of(window=100))
+
+
+@forks
+def test_the_state_of_a_loop_whose_workers_run_ahead() -> None:
+    """The loader has drawn more than the loop has seen; the loop's own count makes it exact."""
+    loop = partial(loader_of, num_workers=2, prefetch_factor=2)
+    whole = check_every_stop(sampler_of, loop=loop, save=counted_state, every=4)
+    assert whole == list(sampler_of())
+    sampler = sampler_of()
+    next(iter(loop(sampler)))
+    ahead = sampler_of()
+    ahead.load_state_dict(sampler.state_dict())
+    assert len(ahead) < len(whole) - 1
+    sampler = sampler_of()
+    for _ in loop(sampler):
+        pass
+    ended = sampler_of()
+    ended.load_state_dict(sampler.state_dict(batches_done=len(whole)))
+    assert ended.epoch == 1
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_resumes_at_every_batch(workers: int) -> None:
+    """The StatefulDataLoader of torchdata saves and loads the sampler as it is, at every batch."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        sampler = sampler_of(budget=1500, window=100)
+        return stateful.StatefulDataLoader(
+            Numbers(300), batch_sampler=sampler, collate_fn=as_list, num_workers=workers
+        )
+
+    whole = check_every_stop(loader, file=as_pickle)
+    expected = sampler_of(budget=1500, window=100)
+    assert whole == list(expected)
+    following = list(expected)
+    first = loader()
+    next(iter(first))
+    resumed = loader()
+    resumed.load_state_dict(as_pickle(first.state_dict()))
+    assert list(resumed) == whole[1:]
+    assert list(resumed) == following
+    for _ in (ended := loader()):
+        state = ended.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    # After the last batch an end, or the next epoch, is what a loader may make of it.
+    assert list(resumed) in ([], following)
+
+
+# ---------------------------------------------------------------------- pickle
+
+
+@pytest.mark.parametrize("drawn", [0, 3, 10**6], ids=["fresh", "in mid-epoch", "after an epoch"])
+def test_a_sampler_is_pickled(drawn: int) -> None:
+    """A copy draws what the next loop of the original would, whatever was being drawn."""
+    sampler = sampler_of()
+    list(itertools.islice(sampler, drawn))
+    copies = [pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)]  # noqa: S301
+    expected = list(sampler)
+    for twin in copies:
+        assert len(twin) == len(expected)
+        assert list(twin) == expected
+
+
+def test_a_sampler_crosses_into_a_spawned_process() -> None:
+    """A process that starts from nothing reads it, and draws the same."""
+    sampler = sampler_of()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(list, (sampler,)) == list(sampler_of())

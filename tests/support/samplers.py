@@ -1,0 +1,49 @@
+"""A sampler over 300 lengths, and a loader of their numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost
+
+TOKENS = PaddedCost(unit_bytes=1)
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 300), 1, 400).astype(np.int64)
+
+# Python 3.12 and later warn of every fork under pytest-xdist, which has threads.
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+class Numbers(Dataset[int]):
+    """Sample k is the number k."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def as_list(samples: list[int]) -> list[int]:
+    return samples
+
+
+def sampler_of(sizes: Any = LENGTHS, budget: Any = 1000, **options: Any) -> Any:
+    return MemoryBudgetBatchSampler(sizes, options.pop("cost", TOKENS), budget, **options)
+
+
+def loader_of(sampler: Any, **options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(len(LENGTHS)), batch_sampler=sampler, collate_fn=as_list, **options)
+
+
+def counted(batches: Iterable[list[int]]) -> Counter[int]:
+    """How often each index comes."""
+    return Counter(index for batch in batches for index in batch)

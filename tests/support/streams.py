@@ -1,0 +1,123 @@
+"""Sources of numbered samples, and what their streams are checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
+from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.source import WorkerSlot
+
+TOKENS = PaddedCost(unit_bytes=1)
+KINDS = ("iterable", "map", "shards", "function", "splits itself")
+
+
+# ---------------------------------------------------------------------- sources
+
+
+class Numbered:
+    """Samples (number, size), read again and again."""
+
+    def __init__(self, sizes: Any) -> None:
+        self.sizes = np.asarray(sizes).tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(enumerate(self.sizes)))
+
+
+class Indexed(Dataset[Any]):
+    """A map-style dataset of given samples."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+class SplitsItself(IterableDataset[Any]):
+    """Splits itself by worker, as torch's documentation teaches."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(self.samples[first::step])
+
+
+def shards_of(sizes: Any, cuts: list[int]) -> list[Any]:
+    """Lists of consecutive samples."""
+    samples = list(Numbered(sizes))
+    bounds = [0, *sorted(cut % (len(samples) + 1) for cut in cuts), len(samples)]
+    return [samples[a:b] for a, b in pairwise(bounds)]
+
+
+def source_of(kind: str, sizes: Any, cuts: list[int]) -> Any:
+    """A source of one of the `KINDS`."""
+    samples = list(Numbered(sizes))
+    return {
+        "iterable": lambda: Numbered(sizes),
+        "map": lambda: Indexed(samples),
+        "shards": lambda: shards_of(sizes, cuts),
+        "function": lambda: lambda shard, shards: iter(samples[shard::shards]),
+        "splits itself": lambda: SplitsItself(samples),
+    }[kind]()
+
+
+# ---------------------------------------------------------------------- functions of a sample
+
+
+def size_of(sample: Any) -> Any:
+    size = sample[1]
+    return tuple(size) if isinstance(size, list) else size
+
+
+def always_one(sample: Any) -> int:
+    return 1
+
+
+def same(sample: Any) -> Any:
+    return sample
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def numbers(batches: list[list[Any]]) -> list[int]:
+    """The samples' numbers, sorted."""
+    return sorted(number for batch in batches for number, _ in batch)
+
+
+def bytes_of(cost: CostModel, sizes: list[Any]) -> int:
+    """The cost of a batch from its definition."""
+    if isinstance(cost, AdditiveCost):
+        return int(cost.base_bytes + cost.item_bytes(np.array(sizes)).sum())
+    return int(cost.batch_bytes(len(sizes), np.max(sizes, axis=0)))
+
+
+def readers_of(stream: BudgetedIterableDataset, workers: int) -> list[list[EpochReader]]:
+    """What each worker of each rank reads, without starting any."""
+    ranks = stream.num_replicas
+    return [
+        [
+            stream.reader_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
+            for worker in range(workers)
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> DataLoader[Any]:
+    """A plain `DataLoader` that leaves samples as they are."""
+    return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=same, **options)
