@@ -116,8 +116,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        if samples_per_step is not None and window is not None:
-            raise OptionError("with samples_per_step a window is one step: leave window out")
         check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         table = SizeTable.of(sizes)
@@ -144,7 +142,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             rules,
             order,
             Ranks(number=self.num_replicas, even_sums=samples_per_step is not None),
-            window=(optional("samples_per_step", samples_per_step) or optional("window", window)),
+            window=_window(samples_per_step, window),
             drop_last=drop_last,
         )
         self._order = order_identity(order, table.fingerprint)
@@ -323,3 +321,12 @@ def _largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float,
     torch.distributed.all_gather_object(gathered, (margin, after))
     margins, windows = zip(*gathered, strict=True)
     return max(margins), max(windows)
+
+
+def _window(samples_per_step: int | None, window: int | None) -> int | None:
+    if samples_per_step is not None and window is not None:
+        raise OptionError(
+            "with samples_per_step a window is one step: leave window out, "
+            f"got window={window}, samples_per_step={samples_per_step}"
+        )
+    return optional("samples_per_step", samples_per_step) or optional("window", window)
