@@ -79,9 +79,11 @@ def lowest_budgets(
             f"at least {int(target.max())} samples, another number of ranks or a larger budget, or "
             "drop the rest (drop_last=True)"
         )
-    infeasible = np.maximum(low, windows.least(target)) - 1
-    # Where the lower bound is tight the first trial already ends the search.
-    middle = np.minimum(infeasible + precision, feasible)
+    least_bytes = windows.least(target)
+    infeasible = np.maximum(low, least_bytes) - 1
+    # Just above a bound that all but full micro-batches reach, the first trial ends the search.
+    near = np.minimum(infeasible + precision, feasible)
+    middle = np.where(least_bytes > low, near, (infeasible + feasible) // 2)
     # A window that is done stays as it is, so that it does not depend on the others.
     while (wide := feasible - infeasible > precision).any():
         enough = counts(middle) <= target
