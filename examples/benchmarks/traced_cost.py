@@ -48,7 +48,7 @@ from _common import Results, options, timed
 
 from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost
-from torchbudget.cost.measuring.tracing import StepTracer
+from torchbudget.cost.measuring.tracing import traces
 from torchbudget.cost.measuring.training_state import TrainingState
 
 
@@ -64,8 +64,8 @@ def traced_peaks(training: Training, n: list[int], sizes: list[tuple[int, ...]])
         training.make_batch(number, size if len(size) > 1 else size[0])
         for number, size in zip(n, sizes, strict=True)
     )
-    tracer = StepTracer(training.step, TrainingState(training.step))
-    return [trace.peak_bytes for trace in tracer.traces(batches)]
+    step = training.step
+    return [trace.peak_bytes for trace in traces(step, TrainingState(step), batches)]
 
 
 def main() -> None:
