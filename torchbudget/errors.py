@@ -20,6 +20,7 @@ TorchBudgetError
 
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was discarded before it was used
+├── RepeatedSamplesWarning               an epoch reads what the one before has read
 ├── MeasureWarning                       a measured cost may be wrong
 ├── ForgottenStepWarning                 accumulated gradients were never applied
 ├── ForeignStepWarning                   other code stepped, or changed the gradients
@@ -110,6 +111,10 @@ class TorchBudgetWarning(UserWarning):
 
 class DiscardedStateWarning(TorchBudgetWarning):
     """A loaded position was discarded before it was used."""
+
+
+class RepeatedSamplesWarning(TorchBudgetWarning):
+    """An epoch reads the same samples as the one before, and others never come."""
 
 
 class MeasureWarning(TorchBudgetWarning):

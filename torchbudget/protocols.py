@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -59,11 +59,11 @@ class Stateful(Protocol):
 
 
 class ResumableSource(ABC):
-    """A sampler or stream that can say where it stood after any of the batches that came from it.
+    """A sampler or stream that knows where it stands after each batch that came from it.
 
     A plain `DataLoader` with workers reads ahead of its loop, so that only the loop knows how many
     batches are done. This is a base class to inherit from, and no `Protocol`, since many objects
-    have methods of these names that do not take `batches_done`.
+    have methods of these names.
     """
 
     @property
@@ -76,8 +76,15 @@ class ResumableSource(ABC):
         """Choose the epoch that the next `iter()` reads."""
 
     @abstractmethod
-    def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
-        """The position after so many batches of the current loop; `None`: after all that came."""
+    def tracked(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of a loader; after each, `state_dict` is the position after it.
+
+        The loop over the loader begins with the call.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

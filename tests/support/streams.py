@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost
 from torchbudget.data.stream.epoch_reader import EpochReader
-from torchbudget.data.stream.source import WorkerSlot
+from torchbudget.data.stream.slot import WorkerSlot
 
 TOKENS = PaddedCost(unit_bytes=1)
 KINDS = ("iterable", "map", "shards", "function", "splits itself")
@@ -106,12 +106,34 @@ def bytes_of(cost: CostModel, sizes: list[Any]) -> int:
     return int(cost.batch_bytes(len(sizes), np.max(sizes, axis=0)))
 
 
-def readers_of(stream: BudgetedIterableDataset, workers: int) -> list[list[EpochReader]]:
-    """What each worker of each rank reads, without starting any."""
-    ranks = stream.num_replicas
+class OneProcess:
+    """What one worker of one rank reads, without starting it."""
+
+    def __init__(self, stream: BudgetedIterableDataset, slot: WorkerSlot) -> None:
+        self.stream = stream
+        self.slot = slot
+        self.reader: EpochReader | None = None
+
+    def __iter__(self) -> EpochReader:
+        self.reader = self.stream.reader_of(self.slot)
+        return self.reader
+
+    def state_dict(self) -> dict[str, Any]:
+        reader = self.stream.reader_of(self.slot) if self.reader is None else self.reader
+        return self.stream.state_at([self.slot], [reader.cursor])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+
+
+def processes_of(
+    make: Callable[[], BudgetedIterableDataset], workers: int
+) -> list[list[OneProcess]]:
+    """Each worker of each rank, with a stream of its own."""
+    ranks = make().num_replicas
     return [
         [
-            stream.reader_of(WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
+            OneProcess(make(), WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks))
             for worker in range(workers)
         ]
         for rank in range(ranks)

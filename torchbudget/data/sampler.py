@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.distributed import is_distributed, ranks_of
-from torchbudget.errors import DiscardedStateWarning, OptionError
+from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
@@ -148,6 +148,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         self._order = order_identity(order, table.fingerprint)
         self._cursor = Cursor(epoch=0)
         self._iterator: PlanIterator | None = None
+        self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
         self._iterations = 0
         self._length: tuple[Cursor, int] | None = None
 
@@ -229,19 +230,64 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """Fill, padding and imbalance of the coming epoch; O(samples)."""
         return self.plan.report(self.epoch)
 
+    def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader with this batch sampler, and count which of them came.
+
+        After each of them `state_dict()` is the position after it, although workers read ahead.
+
+        Args:
+            loader: a `DataLoader` with this sampler as its `batch_sampler`.
+
+        Raises:
+            OptionError: it is another loader, or yields batches out of their order.
+        """
+        if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
+            raise OptionError(
+                "tracked needs a DataLoader whose batch_sampler this is; a StatefulDataLoader "
+                f"saves its position itself: got {type(loader).__name__}"
+            )
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            raise OptionError(
+                "with in_order=False it is unknown which batches came: use in_order=True"
+            )
+        batches: Iterator[Any] = self._track(loader)
+        next(batches)  # up to where the loop begins
+        return batches
+
+    def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        batches = iter(loader)
+        iterator = self._iterator
+        if iterator is None:
+            raise StateError("the loader began no iteration of this sampler")
+        self._tracked = iterator, 0
+        finished = False
+        try:
+            yield None
+            for done, batch in enumerate(batches, 1):
+                self._tracked = iterator, done
+                yield batch
+            finished = True
+        finally:
+            if not finished and self._iterator is iterator:
+                self._cursor = iterator.began  # it may have been read to its end, ahead of the loop
+
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
         """The position in the epoch, in plain JSON types.
 
         Args:
             batches_done: how many batches of the current loop are done. A plain `DataLoader` with
-                workers reads ahead of the loop, so only the loop knows. Default: those yielded,
-                which is right without workers and in torchdata's `StatefulDataLoader`.
+                workers reads ahead of the loop, so only the loop knows. Default: those that came in
+                `tracked(loader)`, else those yielded, which is right without workers and in
+                torchdata's `StatefulDataLoader`.
 
         Raises:
             OptionError: `batches_done` is more than were yielded.
         """
         plan, cursor = self.plan, self._cursor
         if self._iterator is not None:
+            if batches_done is None and self._tracked is not None:
+                iterator, done = self._tracked
+                batches_done = done if iterator is self._iterator else None
             plan, cursor = self._iterator.after(
                 None if batches_done is None else natural("batches_done", batches_done)
             )
@@ -303,7 +349,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        return {**self.__dict__, "_iterator": None}
+        return {**self.__dict__, "_iterator": None, "_tracked": None}
 
     def _finish(self, iterator: PlanIterator) -> None:
         """Go on to the next epoch after an epoch's end."""

@@ -107,8 +107,10 @@ class Cursor:
         epoch, start, stop, rounds = (
             _natural(state, key) for key in ("epoch", "start", "stop", "rounds")
         )
-        positions = int(order["num_samples"] or 0)
-        if not start <= stop <= positions:
+        positions = order["num_samples"]  # `None`: it is unknown, and so is where windows end
+        if positions is None:
+            return cls(epoch=epoch, start=start, stop=start, rounds=rounds)
+        if not start <= stop <= int(positions):
             raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
         if rounds > stop - start:
             raise StateError(

@@ -41,6 +41,11 @@ _NONE: Final = Rounds(np.empty(0, np.int64), [], [])
 class Grouping(Protocol):
     """Cuts a window into rounds: one micro-batch for each rank."""
 
+    @property
+    def ranks(self) -> Ranks:
+        """That share each window."""
+        ...
+
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """Places of the samples that are to be skipped; raises where that is the policy."""
         ...

@@ -32,6 +32,7 @@ class Stream(IntEnum):
     ROUNDS = 3  # the order of a window's micro-batches
     TURNS = 4  # which rank takes which place first
     SHARDS = 5  # the order of a stream's shards
+    SAMPLES = 6  # what the transforms of a stream's samples draw
     INDEX = 7  # the order of a map-style data set that is read as a stream
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from operator import length_hint
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,6 +83,28 @@ def has_position(loader: DataLoader[Any]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TrackedLoader:
+    """A loader whose sampler or stream knows which batches came.
+
+    Attributes:
+        loader: as the user made it.
+    """
+
+    loader: DataLoader[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        sources: tuple[Any, ...] = (self.loader.batch_sampler, self.loader.dataset)
+        if not isinstance(self.loader, Stateful):
+            for source in sources:
+                if isinstance(source, ResumableSource):
+                    return source.tracked(self.loader)
+        return iter(self.loader)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.loader)
+
+
 def save(state: Any, path: Path) -> None:
     """Write a file so that it is there as a whole, or not at all."""
     partial = path.with_suffix(".part")
@@ -98,7 +122,7 @@ def _data_state(loader: DataLoader[Any], batches_done: int | None, epoch: int) -
     sampler: Any = loader.batch_sampler
     dataset: Any = loader.dataset
     if isinstance(sampler, ResumableSource):
-        state = sampler.state_dict(batches_done=batches_done)
+        state = sampler.state_dict()
         # A StatefulDataLoader has a position of its own, with the samples that its workers have
         # read. Between epochs it would begin with the epoch that is over: the sampler's is right.
         if not isinstance(loader, Stateful) or batches_done is None or state["epoch"] > epoch:
@@ -108,5 +132,5 @@ def _data_state(loader: DataLoader[Any], batches_done: int | None, epoch: int) -
     if isinstance(loader, Stateful):
         return {"loader": loader.state_dict()}
     if isinstance(dataset, ResumableSource):
-        return {"dataset": dataset.state_dict(batches_done=batches_done)}
+        return {"dataset": dataset.state_dict()}
     return {}

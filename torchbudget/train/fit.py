@@ -20,6 +20,7 @@ from torchbudget.protocols import HasEpochs, ResumableSource
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import num_samples
 from torchbudget.train.checkpoint import (
+    TrackedLoader,
     has_position,
     load_run_state,
     restore_generators,
@@ -129,7 +130,7 @@ def fit(
         if run.begin_epoch():
             train_epoch(
                 model,
-                loader,
+                loader if folder is None else TrackedLoader(loader),
                 criterion,
                 accumulator,
                 weight=weight,

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchbudget.data.stream.positions import in_turn
 
 from tests.support.resuming import check_every_stop, counted_state, in_parts
 from tests.support.streams import KINDS, TOKENS, Numbered, loader_of, same, size_of, source_of
 from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
-from torchbudget.data.stream.positions import in_turn
 from torchbudget.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

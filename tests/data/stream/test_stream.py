@@ -19,15 +19,15 @@ from tests.support.strategies import problems
 from tests.support.streams import (
     TOKENS,
     Numbered,
+    OneProcess,
     bytes_of,
     numbers,
-    readers_of,
+    processes_of,
     same,
     shards_of,
     size_of,
 )
 from torchbudget import BudgetedIterableDataset, OversizeError, PaddedCost, StateMismatchError
-from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.errors import BudgetError, OptionError, SampleError, StateError, UnevenRanksError
 
 
@@ -55,10 +55,10 @@ def streams(draw: st.DrawFn, *, most_ranks: int = 8) -> tuple[Any, dict[str, Any
     return sizes, {"cost": cost, "budget": max(budget, 1), **options}, source
 
 
-def read(readers: list[EpochReader]) -> list[list[Any]] | None:
+def read(processes: list[OneProcess]) -> list[list[Any]] | None:
     """The batches of each worker, or `None` where they cannot be dealt evenly."""
     try:
-        return [list(reader) for reader in readers]
+        return [list(process) for process in processes]
     except UnevenRanksError:
         return None
 
@@ -72,8 +72,8 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
     """
     sizes, options, source = made
     cost, ranks = options["cost"], options["num_replicas"]
-    stream = BudgetedIterableDataset(source, **options)
-    batches = [read(readers) for readers in readers_of(stream, workers)]
+    make = partial(BudgetedIterableDataset, source, **options)
+    batches = [read(processes) for processes in processes_of(make, workers)]
     if None in batches:
         assert set(map(type, batches)) == {type(None)}
         pairs = bytes_of(cost, [np.max(sizes, axis=0).tolist()] * 2) <= options["budget"]
@@ -94,24 +94,23 @@ def test_resumed_at_any_batch(made: Any, workers: int, data: st.DataObject) -> N
     The state is plain, and no larger than at the beginning but for a few digits.
     """
     _, options, source = made
-    stream = BudgetedIterableDataset(source, **options)
-    lengths: set[int] = set()
+    make = partial(BudgetedIterableDataset, source, **options)
+    for process in (process for rank in processes_of(make, workers) for process in rank):
+        lengths: set[int] = set()
 
-    def save(reader: Any, done: int) -> Any:
-        lengths.add(len(json.dumps(reader.state_dict())))
-        return reader.state_dict()
+        def save(running: Any, done: int, lengths: set[int] = lengths) -> Any:
+            lengths.add(len(json.dumps(running.state_dict())))
+            return running.state_dict()
 
-    for reader in (reader for rank in readers_of(stream, workers) for reader in rank):
-        lengths.clear()
-        save(reader, 0)
+        save(process, 0)
         try:
-            whole = list(reader)
+            whole = list(process)
         except UnevenRanksError:
             return
+        again = partial(OneProcess, slot=process.slot)
         stops = data.draw(st.lists(st.integers(0, len(whole)), max_size=2))
-        assert in_parts(partial(stream.reader_of, reader.slot), stops, save=save) == whole
+        assert in_parts(lambda again=again: again(make()), stops, save=save) == whole
         assert max(lengths) < min(lengths) + 20
-        assert list(reader) == []
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 3), st.integers(20, 200))
@@ -125,24 +124,26 @@ def test_other_numbers_of_workers_and_ranks_go_on(
         options = {"size": size_of, "window": 16, "num_replicas": ranks, "rank": 0}
         return BudgetedIterableDataset(Numbered(sizes), TOKENS, 90, **options, collate_fn=list)
 
-    reader = iter(stream(1))
+    running = stream(1)
+    reader = iter(running)
     begun = list(islice(reader, before))
-    state = json.loads(json.dumps(reader.state_dict()))
-    others = [one for rank in readers_of(stream(ranks), workers) for one in rank]
-    if state["done"] and (workers, ranks) != (1, 1):
+    state = json.loads(json.dumps(running.state_dict()))
+    others = [one for rank in processes_of(lambda: stream(ranks), workers) for one in rank]
+    for one in others:
+        one.load_state_dict(state)
+    if state["workers"][0]["rounds"] and (workers, ranks) != (1, 1):
         with pytest.raises(StateMismatchError, match="boundary"):
-            others[0].load_state_dict(state)
+            list(others[0])
         return
     rest: list[Any] = []
-    for mine in others:
-        mine.load_state_dict(state)
     try:
-        for mine in others:
-            rest += list(mine)
+        for one in others:
+            rest += list(one)
     except UnevenRanksError:
         assert n - len(numbers(begun)) < ranks
         return
-    assert numbers(begun + rest) == list(range(n))
+    if state["epoch"] == 0:
+        assert numbers(begun + rest) == list(range(n))
 
 
 def test_batches_come_as_the_sampler_makes_them() -> None:
@@ -158,11 +159,11 @@ def test_epochs_differ_and_repeat() -> None:
     stream = BudgetedIterableDataset(
         Numbered(sizes), TOKENS, 90, size=size_of, window=100, collate_fn=list
     )
-    first = list(stream)
-    assert list(stream) == first
-    stream.set_epoch(1)
-    second = list(stream)
+    first, second = list(stream), list(stream)  # they advance by themselves
+    assert stream.epoch == 2
     assert second != first
+    stream.set_epoch(1)
+    assert list(stream) == second
     assert numbers(second) == numbers(first)
     stream.set_epoch(0)
     assert list(stream) == first
@@ -178,27 +179,26 @@ def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
     )
     other.load_state_dict(stream.state_dict())
     assert other.epoch == 1
-    found = list(other)
-    stream.set_epoch(1)
-    assert found == list(stream)
+    assert list(other) == list(stream)
 
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
 def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
     """On every rank, over its workers; unless one has no samples, or they cannot be dealt."""
     _, options, source = made
-    stream = BudgetedIterableDataset(source, **options, batches_per_epoch=batches)
-    assert len(stream) == batches
+    make = partial(BudgetedIterableDataset, source, **options, batches_per_epoch=batches)
+    assert len(make()) == batches
     with suppress(SampleError, UnevenRanksError):
-        for rank in readers_of(stream, workers):
-            assert sum(len(list(reader)) for reader in rank) == batches
+        for rank in processes_of(make, workers):
+            assert sum(len(list(process)) for process in rank) == batches
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_number_of_batches(workers: int, ranks: int) -> None:
     """`batches_per_epoch` on each rank, from a source that is shorter, and `len` says so."""
-    stream = BudgetedIterableDataset(
+    make = partial(
+        BudgetedIterableDataset,
         shards_of(np.arange(1, 40), [10, 20]),
         TOKENS,
         60,
@@ -208,9 +208,9 @@ def test_a_number_of_batches(workers: int, ranks: int) -> None:
         rank=0,
         collate_fn=list,
     )
-    for rank in readers_of(stream, workers):
-        assert sum(len(list(reader)) for reader in rank) == 50
-    assert len(stream) == 50
+    for rank in processes_of(make, workers):
+        assert sum(len(list(process)) for process in rank) == 50
+    assert len(make()) == 50
 
 
 def test_drop_last_leaves_only_what_is_full() -> None:
@@ -219,10 +219,17 @@ def test_drop_last_leaves_only_what_is_full() -> None:
     options: dict[str, Any] = {"size": size_of, "window": 40, "collate_fn": list}
     stream = BudgetedIterableDataset(Numbered(sizes), TOKENS, 20, **options, drop_last=True)
     assert [len(batch) for batch in stream] == [10] * 10
-    stream = BudgetedIterableDataset(
-        Numbered(sizes), TOKENS, 20, **options, drop_last=True, num_replicas=2, rank=0
+    make = partial(
+        BudgetedIterableDataset,
+        Numbered(sizes),
+        TOKENS,
+        20,
+        **options,
+        drop_last=True,
+        num_replicas=2,
+        rank=0,
     )
-    assert len({sum(len(list(reader)) for reader in rank) for rank in readers_of(stream, 1)}) == 1
+    assert len({sum(map(len, map(list, rank))) for rank in processes_of(make, 1)}) == 1
 
 
 def test_a_predicate_instead_of_a_cost() -> None:
@@ -246,7 +253,7 @@ def test_a_predicate_instead_of_a_cost() -> None:
     assert [[s for _, s in b] for b in stream(1)] == [[3, 4], [5, 1], [9], [2, 2]]
     assert [[s for _, s in b] for b in stream(1, size=size_of)] == [[9], [5, 4], [3, 2, 2, 1]]
     for ranks in (2, 3, 7):
-        batches = [list(reader) for [reader] in readers_of(stream(ranks), 1)]
+        batches = [list(one) for [one] in processes_of(partial(stream, ranks), 1)]
         assert numbers([b for rank in batches for b in rank]) == list(range(7))
         assert len(set(map(len, batches))) == 1
 
@@ -312,6 +319,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "split": (Spent(), {"split": "nodes"}, OptionError, "split"),
     "oversize": (Spent(), {"oversize": "drop"}, OptionError, "oversize"),
     "on_error": (Spent(), {"on_error": "drop"}, OptionError, "on_error"),
+    "skip on ranks": (
+        Spent(),
+        {"on_error": "skip", "num_replicas": 2, "rank": 0},
+        OptionError,
+        "split='ranks'",
+    ),
+    "iterators as shards": ([iter([1])], {}, OptionError, "shard 0 is an iterator"),
     "shuffle": (Spent(), {"shuffle": 1}, OptionError, "bool"),
     "threads": (Spent(), {"threads": -1}, OptionError, "threads"),
     "predicate": (Spent(), {"cost": never, "max_batch_size": 3}, OptionError, "alone decides"),
@@ -340,9 +354,9 @@ def test_states_of_other_streams_are_refused() -> None:
             Numbered(range(1, 60)), **arguments, size=size_of, collate_fn=list
         )
 
-    reader = iter(stream())
-    next(reader)
-    state = reader.state_dict()
+    running = stream()
+    next(iter(running))
+    state = running.state_dict()
     for options, text in (
         ({"window": 30}, "window: saved 20"),
         ({"seed": 3}, "seed"),
@@ -350,8 +364,8 @@ def test_states_of_other_streams_are_refused() -> None:
         ({"num_replicas": 2, "rank": 0}, "boundary"),
     ):
         other = stream(**options)
-        other.load_state_dict(state)
-        with pytest.raises(StateMismatchError, match=text):
+        with pytest.raises(StateMismatchError, match=text):  # noqa: PT012 (at either)
+            other.load_state_dict(state)
             iter(other)
     with pytest.raises(StateError, match="state_dict"):
-        reader.load_state_dict({"version": 9})
+        running.load_state_dict({"version": 9})

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import natural
+from torchbudget.checks import check_flags, natural
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.stream.cursor import StreamCursor, check_dealing
 from torchbudget.data.stream.epoch_reader import EpochReader
-from torchbudget.data.stream.positions import END, Positions
-from torchbudget.data.stream.settings import ShouldAdd, make_settings
-from torchbudget.data.stream.source import Split, WorkerSlot
+from torchbudget.data.stream.progress import Progress, check_workers
+from torchbudget.data.stream.settings import (
+    Settings,
+    ShouldAdd,
+    grouping_of,
+    reading,
+    sharing_ranks,
+    window_of,
+)
+from torchbudget.data.stream.slot import Split, WorkerSlot
+from torchbudget.data.stream.source import Source
+from torchbudget.data.stream.tracking import TrackedLoop, check_loader
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import ranks_of
-from torchbudget.errors import StateError, StateMismatchError
+from torchbudget.errors import (
+    DiscardedStateWarning,
+    OptionError,
+    RepeatedSamplesWarning,
+    StateError,
+    StateMismatchError,
+)
 from torchbudget.plan.oversize import Oversize
 from torchbudget.protocols import ResumableSource
 from torchbudget.units import parse_bytes
 
 _HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
-_WORKERS: Final = 512  # that count skipped samples separately
-_KINDS: Final = ("oversize", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,121 +168,207 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         rank: int | None = None,
     ) -> None:
         super().__init__()
+        check_flags(uneven=uneven)
         self.num_replicas, self.rank = ranks_of(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
         self.look_ahead = None if look_ahead is None else parse_bytes(look_ahead)
-        self._settings = make_settings(
-            source,
+        self.size_multiple = size_multiple
+        checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
+        known = uneven or batches_per_epoch is not None
+        ranks = sharing_ranks(checked.split, self.num_replicas, known=known)
+        grouping, rules = grouping_of(
             cost,
             self.budget,
-            size=size,
-            transforms=transforms,
+            ranks,
+            oversize,
+            size_multiple=size_multiple,
+            max_batch_size=max_batch_size,
+            batch_size_multiple=batch_size_multiple,
+        )
+        self._settings = Settings(
+            source=checked,
+            transforms=(*reading(checked), *transforms),
             threads=threads,
-            window=window,
+            grouping=grouping,
+            size=size,
+            sized=isinstance(cost, CostModel) or size is not None,
+            window=window_of(window, ranks),
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            batches_per_epoch=batches_per_epoch,
-            uneven=uneven,
-            collate_fn=collate_fn,
-            max_batch_size=max_batch_size,
-            batch_size_multiple=batch_size_multiple,
-            size_multiple=size_multiple,
-            oversize=oversize,
             on_error=on_error,
-            split=split,
-            num_replicas=self.num_replicas,
+            batches_per_epoch=batches_per_epoch,
+            collate_fn=collate_fn or PadCollate(size_multiple=size_multiple),
+            rules=rules,
         )
-        # Workers read the epoch, and count skipped samples, in shared memory: it reaches those that
-        # persist, too.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self._skipped = torch.zeros((_WORKERS, len(_KINDS)), dtype=torch.int64).share_memory_()
-        self._state: dict[str, Any] | None = None
-        self._positions = Positions()
-        self._reader: EpochReader | None = None  # the last one
+        self._progress = Progress()
+        self._changes = 0  # of the epoch or the state, as far as this copy knows them
+        self._state: Mapping[str, Any] | None = None
+        self._reader: EpochReader | None = None  # the last one of this process
+        self._process = os.getpid()
+        self._tracked: TrackedLoop | None = None  # the last one
         self._readers: weakref.WeakSet[EpochReader] = weakref.WeakSet()
 
     @property
     def epoch(self) -> int:
         """The epoch that the next `iter()` reads."""
-        return int(self._epoch)
-
-    @property
-    def size_multiple(self) -> int:
-        """Padded sizes are multiples of it; `PadCollate(size_multiple=stream)` reads it."""
-        return self._settings.size_multiple
+        return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()`, in every worker, read this epoch from its beginning.
 
-        If it already is this epoch, a loaded position stays.
+        If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
+        source goes on where the last epoch ended.
         """
+        reader = self._reader
         if natural("epoch", epoch) != self.epoch:
-            self._epoch.fill_(epoch)
-            self._state = None
-            self._positions.clear(loaded=False)
-        self._skipped.zero_()
-        self._reader = None
+            if reader is None and self._tracked is None and _is_within(self._loaded(self.epoch)):
+                warnings.warn(
+                    f"set_epoch({epoch}) discards the position that was loaded in epoch "
+                    f"{self.epoch}; go on in that epoch, or do not load the state",
+                    DiscardedStateWarning,
+                    stacklevel=2,
+                )
+            self._begin_at(epoch, None)
+        elif reader is not None and reader.cursor.epoch == epoch:
+            self._reader = self._new_reader(reader.slot, reader.began)
+        self._tracked = None
+        self._progress.note_loop(in_worker=False)
+        self._progress.forget_skipped()
+
+    def _begin_at(self, epoch: int, state: Mapping[str, Any] | None) -> None:
+        """Make all processes begin the epoch, or at the state."""
+        self._state, self._reader, self._tracked = state, None, None
+        if get_worker_info() is None:
+            self._changes = self._progress.change(epoch, loaded=state is not None)
+        else:  # of a StatefulDataLoader: each of its workers has a state of its own
+            self._progress.begin(epoch)
+
+    # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> EpochReader:
         """Read the epoch from its beginning, or from the loaded position."""
+        if sys._getframe(1).f_locals.get("auto_collation"):  # the fetcher of a DataLoader
+            raise OptionError(
+                "this stream yields whole batches, which the DataLoader would collate again: pass "
+                "batch_size=None to the DataLoader"
+            )
         info = get_worker_info()
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        finished = self._reader is not None and self._reader.finished
-        if finished and (info is None or self._positions.own_state):
-            self._state = None
-        self._positions.note_finished_loop(self.epoch)
-        state, shift = self._loaded, 0
-        if state is not None and "workers" in state:
-            if len(state["workers"]) != workers:
-                raise StateMismatchError(
-                    f"the state is that of {len(state['workers'])} workers, here are {workers}; "
-                    f"it goes on with num_workers={len(state['workers'])}"
-                )
-            # A loader takes from its first worker first: that one reads for the worker whose turn
-            # it was.
-            shift = state["turn"]
-        worker = (number + shift) % workers
-        self._reader = reader = self._resumed_reader(worker, workers)
-        self._readers.add(reader)
-        if self._positions.loaded_too_late:  # the DataLoader passes on what the first batch raises
-            reader.first_error = StateError(
-                "these workers persist, and a state was loaded after they started: load it before "
-                "the first loop over the DataLoader"
-            )
-        if info is None:
-            self._positions.reset()
+        check_workers(workers)
+        self._heed_other_processes()
+        epoch = self.epoch
+        reader = self._reader
+        if reader is not None and reader.cursor.finished and reader.cursor.epoch == epoch - 1:
+            if self._settings.batches_per_epoch is None:
+                reader = None
+            else:
+                reader.go_on(self._following(reader.cursor, reader.slot))
+        elif reader is not None and reader.cursor.epoch == epoch:
+            reader = self._new_reader(reader.slot, reader.began)
         else:
-            reader.record = self._positions.recorder(
-                worker, workers, epoch=self.epoch, shift=shift, seed=info.seed - info.id
-            )
+            reader = None
+        if reader is None:
+            slot = self._slot(number, workers, epoch)
+            reader = self.reader_of(slot)
+        self._progress.begin(epoch)
+        self._progress.note_loop(in_worker=info is not None)
+        reader.stamps = bool(self._progress.tracked)
+        self._reader = reader
+        self._readers.add(reader)
         return reader
 
-    @property
-    def _loaded(self) -> dict[str, Any] | None:
-        """The state that `iter()` begins with, if it is of this epoch and not used up."""
+    def _heed_other_processes(self) -> None:
+        """Follow what another process has chosen since this copy of the stream was made.
+
+        Raises:
+            StateError: it loaded a state, which this one does not have.
+        """
+        if self._process != os.getpid():  # of the process from which this one was forked
+            self._reader, self._process = None, os.getpid()
+        if self._changes != self._progress.changes:
+            if self._progress.was_loaded:
+                raise StateError(
+                    "these workers persist, and a state was loaded after they started: load it "
+                    "before the first loop over the DataLoader"
+                )
+            self._state, self._reader = None, None
+            self._changes = self._progress.changes
+
+    def _loaded(self, epoch: int) -> Mapping[str, Any] | None:
+        """The state at which this epoch begins, if one was loaded."""
         state = self._state
-        if state is None or state["epoch"] != self.epoch or not self._positions.resumes:
-            return None
-        return state
+        return state if state is not None and state["epoch"] == epoch else None
 
-    def _resumed_reader(self, worker: int, workers: int) -> EpochReader:
-        """What a worker reads, from the loaded state on."""
-        slot = WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
-        reader, state = self.reader_of(slot), self._loaded
-        if state is not None:
-            reader.load_state_dict(state["workers"][worker] if "workers" in state else state)
-        return reader
+    def _slot(self, number: int, workers: int, epoch: int) -> WorkerSlot:
+        """Whose part of the source the worker of that number reads.
+
+        A loader takes from its first worker first, so that one reads for the worker whose turn it
+        was.
+        """
+        worker = (number + self._turn(epoch)) % workers
+        return WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
+
+    def _turn(self, epoch: int) -> int:
+        state = self._loaded(epoch)
+        return 0 if state is None else int(state["turn"])
+
+    def _beginning(self, slot: WorkerSlot, epoch: int) -> StreamCursor:
+        """Where a process begins the epoch.
+
+        Raises:
+            StateMismatchError: it cannot go on from the state that was loaded.
+        """
+        settings, state = self._settings, self._loaded(epoch)
+        batches = slot.share(settings.batches_per_epoch)
+        if state is None:
+            if batches is not None and self._progress.was_read(epoch - 1, slot.worker):
+                warnings.warn(
+                    f"epoch {epoch} starts over at the source's beginning, since workers that have "
+                    "just started do not know where the last epoch ended: use "
+                    "persistent_workers=True, or loop over stream.tracked(loader)",
+                    RepeatedSamplesWarning,
+                    stacklevel=3,
+                )
+            return StreamCursor.beginning(epoch, batches)
+        states = state["workers"]
+        if len(states) > 1 and len(states) != slot.workers:
+            raise StateMismatchError(
+                f"the state is that of {len(states)} workers, here are {slot.workers}; it goes on "
+                f"with num_workers={len(states)}"
+            )
+        mine = states[slot.worker if len(states) > 1 else 0]
+        cursor = StreamCursor.of_plain(mine, settings.order)
+        check_dealing(cursor, mine["dealing"], settings.dealing(slot, self._look_ahead(slot)))
+        if cursor.to_come is not None and mine["dealing"]["workers"] != slot.workers:
+            return replace(cursor, to_come=slot.share(cursor.to_come))
+        return cursor
+
+    def _look_ahead(self, slot: WorkerSlot) -> int | None:
+        if self.look_ahead is None and self.budget is not None and self.budget.host is not None:
+            return max(self.budget.host // _HOST_SHARE // slot.workers, 1)
+        return self.look_ahead
 
     def reader_of(self, slot: WorkerSlot) -> EpochReader:
-        """What one process reads of the present epoch, from its beginning."""
-        look_ahead = self.look_ahead
-        if look_ahead is None and self.budget is not None and self.budget.host is not None:
-            look_ahead = max(self.budget.host // _HOST_SHARE // slot.workers, 1)
-        count_skipped = partial(_add, self._skipped[slot.worker % _WORKERS])
+        """What one process reads of the present epoch.
+
+        Raises:
+            StateMismatchError: it cannot go on from the state that was loaded.
+        """
+        return self._new_reader(slot, self._beginning(slot, self.epoch))
+
+    def _new_reader(self, slot: WorkerSlot, cursor: StreamCursor) -> EpochReader:
         return EpochReader(
-            self._settings, slot, self.epoch, look_ahead=look_ahead, count_skipped=count_skipped
+            self._settings,
+            slot,
+            cursor,
+            look_ahead=self._look_ahead(slot),
+            count_skipped=partial(self._progress.count_skipped, slot.worker),
+            when_finished=self._end_epoch,
         )
+
+    def _end_epoch(self, reader: EpochReader) -> None:
+        self._progress.end(reader.cursor.epoch, reader.slot.worker, reader.slot.workers)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank.
@@ -280,93 +384,140 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     @property
     def skipped_samples(self) -> SkippedSamples:
         """How many samples were skipped."""
-        counts = self._skipped.sum(dim=0).tolist()
-        return SkippedSamples(**dict(zip(_KINDS, counts, strict=True)))
+        oversize, failed = self._progress.skipped()
+        return SkippedSamples(oversize=oversize, failed=failed)
 
-    def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
-        """The position of an iteration, in plain JSON types, except for the source's own state.
+    # ------------------------------------------------------------------ position
 
-        In the process that iterates, and so in each worker of torchdata's `StatefulDataLoader`, it
-        is the position of the last iteration. A source that has a state of its own resumes by it
-        (`"goes_on_by": "seeking"`), others are skipped through (`"skipping"`). The workers of a
-        plain `DataLoader` run ahead: its process gives the number of batches that it has taken.
+    def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader over this stream, and know which of them came.
+
+        After each of them `state_dict()` is the position after it, with any number of workers, that
+        persist or not, in or out of order. The workers send their positions beside the batches,
+        which the loader's `collate_fn` does not see.
 
         Args:
-            batches_done: in the present loop over the `DataLoader`; it goes on with as many
-                workers, and the source is skipped through.
+            loader: a `DataLoader` of this stream, with `batch_size=None`.
 
         Raises:
-            StateError: other processes iterate, and `batches_done` is not given; or fewer batches
-                were made.
+            OptionError: it is another loader.
+            StateError: its workers were started by a loop that was not tracked.
         """
-        here = get_worker_info() is None
-        if batches_done is not None and not natural("batches_done", batches_done):
-            return self._first_state()
-        if here and self._positions.has_started(self.epoch):
-            if batches_done is None:
+        check_loader(loader, self)
+        batches = self._track(loader)
+        next(batches)  # up to where the loop begins
+        return batches
+
+    def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        progress, epoch, workers = self._progress, self.epoch, max(loader.num_workers, 1)
+        slots = [
+            WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
+            for worker in range(workers)
+        ]
+        began = [self._beginning(slot, epoch) for slot in slots]
+        progress.tracked = time.monotonic_ns()
+        self._tracked = loop = TrackedLoop(
+            loader, number=progress.tracked, slots=slots, began=began, turn=self._turn(epoch)
+        )
+        try:
+            yield None
+            yield from loop
+        finally:
+            progress.tracked = 0
+            if not loop.finished:
+                progress.reopen()  # workers may be done with the epoch already
+            elif self._settings.batches_per_epoch is not None:
+                self._state = self._state_of(loop)  # for workers that are started later
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, in plain JSON types, except for the source's own state.
+
+        Without workers, and in each worker of torchdata's `StatefulDataLoader`, it is the position
+        of the last iteration; of `tracked(loader)`, that after its last batch. A source that has a
+        state of its own goes on by it (`"goes_on_by": "seeking"`), others are skipped through
+        (`"skipping"`).
+
+        Raises:
+            StateError: workers read, and the loop is not tracked.
+        """
+        in_worker, reader, epoch = get_worker_info() is not None, self._reader, self.epoch
+        last = self._progress.last_loop
+        if last and not in_worker:
+            if self._tracked is None or self._tracked.number != last:
                 raise StateError(
-                    "workers read this epoch, ahead of what the loop has taken: give "
-                    "state_dict(batches_done=…), use a StatefulDataLoader, or set_epoch first"
+                    "workers read this stream, ahead of what the loop has taken: loop over "
+                    "stream.tracked(loader), use a StatefulDataLoader, or set_epoch first"
                 )
-            return self._state_of_workers(batches_done)
-        reader = self._reader
-        if reader is None:
-            if batches_done is not None:
-                raise StateError(f"batches_done={batches_done}, but this epoch was not read yet")
-            return self._first_state()
-        state = reader.state_dict() if batches_done is None else reader.state_after(batches_done)
-        return self._beginning(reader.epoch + 1) if here and state["finished"] else state
+            return self._state_of(self._tracked)
+        if reader is not None and self._process == os.getpid():
+            cursor = reader.cursor
+            if cursor.finished and not in_worker:
+                cursor = self._following(cursor, reader.slot)
+            return self.state_at([reader.slot], [cursor])
+        loaded = self._loaded(epoch)
+        return self._state_at_beginning(epoch) if loaded is None else dict(loaded)
 
-    def _first_state(self) -> dict[str, Any]:
-        """The state before the first batch."""
-        return self._beginning(self.epoch) if self._loaded is None else dict(self._loaded)
+    def _state_of(self, loop: TrackedLoop) -> dict[str, Any]:
+        slots, cursors = loop.slots, loop.cursors
+        if loop.finished:
+            if self._settings.batches_per_epoch is None:
+                return self._state_at_beginning(cursors[0].epoch + 1)
+            cursors = list(map(self._following, cursors, slots))
+            return self.state_at(slots, cursors)
+        if all(cursor.is_beginning for cursor in cursors):
+            return self._state_at_beginning(cursors[0].epoch)
+        return self.state_at(slots, cursors, turn=loop.turn)
 
-    def _state_of_workers(self, batches_done: int) -> dict[str, Any]:
-        """The state of all workers, after so many micro-batches of the loop."""
-        turn, positions = self._positions.after(batches_done, self.epoch)
-        if positions == [END] * len(positions):
-            return self._beginning(self.epoch + 1)
-        states = []
-        for worker, position in enumerate(positions):
-            reader = self._resumed_reader(worker, len(positions))
-            states.append(reader.state_dict() if position is None else reader.state_at(position))
-        if len(states) == 1:
-            return states[0]
-        shared = {"epoch": self.epoch, "identity": self._settings.identity}
-        return {**shared, "turn": turn, "workers": states}
+    def _following(self, cursor: StreamCursor, slot: WorkerSlot) -> StreamCursor:
+        return cursor.following(slot.share(self._settings.batches_per_epoch))
 
-    def _beginning(self, epoch: int) -> dict[str, Any]:
+    def _state_at_beginning(self, epoch: int) -> dict[str, Any]:
         slot = WorkerSlot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
-        return {**self.reader_of(slot).beginning(), "epoch": epoch}
+        cursor = StreamCursor.beginning(epoch, self._settings.batches_per_epoch)
+        return self.state_at([slot], [cursor])
+
+    def state_at(
+        self, slots: Sequence[WorkerSlot], cursors: Sequence[StreamCursor], *, turn: int = 0
+    ) -> dict[str, Any]:
+        """The state of the processes that have these slots."""
+        settings = self._settings
+        return {
+            "epoch": cursors[0].epoch,
+            "turn": turn,
+            "goes_on_by": "seeking" if settings.source.has_states else "skipping",
+            "workers": [
+                cursor.to_plain(settings.order, settings.dealing(slot, self._look_ahead(slot)))
+                for slot, cursor in zip(slots, cursors, strict=True)
+            ],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make `iter()` begin at a saved position, until its epoch has ended.
+        """Make every `iter()` begin at a saved position, until its epoch ends.
 
-        At a window's boundary a state of a process without workers can go on with any number of
-        them, on any number of ranks, and under another budget, cost or look-ahead; at an epoch's
-        beginning any state can.
+        The state of a process without workers can go on with any number of them, on any number of
+        ranks, and under another budget, cost or look-ahead if it is at a window's boundary; at an
+        epoch's beginning any state can.
 
         Raises:
             StateError: the state is malformed; or, at the next loop, persistent workers had started
                 before it was loaded.
-            StateMismatchError: at the next loop, it is of another stream, or another number of
-                workers.
+            StateMismatchError: it is of another stream; or, at the next loop, this process cannot
+                go on from it.
         """
-        if not isinstance(state_dict, Mapping) or "identity" not in state_dict:
+        if not isinstance(state_dict, Mapping) or not state_dict.get("workers"):
             raise StateError("expected what BudgetedIterableDataset.state_dict() returned")
-        workers, turn = state_dict.get("workers", [None]), state_dict.get("turn", 0)
-        if not isinstance(workers, list) or turn not in range(len(workers)):
-            raise StateError(f"the state is malformed: turn {turn!r} of workers {workers!r}")
-        epoch = natural("epoch", state_dict.get("epoch", -1))
-        if state_dict.get("finished"):  # of a worker: the next epoch may have been chosen already
+        states, turn = state_dict["workers"], state_dict.get("turn")
+        if not isinstance(states, list) or turn not in range(len(states)):
+            raise StateError(f"the state is malformed: turn {turn!r} of workers {states!r}")
+        cursors = [StreamCursor.of_plain(state, self._settings.order) for state in states]
+        epoch = cursors[0].epoch
+        if {cursor.epoch for cursor in cursors} != {state_dict.get("epoch")}:
+            raise StateError(f"the state is malformed: epoch {state_dict.get('epoch')!r}")
+        if cursors[0].finished:  # of a worker: the next epoch may have been chosen already
             epoch = max(epoch, self.epoch)
-        self._epoch.fill_(epoch)
-        self._state = dict(state_dict)
-        self._reader = None
-        if get_worker_info() is None:
-            self._positions.clear(loaded=True)
-        else:
-            self._positions.use_own_state()
+        self._begin_at(epoch, dict(state_dict))
+
+    # ------------------------------------------------------------------ resources
 
     def close(self) -> None:
         """End all iterations of this process, and their threads."""
@@ -388,11 +539,14 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        return {**self.__dict__, "_reader": None, "_readers": None}
+        return {**self.__dict__, "_reader": None, "_readers": None, "_tracked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _readers=weakref.WeakSet())
 
 
-def _add(counts: torch.Tensor, kind: str, number: int) -> None:
-    counts[_KINDS.index(kind)] += number
+def _is_within(state: Mapping[str, Any] | None) -> bool:
+    """Whether a state is of the middle of an epoch."""
+    return state is not None and any(
+        worker["start"] or worker["rounds"] or worker["pass"] for worker in state["workers"]
+    )

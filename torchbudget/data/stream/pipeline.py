@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple
 
+from torchbudget.data.stream.generators import refuse_draws, seed_generators
 from torchbudget.data.stream.transforms import Expanded, SampleRandom, Transform, sample_random
 from torchbudget.errors import SampleError
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Item(NamedTuple):
@@ -20,11 +19,13 @@ class Item(NamedTuple):
     Attributes:
         position: in what this process reads.
         name: its shard and its place there, the same in every process.
+        seed: of what its transforms draw.
         value: the item itself.
     """
 
     position: int
     name: tuple[int, int]
+    seed: int
     value: Any
 
 
@@ -44,6 +45,9 @@ class Failed:
 class Pipeline:
     """The transforms of a stream.
 
+    Without threads they may draw from Python's, NumPy's and torch's global generators, which are
+    seeded for each item. Threads would share those: a transform that drew from one is refused.
+
     Args:
         transforms: applied in order.
         threads: that apply them, each to another item; 0: the calling thread does.
@@ -62,7 +66,7 @@ class Pipeline:
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(
-        self, items: Iterable[Item], *key: int
+        self, items: Iterator[Item], *, apart: bool
     ) -> Iterator[tuple[int, list[Any] | Failed]]:
         """The position and the samples of each item, in order.
 
@@ -70,21 +74,42 @@ class Pipeline:
 
         Args:
             items: to transform.
-            key: of all randomness, with the item's name.
+            apart: read items only while no transform runs in a thread.
+
+        Raises:
+            OptionError: with threads, the transforms of the first item drew from a global
+                generator.
         """
-
-        def transformed(item: Item) -> tuple[int, list[Any] | Failed]:
-            return item.position, self._transform(item, key)
-
         if not self._threads:
-            yield from map(transformed, items)
+            for item in items:
+                seed_generators(item.seed)
+                yield item.position, self._transform(item)
             return
+        for item in items:
+            # Alone, so that draws are this one's.
+            with refuse_draws():
+                samples = self._transform(item)
+            yield item.position, samples
+            break
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
-        yield from _in_order(self._pool, transformed, items, 2 * self._threads)
+        in_progress: deque[tuple[int, Future[list[Any] | Failed]]] = deque()
+        try:
+            while True:
+                if not (apart and in_progress):
+                    for item in islice(items, 2 * self._threads - len(in_progress)):
+                        future = self._pool.submit(self._transform, item)
+                        in_progress.append((item.position, future))
+                if not in_progress:
+                    return
+                position, future = in_progress.popleft()
+                yield position, future.result()
+        finally:
+            for _, future in in_progress:
+                future.cancel()
 
-    def _transform(self, item: Item, key: tuple[int, ...]) -> list[Any] | Failed:
-        token = sample_random.set(SampleRandom(*key, *item.name))
+    def _transform(self, item: Item) -> list[Any] | Failed:
+        token = sample_random.set(SampleRandom(item.seed))
         try:
             samples = [item.value]
             for transform in self._transforms:
@@ -106,19 +131,3 @@ class Pipeline:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], most: int
-) -> Iterator[R]:
-    in_progress: deque[Future[R]] = deque()
-    try:
-        for item in items:
-            in_progress.append(pool.submit(function, item))
-            if len(in_progress) == most:
-                yield in_progress.popleft().result()
-        while in_progress:
-            yield in_progress.popleft().result()
-    finally:
-        for future in in_progress:
-            future.cancel()

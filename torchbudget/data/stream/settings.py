@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -11,13 +11,13 @@ import numpy as np
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.sizes.key import SizeKey, check_key
-from torchbudget.data.stream.source import Source, Split, is_indexed
+from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.source import Source, is_indexed
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.plan.dealing import Ranks
-from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
+from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
@@ -41,14 +41,16 @@ class Settings:
         size: where the size of a sample is found.
         sized: whether sizes are taken.
         window: items that are read, sorted and cut together.
-        size_multiple: padded sizes are rounded up to a multiple of it.
         shuffle: shards, and the micro-batches of a window.
         seed: of all randomness.
         drop_last: drop the last micro-batch of a pass if it is incomplete.
-        skip_failed: skip samples that raise.
+        on_error: what becomes of samples that raise.
         batches_per_epoch: on each rank; `None`: as many as one pass yields.
         collate_fn: makes a batch of a list of samples.
-        identity: what a state must agree with.
+        rules: what else must be the same for samples to be cut the same way.
+
+    Raises:
+        OptionError: an option is invalid.
     """
 
     source: Source
@@ -58,133 +60,139 @@ class Settings:
     size: SizeKey
     sized: bool
     window: int
-    size_multiple: int
     shuffle: bool
     seed: int
     drop_last: bool
-    skip_failed: bool
+    on_error: str
     batches_per_epoch: int | None
     collate_fn: Callable[[list[Any]], Any]
-    identity: dict[str, Any]
+    rules: Plain
+
+    def __post_init__(self) -> None:
+        check_flags(shuffle=self.shuffle, drop_last=self.drop_last)
+        check_key(self.size)
+        natural("threads", self.threads)
+        optional("batches_per_epoch", self.batches_per_epoch)
+        ranks = self.grouping.ranks.number
+        if self.window < ranks:
+            raise OptionError(f"window={self.window} is below the number of ranks, {ranks}")
+        if self.on_error not in ("raise", "skip"):
+            raise OptionError(f"on_error must be 'raise' or 'skip', got {self.on_error!r}")
+        if self.skip_failed and ranks > 1:
+            raise OptionError(
+                f"on_error='skip' with {ranks} ranks that plan from one source: a sample that "
+                "fails on one of them alone would be lost or come twice; use split='ranks', or "
+                "drop such samples in a transform that fails alike everywhere"
+            )
+
+    @property
+    def skip_failed(self) -> bool:
+        """Skip samples that raise."""
+        return self.on_error == "skip"
+
+    @property
+    def order(self) -> Plain:
+        """What must be the same for positions to mean the same samples."""
+        return {
+            "num_samples": None,
+            "window": self.window,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "split": self.source.split,
+            "sized": self.sized,
+            "batches_per_epoch": self.batches_per_epoch,
+        }
+
+    def dealing(self, slot: WorkerSlot, look_ahead: int | None) -> Plain:
+        """What must be the same for the samples in memory to be cut and dealt the same way."""
+        split = self.source.split
+        return self.rules | {
+            "drop_last": self.drop_last,
+            "on_error": self.on_error,
+            "look_ahead": look_ahead,
+            "split": split,
+            "worker": slot.worker,
+            "workers": slot.workers,
+            "rank": slot.rank if split == "ranks" else None,  # all ranks stand in one place
+            "ranks": slot.ranks,
+        }
 
 
-def make_settings(
-    source: Any,
-    cost: CostModel | ShouldAdd,
-    budget: MemoryBudget | None,
-    *,
-    size: SizeKey,
-    transforms: Sequence[Transform],
-    threads: int,
-    window: int | None,
-    shuffle: bool,
-    seed: int,
-    drop_last: bool,
-    batches_per_epoch: int | None,
-    uneven: bool,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    max_batch_size: int | None,
-    batch_size_multiple: int,
-    size_multiple: int,
-    oversize: Oversize,
-    on_error: str,
-    split: Split | None,
-    num_replicas: int,
-) -> Settings:
-    """Check the options of `BudgetedIterableDataset`; see there.
+def sharing_ranks(split: str, num_replicas: int, *, known: bool) -> Ranks:
+    """The ranks that share a window.
+
+    Args:
+        split: how processes share the source.
+        num_replicas: number of ranks.
+        known: their numbers of batches are set, or may differ.
 
     Raises:
-        OptionError: an option, or a pair of options, that cannot hold.
-        BudgetError: there is a cost, and the budget does not limit the device.
+        OptionError: ranks would wait for each other.
     """
-    check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven)
-    check_oversize(oversize)
-    if on_error not in ("raise", "skip"):
-        raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    check_key(size)
-    checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
-    known = batches_per_epoch is not None or uneven
-    ranks = _sharing_ranks(checked.split, num_replicas, known=known)
-    options: dict[str, Any] = {
-        "window": _checked_window(window, ranks),
-        "seed": checked.seed,
-        "shuffle": shuffle,
-        "sized": isinstance(cost, CostModel) or size is not None,
-        "drop_last": drop_last,
-        "batches_per_epoch": optional("batches_per_epoch", batches_per_epoch),
-    }
-    rules = _checked_rules(size_multiple, max_batch_size, batch_size_multiple)
-    if is_indexed(source):
-        transforms = (source.__getitem__, *transforms)  # reading, in threads too
-    return Settings(
-        source=checked,
-        transforms=tuple(transforms),
-        threads=natural("threads", threads),
-        grouping=_grouping(cost, budget, rules, oversize, Ranks(number=ranks)),
-        size=size,
-        size_multiple=size_multiple,
-        skip_failed=on_error == "skip",
-        collate_fn=PadCollate(size_multiple=size_multiple) if collate_fn is None else collate_fn,
-        identity=options
-        | rules
-        | {"split": checked.split, "oversize": oversize, "on_error": on_error}
-        | _cost_identity(cost, budget),
-        **options,
-    )
-
-
-def _sharing_ranks(split: Split, num_replicas: int, *, known: bool) -> int:
-    """How many ranks share a window; `known`: their numbers of batches may differ, or are set."""
     if split != "ranks":
-        return num_replicas
+        return Ranks(number=num_replicas)
     if num_replicas > 1 and not known:
         raise OptionError(
             f"each of {num_replicas} ranks reads its own part, so their numbers of batches differ, "
             "and a rank would wait for the others forever: give batches_per_epoch=…; or "
             "uneven=True, and end the loop with stop_together(loader)"
         )
-    return 1
+    return Ranks()
 
 
-def _checked_window(window: int | None, ranks: int) -> int:
-    window = optional("window", window) or default_window(ranks)
-    if window < ranks:
-        raise OptionError(f"window={window} is below the number of ranks, {ranks}")
-    return window
+def window_of(window: int | None, ranks: Ranks) -> int:
+    """The length of windows, or the default one."""
+    return optional("window", window) or default_window(ranks.number)
 
 
-def _checked_rules(
-    size_multiple: int, max_batch_size: int | None, batch_size_multiple: int
-) -> dict[str, Any]:
-    return {
-        "size_multiple": at_least_one("size_multiple", size_multiple),
-        "max_batch_size": optional("max_batch_size", max_batch_size),
-        "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
-    }
+def reading(source: Source) -> tuple[Transform, ...]:
+    """The transforms that come first: of an index, what reads its sample, in threads too."""
+    return (source.data.__getitem__,) if is_indexed(source.data) else ()
 
 
-def _grouping(
+def grouping_of(
     cost: CostModel | ShouldAdd,
     budget: MemoryBudget | None,
-    rules: dict[str, Any],
-    oversize: Oversize,
     ranks: Ranks,
-) -> Grouping:
+    oversize: Oversize,
+    **rules: Any,
+) -> tuple[Grouping, Plain]:
+    """How windows are cut, and what must be the same for that.
+
+    Args:
+        cost: a cost, or a predicate.
+        budget: of the device.
+        ranks: that share a window.
+        oversize: what becomes of a sample that alone is over the budget.
+        rules: of `BatchRules`.
+
+    Raises:
+        OptionError: an option is invalid, or does not go with a predicate.
+        BudgetError: there is a cost, and the budget does not limit the device.
+    """
+    check_oversize(oversize)
+    optional("max_batch_size", rules["max_batch_size"])
+    for name in ("size_multiple", "batch_size_multiple"):
+        at_least_one(name, rules[name])
+    plain: Plain = rules | {
+        "oversize": oversize,
+        "budget": None if budget is None else budget.device,
+        "cost": _cost_fingerprint(cost),
+    }
     if not isinstance(cost, type) and isinstance(cost, CostModel):
         if budget is None:
             raise BudgetError("with a cost, the budget must limit the device, got None")
-        return ByCost(BatchRules.of(cost, budget, **rules), oversize, ranks)
+        return ByCost(BatchRules.of(cost, budget, **rules), oversize, ranks), plain
     if isinstance(cost, type) or not callable(cost):
         raise OptionError(f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}")
     if rules != {"size_multiple": 1, "max_batch_size": None, "batch_size_multiple": 1}:
         raise OptionError(f"a predicate alone decides what a batch contains; leave out {rules}")
-    return ByPredicate(cost, ranks)
+    return ByPredicate(cost, ranks), plain
 
 
-def _cost_identity(cost: CostModel | ShouldAdd, budget: MemoryBudget | None) -> dict[str, Any]:
-    """The fingerprint of a cost on 1 to 4 axes: the sizes of a stream are not known yet."""
-    found = "a predicate"
-    if isinstance(cost, CostModel):
-        largest = [np.array(_LARGEST), *(np.full(axes, _LARGEST) for axes in range(2, _AXES + 1))]
-        found = fingerprint(*[cost_fingerprint(cost, one) for one in largest])
-    return {"cost": found, "budget": None if budget is None else budget.device}
+def _cost_fingerprint(cost: CostModel | ShouldAdd) -> str:
+    """That of a cost on 1 to 4 axes, since the sizes of a stream are not known yet."""
+    if isinstance(cost, type) or not isinstance(cost, CostModel):
+        return "a predicate"
+    largest = [np.array(_LARGEST), *(np.full(axes, _LARGEST) for axes in range(2, _AXES + 1))]
+    return fingerprint(*[cost_fingerprint(cost, one) for one in largest])

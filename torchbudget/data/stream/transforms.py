@@ -8,7 +8,9 @@
 Random transforms use `transforms.rng()`, the generator of one sample. Its numbers are a
 function of (seed, epoch, shard, position in the shard), and so the same for any number of threads
 and workers. The exception is a source that splits itself, such as a function `(shard, num_shards)`:
-its shards depend on the number of workers.
+its shards depend on the number of workers. Without threads Python's, NumPy's and torch's global
+generators are seeded by the same numbers before each sample, so that transforms of other libraries
+may draw from them.
 """
 
 from __future__ import annotations
@@ -29,22 +31,20 @@ class SampleRandom:
     """The random generator of one sample.
 
     Args:
-        key: the seed; the numbers are a function of it.
+        seed: its numbers are a function of it.
     """
 
-    __slots__ = ("_generator", "_key")
+    __slots__ = ("_generator", "_seed")
 
-    def __init__(self, *key: int) -> None:
-        self._key = key
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._generator: np.random.Generator | None = None
 
     @property
     def generator(self) -> np.random.Generator:
         """Made at its first use, since most samples use no random numbers."""
         if self._generator is None:
-            self._generator = np.random.Generator(
-                np.random.Philox(np.random.SeedSequence(self._key))
-            )
+            self._generator = np.random.Generator(np.random.Philox(self._seed))
         return self._generator
 
 

@@ -1,42 +1,27 @@
-"""The samples that a stream keeps in memory at a time: a window, or as much as the bytes allow."""
+"""The samples that a process keeps in memory together: a window, or as much as the bytes allow."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.data.sizes.key import size_of, sizes_of_all
+from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.generators import ReadingGenerators, SampleSeeds
 from torchbudget.data.stream.pipeline import Failed, Item, Pipeline
-from torchbudget.data.stream.sample_bytes import held_bytes
+from torchbudget.data.stream.reader import Reader
+from torchbudget.data.stream.sample_bytes import without_rest
 from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.source import Reader, WorkerSlot
+from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import SampleError, SizesError, StateMismatchError
 
 _log: Final = logging.getLogger("torchbudget")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where samples begin that are put into micro-batches together.
-
-    Attributes:
-        number: of the pass over the source, within the epoch.
-        window: number of the window, over all passes.
-        position: of the first item in the pass.
-        left: items from there to the end of the window.
-        source: a state of the source itself, at or before that position.
-    """
-
-    number: int = 0
-    window: int = 0
-    position: int = 0
-    left: int
-    source: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -44,30 +29,34 @@ class BufferedSamples:
     """Samples that are in memory together.
 
     Attributes:
-        start: where they begin.
+        cursor: where they begin.
         samples: in the order in which they were read.
+        sizes: theirs, where sizes are taken.
+        following: where the samples after them begin.
         last: nothing follows in the pass.
-        sizes: of the samples, once they were measured.
     """
 
-    start: Start
-    samples: list[Any]
-    last: bool = False
+    cursor: StreamCursor
+    samples: list[Any] = field(default_factory=list)
     sizes: npt.NDArray[Any] | None = None
+    following: StreamCursor | None = None
+    last: bool = False
 
 
 class Windows:
     """The windows of one process, one after the other.
 
+    A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
+    it, they belong to it. It is cut in parts where the bytes of the look-ahead are spent.
+
     Args:
         settings: of the stream.
         slot: of this process.
         look_ahead: bytes of the samples that wait for their micro-batch; `None`: no limit.
-        count_skipped: called with the kind and the number of samples that were skipped.
+        count_skipped: called with `oversize=` or `failed=`, the number of samples skipped.
         endless: start over where the source ends.
 
     Attributes:
-        next: where the samples after the last ones begin.
         num_batches: micro-batches so far, counted by the `EpochReader`.
         largest_buffered_bytes: the most bytes that samples in memory had.
     """
@@ -78,17 +67,18 @@ class Windows:
         slot: WorkerSlot,
         *,
         look_ahead: int | None,
-        count_skipped: Callable[[str, int], None],
+        count_skipped: Callable[..., None],
         endless: bool,
     ) -> None:
         self._settings = settings
         self._slot = slot
+        self._ranks = slot.sharers(settings.source.split)[1]
         self._look_ahead = look_ahead
         self._count_skipped = count_skipped
         self._endless = endless
         self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.describe)
+        self._generators = ReadingGenerators()
         self._warned = False
-        self.next = Start(left=settings.window)
         self.num_batches = 0
         self.largest_buffered_bytes = 0
 
@@ -96,76 +86,154 @@ class Windows:
         """End the threads."""
         self._pipeline.close()
 
-    @property
-    def rank_and_ranks(self) -> tuple[int, int]:
-        """This process among those that share each window, and their number."""
-        if self._settings.source.split == "ranks":
-            return 0, 1
-        return self._slot.rank, self._slot.ranks
-
-    def read(self, epoch: int, start: Start) -> Iterator[BufferedSamples]:
+    def read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
         """Yield the samples that are in memory together: a window, or as many as the bytes allow.
 
         Raises:
             SampleError: an item cannot be read, or an endless source has none.
-            StateMismatchError: the source ends before `start`.
+            StateMismatchError: the source ends before `cursor`.
         """
-        settings, slot = self._settings, self._slot
-        empty_passes = 0
-        while not start.number or self._endless:
-            reader = self._open(epoch, start)
-            number, batches_before = start.number, self.num_batches
-            while not reader.ended:
-                if self._owner(start.window) == slot.worker:
-                    yield from self._window(reader, epoch, start)
-                    start = self.next
-                else:
-                    reader.skip(start.left)
-                    reader.skip(self._tail(reader))
-                    start = self._after(reader, start)
-            if start.number == number:
-                start = Start(number=number + 1, window=start.window, left=settings.window)
-            empty_passes = empty_passes + 1 if self.num_batches == batches_before else 0
-            if self._endless and (not reader.position or empty_passes > slot.workers + 1):
-                raise SampleError(
-                    f"the source has no samples for worker {slot.worker} of {slot.workers}, but "
-                    "batches_per_epoch asks for some; use fewer workers"
-                )
+        for buffered in self._read(cursor):
+            self._generators.leave()
+            yield buffered
+            self._generators.enter()
 
-    def _open(self, epoch: int, start: Start) -> Reader:
-        reader = self._settings.source.open(self._slot, epoch=epoch, number=start.number)
-        if start.source is not None:
-            reader.load(start.source)
-        reader.skip(start.position - reader.position)
-        if reader.position < start.position:
+    def _read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
+        empty_passes = 0
+        try:
+            while self._endless or not cursor.number:
+                self._generators.enter()
+                reader = self._open(cursor)
+                number, batches_before = cursor.number, self.num_batches
+                while not reader.ended:
+                    left = self._settings.window - cursor.start % self._settings.window
+                    if self._is_mine(cursor):
+                        yield from self._window(reader, cursor, left)
+                    else:
+                        reader.skip(left)
+                        reader.skip(self._tail(reader))
+                    cursor = self._after(reader, cursor)
+                if cursor.number == number:  # nothing came
+                    cursor = cursor.next_pass()
+                empty_passes = empty_passes + 1 if self.num_batches == batches_before else 0
+                if self._endless and (not reader.position or empty_passes > self._slot.workers + 1):
+                    raise SampleError(
+                        f"the source has no samples for worker {self._slot.worker} of "
+                        f"{self._slot.workers}, but batches_per_epoch asks for some; use fewer "
+                        "workers"
+                    )
+        finally:
+            self._generators.leave()
+
+    def _open(self, cursor: StreamCursor) -> Reader:
+        source, epoch, number = self._settings.source, cursor.first_epoch, cursor.number
+        reader = source.open(self._slot, self._generators, epoch=epoch, number=number)
+        if cursor.source is not None:
+            reader.load(cursor.source)
+        reader.skip(cursor.start - reader.position)
+        if reader.position < cursor.start:
             raise StateMismatchError(
-                f"the state is that after {start.position} items of the source, which has "
+                f"the state is that after {cursor.start} items of the source, which has "
                 f"{reader.position}: it is another source"
             )
         return reader
 
+    def _is_mine(self, cursor: StreamCursor) -> bool:
+        if self._settings.source.split != "none":
+            return True
+        window = cursor.window(self._settings.window)
+        return window % self._slot.workers == self._slot.worker
+
+    def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
+        """Where the window after that of `cursor` begins."""
+        if reader.ended:
+            return cursor.next_pass()
+        return replace(cursor, start=reader.position, rounds=0, source=reader.state())
+
+    def _tail(self, reader: Reader) -> int:
+        """How many items follow a window, if they are too few to be dealt and so belong to it."""
+        if self._ranks == 1 and not self._settings.drop_last:
+            return 0
+        follow = reader.peek(self._ranks)
+        return follow if follow < self._ranks else 0
+
+    def _window(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[BufferedSamples]:
+        """The samples of one window from `cursor` on, all at once or as many as the bytes allow."""
+        settings, look_ahead = self._settings, self._look_ahead
+        buffered = BufferedSamples(cursor)
+        if not settings.transforms and look_ahead is None:
+            buffered.samples = reader.take(left)
+            buffered.samples += reader.take(self._tail(reader))
+        else:
+            stop, buffered_bytes = cursor.start + left, 0
+            items = self._items(reader, cursor, left)
+            for position, samples in self._pipeline(items, apart=reader.disguised):
+                if isinstance(samples, Failed):
+                    if not settings.skip_failed:
+                        raise samples.error
+                    self._skip_failed(1, samples.error)
+                    continue
+                needed = 0
+                if look_ahead is not None:
+                    kept = [without_rest(sample) for sample in samples]
+                    samples, needed = [one for one, _ in kept], sum(size for _, size in kept)
+                    full = buffered_bytes + needed > look_ahead
+                    if full and buffered.samples and position < stop:
+                        following = replace(cursor, start=position, rounds=0)
+                        yield from self._measured(buffered, following)
+                        buffered, buffered_bytes = BufferedSamples(following), 0
+                buffered.samples += samples
+                buffered_bytes += needed
+                self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
+        buffered.last = reader.ended
+        yield from self._measured(buffered, self._after(reader, cursor))
+
+    def _items(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[Item]:
+        """The items of a window and of its tail."""
+        seeds = SampleSeeds(self._settings.seed, cursor.first_epoch, cursor.number)
+        # All at once, unless bytes are counted: to change the generators takes 20 µs.
+        together = left if self._look_ahead is None else 1
+        stop = cursor.start + left
+        while values := reader.take(
+            min(together, max(stop - reader.position, 0)) or self._tail(reader)
+        ):
+            for position, value in enumerate(values, reader.position - len(values)):
+                name = reader.place(position)
+                yield Item(position, name, seeds(*name), value)
+
+    def _measured(
+        self, buffered: BufferedSamples, following: StreamCursor
+    ) -> Iterator[BufferedSamples]:
+        """The samples with their sizes, without those that have none or are too large."""
+        buffered.following = following
+        if buffered.samples and self._settings.sized:
+            self._measure(buffered)
+        if buffered.samples:
+            yield buffered
+
     def _measure(self, buffered: BufferedSamples) -> None:
-        """Take the sizes, and skip samples that have none or are too large."""
-        settings, first = self._settings, buffered.start.position
-        if not settings.sized or not buffered.samples:
-            return
+        settings, first = self._settings, buffered.cursor.start
         try:
-            buffered.sizes = sizes_of_all(buffered.samples, settings.size, first)
+            sizes = sizes_of_all(buffered.samples, settings.size, first)
         except SizesError as error:
             if not settings.skip_failed:
                 raise
-            failed = [i for i, one in enumerate(buffered.samples) if not self._has_size(one)]
-            if not failed:
+            sized = [self._has_size(one) for one in buffered.samples]
+            if all(sized):
                 raise  # each has one, but of other axes
-            self._skip_failed(len(failed), error)
-            _remove(buffered, failed)
-            self._measure(buffered)
+            self._skip_failed(sized.count(False), error)
+            buffered.samples = list(compress(buffered.samples, sized))
+            if buffered.samples:
+                self._measure(buffered)
             return
-        over = settings.grouping.oversized(buffered.sizes, first)
+        over = settings.grouping.oversized(sizes, first)
         if over.size:
-            self._count_skipped("oversize", over.size)
-            buffered.sizes = np.delete(buffered.sizes, over, axis=0)
-            _remove(buffered, over.tolist())
+            self._count_skipped(oversize=over.size)
+            stays = np.ones(len(sizes), np.bool_)
+            stays[over] = False
+            sizes = sizes[stays]
+            buffered.samples = list(compress(buffered.samples, stays.tolist()))
+        buffered.sizes = sizes
 
     def _has_size(self, sample: Any) -> bool:
         try:
@@ -178,84 +246,4 @@ class Windows:
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", error)
             self._warned = True
-        self._count_skipped("failed", number)
-
-    def _owner(self, window: int) -> int:
-        if self._settings.source.split == "none":
-            return window % self._slot.workers
-        return self._slot.worker
-
-    def _after(self, reader: Reader, start: Start) -> Start:
-        """Where the window after that of `start` begins."""
-        window, left = start.window + 1, self._settings.window
-        if reader.ended:
-            return Start(number=start.number + 1, window=window, left=left)
-        source = reader.state()
-        return replace(start, window=window, position=reader.position, left=left, source=source)
-
-    def _tail(self, reader: Reader) -> int:
-        """How many items follow a window, if they are too few to be dealt and so belong to it."""
-        ranks = self.rank_and_ranks[1]
-        if ranks == 1 and not self._settings.drop_last:
-            return 0
-        follow = reader.peek(ranks)
-        return follow if follow < ranks else 0
-
-    def _window(self, reader: Reader, epoch: int, start: Start) -> Iterator[BufferedSamples]:
-        """The samples of one window, all at once or as many as the bytes allow."""
-        settings, look_ahead = self._settings, self._look_ahead
-        left = start.left - (reader.position - start.position)
-        buffered = BufferedSamples(start, [])
-        if not settings.transforms and look_ahead is None:
-            buffered.samples = reader.take(left)
-            buffered.samples += reader.take(self._tail(reader))
-            yield from self._last_of_window(reader, buffered)
-            return
-        buffered_bytes = 0
-        items = self._items(reader, left)
-        for position, samples in self._pipeline(items, settings.seed, epoch, start.number):
-            if isinstance(samples, Failed):
-                if not settings.skip_failed:
-                    raise samples.error
-                self._skip_failed(1, samples.error)
-                continue
-            needed = 0 if look_ahead is None else sum(map(held_bytes, samples))
-            full = look_ahead is not None and buffered_bytes + needed > look_ahead
-            if full and buffered.samples:
-                left = start.left - (position - start.position)  # below 0 in a window's tail
-                self.next = replace(start, position=position, left=max(left, 0))
-                self._measure(buffered)
-                if buffered.samples:
-                    yield buffered
-                buffered = BufferedSamples(self.next, [])
-                buffered_bytes = 0
-            buffered.samples += samples
-            buffered_bytes += needed
-            self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
-        yield from self._last_of_window(reader, buffered)
-
-    def _last_of_window(
-        self, reader: Reader, buffered: BufferedSamples
-    ) -> Iterator[BufferedSamples]:
-        buffered.last = reader.ended
-        self._measure(buffered)
-        self.next = self._after(reader, buffered.start)
-        if buffered.samples:
-            yield buffered
-
-    def _items(self, reader: Reader, left: int) -> Iterator[Item]:
-        for _ in range(left):
-            yield from self._item(reader)
-        for _ in range(self._tail(reader)):
-            yield from self._item(reader)
-
-    @staticmethod
-    def _item(reader: Reader) -> Iterator[Item]:
-        position = reader.position
-        for value in reader.take(1):
-            yield Item(position, reader.place(position), value)
-
-
-def _remove(buffered: BufferedSamples, places: Iterable[int]) -> None:
-    removed = set(places)
-    buffered.samples = [one for i, one in enumerate(buffered.samples) if i not in removed]
+        self._count_skipped(failed=number)

@@ -1,0 +1,114 @@
+"""What the processes of a stream know together, in shared memory: it reaches workers that persist.
+
+Numbers are written by one process each, or are the same whoever writes them: no lock is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from torchbudget.errors import OptionError
+
+WORKERS: Final = 512  # that may read a stream on one rank
+_EPOCH, _CHANGES, _LOADED, _TRACKED, _LAST_LOOP = range(5)
+_HEADER: Final = 5
+_NUMBER_OF_WORKERS, _EPOCHS_DONE, _OVERSIZE, _FAILED = range(4)
+
+
+class Progress:
+    """The epoch of a stream, the loops over it, and what was skipped."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.zeros(_HEADER, dtype=torch.int64).share_memory_()
+        self._workers = torch.zeros(WORKERS, 4, dtype=torch.int64).share_memory_()
+
+    # ------------------------------------------------------------------ epochs
+
+    @property
+    def epoch(self) -> int:
+        """That the next loop reads: the one after the last one, if all workers are done with it."""
+        epoch, workers = int(self._numbers[_EPOCH]), int(self._workers[0, _NUMBER_OF_WORKERS])
+        last = torch.tensor([workers, epoch + 1])
+        done = bool(workers) and bool((self._workers[:workers, :2] == last).all())
+        return epoch + done
+
+    def begin(self, epoch: int) -> None:
+        """A process reads an epoch, before it or another one is done with it."""
+        self._numbers[_EPOCH] = epoch
+
+    def was_read(self, epoch: int, worker: int) -> bool:
+        """Whether this worker, or an earlier one of its number, was done with an epoch."""
+        return epoch >= 0 and bool(self._workers[worker, _EPOCHS_DONE] == epoch + 1)
+
+    def end(self, epoch: int, worker: int, workers: int) -> None:
+        """A worker is done with an epoch."""
+        self._workers[worker, :2] = torch.tensor([workers, epoch + 1])
+
+    def reopen(self) -> None:
+        """A loop was broken off: the epoch is not over, although workers may be done with it."""
+        self._workers[:, :2] = 0
+
+    def change(self, epoch: int, *, loaded: bool) -> int:
+        """Another epoch was chosen, or a state loaded: all processes begin there.
+
+        Returns:
+            The number of this change.
+        """
+        self._workers[:, :2] = 0
+        self._numbers[_EPOCH], self._numbers[_LOADED] = epoch, loaded
+        self._numbers[_LAST_LOOP] = 0
+        self._numbers[_CHANGES] += 1
+        return self.changes
+
+    @property
+    def changes(self) -> int:
+        """How often an epoch was chosen or a state loaded."""
+        return int(self._numbers[_CHANGES])
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether the last change was a state that was loaded."""
+        return bool(self._numbers[_LOADED])
+
+    # ------------------------------------------------------------------ loops
+
+    @property
+    def tracked(self) -> int:
+        """The number of the tracked loop that is running; 0: none is."""
+        return int(self._numbers[_TRACKED])
+
+    @tracked.setter
+    def tracked(self, number: int) -> None:
+        self._numbers[_TRACKED] = number
+
+    @property
+    def last_loop(self) -> int:
+        """Of workers: the number of the last loop if it was tracked, else -1; 0: they read none."""
+        return int(self._numbers[_LAST_LOOP])
+
+    def note_loop(self, *, in_worker: bool) -> None:
+        """A process begins a loop."""
+        self._numbers[_LAST_LOOP] = (self.tracked or -1) if in_worker else 0
+
+    # ------------------------------------------------------------------ skipped samples
+
+    def count_skipped(self, worker: int, *, oversize: int = 0, failed: int = 0) -> None:
+        """Add samples that a worker skipped."""
+        self._workers[worker, 2:] += torch.tensor([oversize, failed])
+
+    def skipped(self) -> tuple[int, int]:
+        """How many were oversize, and how many failed."""
+        oversize, failed = self._workers[:, 2:].sum(dim=0).tolist()
+        return oversize, failed
+
+    def forget_skipped(self) -> None:
+        """Count them anew."""
+        self._workers[:, 2:] = 0
+
+
+def check_workers(workers: int) -> None:
+    """Raise an `OptionError` if there are too many."""
+    if workers > WORKERS:
+        raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")

@@ -1,0 +1,243 @@
+"""One pass over what a process reads of a source, item by item."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+
+from torchbudget.data.stream.generators import ReadingGenerators
+from torchbudget.errors import SampleError, StateError
+from torchbudget.plan.permutation import Permutation, Stream
+
+
+class Reader(ABC):
+    """One pass over items.
+
+    Attributes:
+        position: of the next item.
+        disguised: while it reads, `get_worker_info` gives something else than the truth.
+    """
+
+    position = 0
+    disguised = False
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether the last item was read."""
+
+    @abstractmethod
+    def take(self, n: int) -> list[Any]:
+        """The next n items, or those that are left."""
+
+    @abstractmethod
+    def peek(self, n: int) -> int:
+        """How many items follow, up to n."""
+
+    @abstractmethod
+    def skip(self, n: int) -> None:
+        """Go past n items."""
+
+    @abstractmethod
+    def place(self, position: int) -> tuple[int, int]:
+        """The shard of an item that was read, by name, and its place within the shard."""
+
+    def state(self) -> dict[str, Any] | None:
+        """The source's own state, at or before the position, if it has one."""
+        return None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to the position of a state, before anything is read."""
+        raise StateError(f"this source has no states, and cannot go on from {state!r}")
+
+
+class IndexReader(Reader):
+    """The indices of a map-style data set; skipping is O(1), so it needs no state.
+
+    Args:
+        length: of the data set.
+        key: of the order; `None`: ascending.
+    """
+
+    def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
+        self._length = length
+        self._order = None if key is None else Permutation(length, *key, Stream.INDEX)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """There are no shards."""
+        return 0, position
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last index was taken."""
+        return self.position == self._length
+
+    def take(self, n: int) -> list[Any]:
+        """The next n indices, or those that are left."""
+        start, self.position = self.position, min(self.position + n, self._length)
+        if self._order is None:
+            return list(range(start, self.position))
+        indices: list[Any] = self._order.stretch(start, self.position).tolist()
+        return indices
+
+    def peek(self, n: int) -> int:
+        """How many indices follow, up to n."""
+        return min(self._length - self.position, n)
+
+    def skip(self, n: int) -> None:
+        """Go past n indices."""
+        self.position = min(self.position + n, self._length)
+
+
+class ShardReader(Reader):
+    """The items of shards, one after the other.
+
+    Args:
+        shards: iterables, or functions that return one.
+        names: their numbers, or that of the part of a source that splits itself.
+        generators: that the source may draw from.
+        worker: a source that splits itself by worker yields the part of this worker. `None`: all
+            parts, since it does not see that it is in a worker.
+        seekable: what has the source's own state, if it has one.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        names: Sequence[int],
+        generators: ReadingGenerators,
+        *,
+        worker: int | None = None,
+        seekable: Any = None,
+    ) -> None:
+        info = torch_worker._worker_info
+        self.disguised = info is not None and info.id != worker
+        self._shards = shards
+        self._names = names
+        self._generators = generators
+        self._worker = worker
+        self._seekable = seekable
+        self._number = 0
+        self._shard_starts = [(0, 0)]  # positions at which shards begin, and their numbers
+        self._read = 0  # items that were read or skipped
+        self._items: Iterator[Any] | None = None
+        self._ahead: list[Any] = []  # read by `peek`
+        self._state_before_ahead: dict[str, Any] | None = None
+        self._over = not shards
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last item was read."""
+        return self._over and not self._ahead
+
+    def take(self, n: int) -> list[Any]:
+        """The next n items, or those that are left.
+
+        Raises:
+            SampleError: the source raised, or a shard had fewer items than its `len`.
+        """
+        items = self._ahead[:n]
+        del self._ahead[:n]
+        while len(items) < n and not self._over:
+            items += self._some(n - len(items))
+        self.position += len(items)
+        return items
+
+    def peek(self, n: int) -> int:
+        """How many items follow, up to n."""
+        if not self._ahead:
+            self._state_before_ahead = self.state()
+        while len(self._ahead) < n and not self._over:
+            self._ahead += self._some(n - len(self._ahead))
+        return min(len(self._ahead), n)
+
+    def skip(self, n: int) -> None:
+        """Go past n items, whole shards at once where they know their lengths."""
+        while n > 0 and not self.ended:
+            shard = self._shards[self._number] if not self._over else None
+            if not self._ahead and self._items is None and isinstance(shard, Sequence):
+                length = len(shard)
+                if length <= n:
+                    n -= length
+                    self.position += length
+                    self._read += length
+                    self._next_shard()
+                    continue
+            n -= len(self.take(min(n, 1024)))
+
+    def state(self) -> dict[str, Any] | None:
+        """The position, and the source's own state there, if it has one.
+
+        Not between a `peek` and the `take` of all that it found.
+        """
+        if self._ahead:
+            return self._state_before_ahead
+        if self._seekable is None or self._over or self._items is None:
+            return None
+        return {"position": self.position, "source": copy.deepcopy(self._seekable.state_dict())}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go to the position of a state, before anything is read."""
+        self._seekable.load_state_dict(copy.deepcopy(state["source"]))
+        self.position = self._read = state["position"]
+
+    def place(self, position: int) -> tuple[int, int]:
+        """The shard of an item that was read, by name, and its place within the shard."""
+        start, number = next(one for one in reversed(self._shard_starts) if one[0] <= position)
+        return self._names[number], position - start
+
+    def _some(self, n: int) -> list[Any]:
+        """Up to n next items of this shard; if there are fewer, go to the next shard."""
+        shard = self._shards[self._number]
+        try:
+            with _as_worker(self._worker), self._generators.of_source():
+                if self._items is None:
+                    opens = callable(shard) and not hasattr(shard, "__iter__")
+                    self._items = iter(shard() if opens else shard)
+                items = list(islice(self._items, n))
+        except Exception as error:
+            raise SampleError(
+                f"{self._describe_next()} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        self._read += len(items)
+        if len(items) < n:
+            if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
+                raise SampleError(
+                    f"{self._describe_next()} ended, {len(shard)} items were expected"
+                )
+            self._next_shard()
+        return items
+
+    def _describe_next(self) -> str:
+        shard, offset = self.place(self._read)
+        return f"item {offset} or one soon after it, of shard {shard},"
+
+    def _next_shard(self) -> None:
+        self._items = None
+        self._number += 1
+        self._shard_starts.append((self._read, self._number))
+        self._over = self._number == len(self._shards)
+
+
+@contextmanager
+def _as_worker(worker: int | None) -> Iterator[None]:
+    """Inside, `torch.utils.data.get_worker_info()` returns the info of that worker, or `None`."""
+    before = torch_worker._worker_info
+    if before is not None and before.id != worker:
+        torch_worker._worker_info = None if worker is None else _with_id(before, worker)
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+def _with_id(info: Any, worker: int) -> Any:
+    other = copy.copy(info)
+    object.__setattr__(other, "id", worker)  # torch's own `__setattr__` raises
+    return other
