@@ -143,3 +143,8 @@ def processes_of(
 def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> DataLoader[Any]:
     """A plain `DataLoader` that leaves samples as they are."""
     return DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=same, **options)
+
+
+def tracked_loop(stream: BudgetedIterableDataset, workers: int, **options: Any) -> Iterator[Any]:
+    """A tracked loop over such a loader."""
+    return stream.tracked(loader_of(stream, workers, **options))

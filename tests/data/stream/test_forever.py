@@ -36,11 +36,11 @@ def test_endless_batches(workers: int) -> None:
     )
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     assert len(loader) == 30
-    first = [batch.lengths.tolist() for batch in loader]
+    first = [batch.lengths.tolist() for batch in stream.tracked(loader)]
     assert len(first) == 30
     assert min(length for batch in first for length in batch) > 1
     stream.set_epoch(1)
-    second = [batch.lengths.tolist() for batch in loader]
+    second = [batch.lengths.tolist() for batch in stream.tracked(loader)]
     assert len(second) == 30
     assert second != first
     stream.close()
@@ -52,11 +52,10 @@ def test_endless_draws_seek() -> None:
         sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
         collate_fn=list,
     )  # fmt: skip
-    reader = iter(stream)
-    begun = list(islice(reader, 33))
-    state = reader.state_dict()
+    begun = list(islice(stream, 33))
+    state = stream.state_dict()
     assert state["goes_on_by"] == "seeking"
-    assert state["start"]["source"]["position"] > 0
+    assert state["workers"][0]["source"]["position"] > 0
     other = BudgetedIterableDataset(
         sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
         collate_fn=list,

@@ -33,7 +33,7 @@ from torchbudget.data.stream.settings import (
 )
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.data.stream.source import Source
-from torchbudget.data.stream.tracking import TrackedLoop, check_loader
+from torchbudget.data.stream.tracking import TrackedLoop, check_loader, stamped_batches
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import (
@@ -222,7 +222,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """
         reader = self._reader
         if natural("epoch", epoch) != self.epoch:
-            if reader is None and self._tracked is None and _is_within(self._loaded(self.epoch)):
+            unused = reader is None and not self._progress.last_loop
+            if unused and _is_within(self._loaded(self.epoch)):
                 warnings.warn(
                     f"set_epoch({epoch}) discards the position that was loaded in epoch "
                     f"{self.epoch}; go on in that epoch, or do not load the state",
@@ -246,7 +247,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     # ------------------------------------------------------------------ iteration
 
-    def __iter__(self) -> EpochReader:
+    def __iter__(self) -> Iterator[Any]:
         """Read the epoch from its beginning, or from the loaded position."""
         if sys._getframe(1).f_locals.get("auto_collation"):  # the fetcher of a DataLoader
             raise OptionError(
@@ -254,7 +255,15 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "batch_size=None to the DataLoader"
             )
         info = get_worker_info()
-        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is None:
+            return self._begin_loop(0, 1)
+        try:
+            return self._begin_loop(info.id, info.num_workers)
+        except Exception as error:  # noqa: BLE001
+            # A worker that persists dies of what `iter` raises, and passes on what `next` does.
+            return _raising(error)
+
+    def _begin_loop(self, number: int, workers: int) -> Iterator[Any]:
         check_workers(workers)
         self._heed_other_processes()
         epoch = self.epoch
@@ -272,7 +281,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             slot = self._slot(number, workers, epoch)
             reader = self.reader_of(slot)
         self._progress.begin(epoch)
-        self._progress.note_loop(in_worker=info is not None)
+        self._progress.note_loop(in_worker=get_worker_info() is not None)
         reader.stamps = bool(self._progress.tracked)
         self._reader = reader
         self._readers.add(reader)
@@ -416,12 +425,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         ]
         began = [self._beginning(slot, epoch) for slot in slots]
         progress.tracked = time.monotonic_ns()
-        self._tracked = loop = TrackedLoop(
-            loader, number=progress.tracked, slots=slots, began=began, turn=self._turn(epoch)
-        )
+        self._tracked = loop = TrackedLoop(progress.tracked, slots, began, self._turn(epoch))
         try:
+            batches = stamped_batches(loader)
             yield None
-            yield from loop
+            for stamped in batches:
+                yield loop.note(stamped)
+            loop.ended = True
         finally:
             progress.tracked = 0
             if not loop.finished:
@@ -543,6 +553,11 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _readers=weakref.WeakSet())
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
 
 
 def _is_within(state: Mapping[str, Any] | None) -> bool:

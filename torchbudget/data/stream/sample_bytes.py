@@ -81,6 +81,7 @@ def _counted(sample: Any) -> tuple[int, bool]:
     """Bytes that are kept alive, and whether an array is a part of something much larger."""
     total, is_part = 0, False
     seen: set[int] = set()
+    owners: set[int] = set()
     waiting = [sample]
     while waiting:
         value = waiting.pop()
@@ -97,8 +98,8 @@ def _counted(sample: Any) -> tuple[int, bool]:
             total += _OBJECT_BYTES
             owner, kept_bytes = _kept_by(value)
             is_part = is_part or _is_part(value, kept_bytes)
-            if owner not in seen:
-                seen.add(owner)
+            if owner not in owners:
+                owners.add(owner)
                 total += kept_bytes
             if value.dtype == object:
                 waiting.append(value.tolist())

@@ -54,50 +54,48 @@ class CollateBeside:
         return self._collate_fn(batch)
 
 
-class TrackedLoop(Iterator[Any]):
-    """One loop over a loader, and where its workers stand after the batches that came.
+def stamped_batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Begin a loop over a loader whose `collate_fn` sees batches alone."""
+    collate_fn = loader.collate_fn
+    loader.collate_fn = CollateBeside(collate_fn)
+    try:
+        return iter(loader)
+    finally:
+        loader.collate_fn = collate_fn
+
+
+class TrackedLoop:
+    """Where the workers of a loader stand after the batches that came in one loop.
+
+    It does not keep the loop's own iterator, so that workers end with that one.
 
     Args:
-        loader: over a stream.
         number: of the loop.
         slots: of its workers, by number.
         began: where each of them begins.
         turn: the worker whose batch comes first.
 
     Attributes:
-        slots: of its workers, by number.
         turn: the worker whose batch comes next.
-        finished: whether the loop came to its end.
+        ended: whether the loop came to its end.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        number: int,
-        slots: Sequence[WorkerSlot],
-        began: Sequence[StreamCursor],
-        turn: int,
+        self, number: int, slots: Sequence[WorkerSlot], began: Sequence[StreamCursor], turn: int
     ) -> None:
         self.number = number
         self.slots = slots
         self.turn = turn
-        self.finished = False
+        self.ended = False
         self._began = began
         self._stamps: dict[int, Stamp] = {}
-        collate_fn = loader.collate_fn
-        loader.collate_fn = CollateBeside(collate_fn)
-        try:
-            self._batches = iter(loader)
-        finally:
-            loader.collate_fn = collate_fn
 
-    def __next__(self) -> Any:
-        try:
-            stamped = next(self._batches)
-        except StopIteration:
-            self.finished = True
-            raise
+    def note(self, stamped: Any) -> Any:
+        """A batch came: the batch alone.
+
+        Raises:
+            StateError: it came without a position.
+        """
         if not isinstance(stamped, StampedBatch):
             raise StateError(
                 "this batch came without its position: its worker was started by a loop that was "
@@ -106,6 +104,11 @@ class TrackedLoop(Iterator[Any]):
         self._stamps[stamped.worker] = stamped.stamp
         self.turn = (stamped.worker + 1) % len(self.slots)
         return stamped.batch
+
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch's last batch came."""
+        return self.ended or all(cursor.finished for cursor in self.cursors)
 
     @property
     def cursors(self) -> list[StreamCursor]:
