@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from torchbudget.cost.measuring.subject import Subject
+from torchbudget.cost.measuring.shapes import Subject
 from torchbudget.cost.models.probe import Probe
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.machine.process import process_memory

@@ -1,9 +1,10 @@
-"""Which shapes are probed, and whether `make_batch` makes them."""
+"""What is measured: a step, on batches of which shapes, and whether `make_batch` makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.coefficients import num_coefficients
-from torchbudget.errors import CostError
+from torchbudget.errors import CostError, MeasureWarning
 
 Size: TypeAlias = tuple[int, ...]
 
@@ -111,6 +113,34 @@ class Domain:
         if 2 * _STRIDE < size <= largest / 4:
             size -= (size - 1) % _STRIDE
         return size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A training step and the batches to measure it on.
+
+    Attributes:
+        step: the full training step.
+        make_batch: makes a batch of n samples padded to a size.
+        domain: the range of sizes.
+        state: what the step trains.
+        notes: what the user should know; appended to while measuring.
+    """
+
+    step: Callable[[Any], object]
+    make_batch: Callable[[int, Any], Any]
+    domain: Domain
+    state: TrainingState
+    notes: list[str] = field(default_factory=list)
+
+    def batch(self, n: int, size: Size) -> Any:
+        """A batch of n samples of a size, which is an int for `make_batch` if it has one axis."""
+        return self.make_batch(n, size if len(size) > 1 else size[0])
+
+    def warn(self, text: str) -> None:
+        """Note it, and warn of it."""
+        self.notes.append(text)
+        warnings.warn(text, MeasureWarning, stacklevel=4)
 
 
 def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:

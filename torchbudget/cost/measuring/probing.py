@@ -1,21 +1,27 @@
-"""A cost measured by running the step."""
+"""Probes of a step, traced or run, the forms that fit them, and how far these can be trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from torchbudget.cost.measuring.fitting import fit_peaks, non_negative, total_cost
-from torchbudget.cost.measuring.judging import table_unless_it_fits
+from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces, non_negative, total_cost
 from torchbudget.cost.measuring.running import ProbeOutOfMemoryError, StepRunner
-from torchbudget.cost.measuring.shapes import Size, run_shapes
-from torchbudget.cost.measuring.subject import Subject
+from torchbudget.cost.measuring.shapes import (
+    Size,
+    Subject,
+    check_shape,
+    run_shapes,
+    traced_shapes,
+)
+from torchbudget.cost.measuring.tracing import traces
 from torchbudget.cost.models.coefficients import FloatArray, features
 from torchbudget.cost.models.measured import Form, MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.cost.models.table import TableCost
 from torchbudget.errors import CostError
 from torchbudget.machine.allocators import trim_malloc
 from torchbudget.units import format_bytes
@@ -24,8 +30,62 @@ from torchbudget.units import format_bytes
 _SEEN_BYTES: Final = 2**24
 # Traced forms that an offset and a factor bring this near to the runs need no further terms.
 _SCALED: Final = 0.01
+# A form whose error on any probe is larger is not the step's.
+_FITS: Final = 0.1
 
 Forms: TypeAlias = tuple[PaddedCost, ...]
+
+
+def trace_probes(subject: Subject) -> tuple[tuple[Form, ...], tuple[Probe, ...], bool]:
+    """Trace the step on a few shapes, and fit its live bytes.
+
+    Returns:
+        The forms whose maximum counts, or a table; what was traced; and whether each moment of the
+        step was fitted, otherwise only the peaks.
+
+    Raises:
+        BatchError: `make_batch` ignores its arguments.
+        CostError: the step cannot be traced.
+    """
+    shapes = traced_shapes(subject.domain)
+    seen: dict[Any, tuple[int, Size]] = {}
+
+    def batches() -> Iterator[Any]:
+        for n, size, _ in [*shapes, shapes[0]]:
+            batch = subject.batch(n, size)
+            check_shape(batch, n, size, seen)
+            yield batch
+            del batch
+
+    first, *others, again = traces(subject.step, subject.state, batches())
+    counted = [first, *others]
+    kept_bytes = max(trace.kept_bytes for trace in counted)
+    if kept_bytes > 0:
+        subject.warn(
+            f"a step leaves up to {format_bytes(kept_bytes)} allocated when it ends: a leak?"
+        )
+    elif again.peak_bytes != first.peak_bytes:
+        subject.warn(
+            f"two steps on one shape took {format_bytes(first.peak_bytes)} and "
+            f"{format_bytes(again.peak_bytes)}: the step's memory does not depend on shapes alone"
+        )
+    if first.assumed:
+        subject.notes.append(
+            f"the step asked tensors for {first.assumed} truth values; the trace assumes that "
+            "all of them are False"
+        )
+    probes = tuple(
+        Probe(n, size, trace.peak_bytes, held_out, "trace")
+        for (n, size, held_out), trace in zip(shapes, counted, strict=True)
+    )
+    fitted = [(p, trace) for p, trace in zip(probes, counted, strict=True) if not p.held_out]
+    n, sizes, peaks = columns([probe for probe, _ in fitted])
+    forms = fit_traces(n, sizes, [trace for _, trace in fitted], subject.domain.largest)
+    aligned = forms is not None
+    if forms is None:
+        subject.notes.append("the step's operations depend on the shape: fitted to the peaks alone")
+        forms = fit_peaks(n, sizes, peaks)
+    return _table_unless_it_fits(forms, probes, subject), probes, aligned
 
 
 def run_probes(
@@ -57,7 +117,7 @@ def run_probes(
             "the step returned a loss that is not finite; does make_batch make a valid batch?"
         )
     forms = _fit_runs([p for p in probes if not p.held_out], traced)
-    return table_unless_it_fits(forms, probes, subject), tuple(probes)
+    return _table_unless_it_fits(forms, probes, subject), tuple(probes)
 
 
 def _run_shapes(subject: Subject, runner: StepRunner, room: int, traced: Forms) -> list[Probe]:
@@ -136,3 +196,31 @@ def _predicted(forms: Forms, probes: Sequence[Probe]) -> FloatArray:
     n, sizes, _ = columns(probes)
     several = np.array(sizes) if len(sizes[0]) > 1 else np.array(sizes)[:, 0]
     return MeasuredCost(forms=forms, margin=0).fitted_bytes(n, several).astype(np.float64)
+
+
+def _table_unless_it_fits(
+    forms: tuple[PaddedCost, ...], probes: Sequence[Probe], subject: Subject
+) -> tuple[Form, ...]:
+    """The forms; or, where one probe is far off, a table of the probes, a warning and a note."""
+    errors = MeasuredCost(forms=forms, margin=0, probes=tuple(probes)).errors()
+    worst = max(errors, key=abs)
+    if abs(worst) <= _FITS:
+        return forms
+    probe = probes[errors.index(worst)]
+    subject.warn(
+        f"no formula fits: {probe.n} samples of size {probe.size} took "
+        f"{format_bytes(probe.peak_bytes)}, the fitted form is off by {worst:+.1%}; a table of the "
+        "measured batches is used instead, which is safe but coarse"
+    )
+    n, sizes, peaks = columns(probes)
+    return (TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=tuple(peaks)),)
+
+
+def margin_of(cost: MeasuredCost, least: float) -> float:
+    """The margin that a fit needs.
+
+    Twice the largest underestimate of a probe that was held out, and at least the largest of any.
+    """
+    under = [max(1 / (1 + error) - 1, 0) for error in cost.errors()]
+    held_out = [u for u, probe in zip(under, cost.probes, strict=True) if probe.held_out]
+    return max([least, *under, *(2 * one for one in held_out)])
