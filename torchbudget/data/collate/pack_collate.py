@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.packed_batch import PACKED_KINDS, PackedBatch
-from torchbudget.data.collate.packing import pack
-from torchbudget.data.collate.structure import take_apart
+from torchbudget.data.collate.columns import Column, new_tensor
+from torchbudget.data.collate.packed_batch import PACKED_KINDS, PackedBatch, PackedLayout
+from torchbudget.data.collate.structure import fail_at_odd_one, show, take_apart
+from torchbudget.errors import CollateError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,41 @@ class PackCollate:
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
-        write = partial(pack, layouts={})
+        write = partial(_pack, layouts={})
         with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
             return make_batch(PACKED_KINDS, *take_apart(samples), write, self.length_field)
+
+
+def _pack(column: Column, layouts: dict[Any, PackedLayout]) -> tuple[Tensor, PackedLayout]:
+    """One tensor of all samples, `(total, …)`, or `(n,)` of numbers, and the end of each.
+
+    Args:
+        column: one field of a batch.
+        layouts: those of the batch's fields so far, to which this one's is added: fields of equal
+            lengths share their layout.
+
+    Raises:
+        CollateError: samples differ in an axis after the first, or have more positions in all
+            than int32 can count.
+    """
+    shapes = column.shapes
+    if (shapes[:, 1:] != shapes[0, 1:]).any():
+        fail_at_odd_one(
+            column.path,
+            shapes.tolist(),
+            lambda shape: tuple(shape[1:]),
+            "equal axes {} after the ragged first one".format,
+        )
+    key = (shapes[:, :1].tobytes(), column.device)
+    layout = layouts.get(key) or PackedLayout(lengths=shapes[:, :1], offsets=None)
+    bounds = layout.bounds()
+    if shapes.shape[1] and layout.offsets is None:
+        if bounds[-1] >= 2**31:
+            raise CollateError(
+                f"{show(column.path)}: {bounds[-1]} positions are more than the offsets, "
+                "torch.int32, can count; make smaller batches"
+            )
+        offsets = new_tensor((len(bounds),), torch.int32).copy_(torch.tensor(bounds))
+        layout = layouts[key] = replace(layout, offsets=offsets.to(column.device))
+    out = new_tensor((bounds[-1], *shapes[0, 1:].tolist()), column.dtype, column.device)
+    return column.join(out), layout

@@ -1,20 +1,57 @@
-"""A batch without padding: its samples one after the other."""
+"""A batch without padding: its samples one after the other, and where each of them ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.batch import Batch, MappingView, SequenceView
-from torchbudget.data.collate.packing import PackedLayout
-from torchbudget.data.collate.structure import fields_of, put_together
 from torchbudget.errors import CollateError
 
-PackedT = TypeVar("PackedT", bound="PackedBatch")
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayout:
+    """The ends of n samples in a concatenated tensor.
+
+    Attributes:
+        lengths: each sample's length, `(n, 1)`; `(n, 0)` for a field of numbers, which is stacked.
+        offsets: 0 and the end of each sample, int32, `(n + 1,)`, on the field's device. Fields of
+            equal lengths have the same tensor. None for a field of numbers.
+    """
+
+    lengths: IntArray
+    offsets: Tensor | None
+
+    def bounds(self) -> list[int]:
+        """0 and the end of each sample, on the host."""
+        return [0, *self.lengths.prod(axis=1).cumsum().tolist()]
+
+    def samples(self, field: Tensor) -> Sequence[Tensor]:
+        """See `Layout.samples`."""
+        if self.offsets is None:
+            return field.unbind()
+        return torch.split(field, self.lengths[:, 0].tolist())
+
+    def part(self, start: int, stop: int) -> tuple[slice, PackedLayout]:
+        """See `Layout.part`."""
+        bounds, offsets = self.bounds(), self.offsets
+        if offsets is not None:
+            offsets = offsets[start : stop + 1] - bounds[start]
+        layout = PackedLayout(lengths=self.lengths[start:stop], offsets=offsets)
+        return slice(bounds[start], bounds[stop]), layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the offsets."""
+        return 0 if self.offsets is None else self.offsets.nbytes
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PackedLayout:
+        """See `Layout.map`."""
+        return self if self.offsets is None else replace(self, offsets=function(self.offsets))
 
 
 class PackedBatch(Batch):
@@ -60,58 +97,6 @@ class PackedBatch(Batch):
         ends = self.cu_seqlens.long()
         firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=ends.device) - firsts
-
-    def samples(self) -> list[Any]:
-        """The n samples as they were before collating, their fields as views of the batch.
-
-        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
-        another collate: `PadCollate()(packed_batch.samples())`.
-        """
-        columns = [
-            value  # of texts or numbers: one per sample
-            if layout is None or layout.offsets is None
-            else value.split(layout.lengths[:, 0].tolist())
-            for value, layout in zip(fields_of(self.data), self._layouts, strict=True)
-        ]
-        return [put_together(self.data, iter(row)) for row in zip(*columns, strict=True)]
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from super()._tensors()
-        offsets = (layout.offsets for layout in set(self._layouts) if layout is not None)
-        yield from (tensor for tensor in offsets if tensor is not None)
-
-    def _map(self: PackedT, function: Callable[[Tensor], Tensor]) -> PackedT:
-        def moved(layout: PackedLayout) -> PackedLayout:
-            offsets = layout.offsets
-            return replace(layout, offsets=None if offsets is None else function(offsets))
-
-        return replace(super()._map(function), _layouts=_each_once(self._layouts, moved))
-
-    def _part(self: PackedT, start: int, stop: int) -> PackedT:
-        def cut(layout: PackedLayout) -> PackedLayout:
-            offsets = layout.offsets
-            if offsets is not None:
-                offsets = offsets[start : stop + 1] - layout.bounds()[start]
-            return PackedLayout(lengths=layout.lengths[start:stop], offsets=offsets)
-
-        values = []
-        for value, layout in zip(fields_of(self.data), self._layouts, strict=True):
-            bounds = range(self.num_samples + 1) if layout is None else layout.bounds()
-            values.append(value[bounds[start] : bounds[stop]])
-        return replace(
-            self,
-            num_samples=stop - start,
-            data=put_together(self.data, iter(values)),
-            _layouts=_each_once(self._layouts, cut),
-        )
-
-
-def _each_once(
-    layouts: tuple[PackedLayout | None, ...], function: Callable[[PackedLayout], PackedLayout]
-) -> tuple[PackedLayout | None, ...]:
-    """Apply a function to every layout; fields that shared a layout share its result."""
-    done = {layout: function(layout) for layout in set(layouts) if layout is not None}
-    return tuple(layout and done[layout] for layout in layouts)
 
 
 class PackedMapping(PackedBatch, MappingView):

@@ -11,8 +11,8 @@ import torch
 from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
 from torchbudget.data.collate.columns import Column, new_tensor
-from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch
-from torchbudget.data.collate.padding import PaddedLayout, PaddingRule, PaddingValue, Placement, pad
+from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch, PaddedLayout
+from torchbudget.data.collate.padding import PaddingRule, PaddingValue, Placement, pad
 from torchbudget.data.collate.structure import FieldPath, find_path, show, take_apart
 from torchbudget.errors import CollateError, OptionError
 
@@ -154,7 +154,7 @@ class PadCollate:
 
     def _add_mask(self, batch: PaddedBatch) -> PaddedBatch:
         data = batch.data
-        layout: PaddedLayout | None = batch._layouts[batch._length_field]
+        layout: Any = batch._layouts[batch._length_field]
         if not isinstance(data, dict):
             raise CollateError(
                 "mask= adds a field to dict samples, which these are not: use batch.mask"

@@ -1,17 +1,108 @@
-"""A batch of samples that are padded to one shape."""
+"""A batch of samples that are padded to one shape, and where each of them is in it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.batch import Batch, MappingView, SequenceView
-from torchbudget.data.collate.padding import PaddedLayout
-from torchbudget.data.collate.structure import fields_of, put_together
+from torchbudget.data.collate.structure import fields_of
 
-PaddedT = TypeVar("PaddedT", bound="PaddedBatch")
+
+class PaddedLayout(NamedTuple):
+    """The positions of n samples in a padded tensor of d axes after the batch's.
+
+    Attributes:
+        shapes: each sample's own shape, `(n, d)`.
+        starts: the position of its first element on each axis, `(n, d)`.
+        padded_shape: the shape that all samples are padded to, `(d,)`.
+        multiples: the padded shape is a multiple of it on each axis, `(d,)`.
+        length_axes: the axes, of d, of lengths and masks.
+    """
+
+    shapes: IntArray
+    starts: IntArray
+    padded_shape: tuple[int, ...]
+    multiples: tuple[int, ...]
+    length_axes: tuple[int, ...]
+
+    @property
+    def lengths(self) -> IntArray:
+        """The lengths on the length axes, `(n, k)`."""
+        return self.shapes[:, list(self.length_axes)]
+
+    def place(self, i: int) -> tuple[int | slice, ...]:
+        """The index of sample `i` in the field's tensor."""
+        starts, shape = self.starts[i].tolist(), self.shapes[i].tolist()
+        return i, *(slice(a, a + s) for a, s in zip(starts, shape, strict=True))
+
+    def samples(self, field: Tensor) -> list[Tensor]:
+        """See `Layout.samples`."""
+        return [field[self.place(i)] for i in range(len(self.shapes))]
+
+    @property
+    def nbytes(self) -> int:
+        """None: it has no tensors."""
+        return 0
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PaddedLayout:  # noqa: ARG002
+        """See `nbytes`."""
+        return self
+
+    def part(self, start: int, stop: int) -> tuple[tuple[slice, ...], PaddedLayout]:
+        """See `Layout.part`: the smallest window of the padded shape that contains the samples.
+
+        A batch is split to save memory: hence trimmed to its own longest sample, whose size is
+        rounded up to the multiples.
+        """
+        shapes, starts = self.shapes[start:stop], self.starts[start:stop]
+        # The position of a sample without elements does not matter: it does not widen the window.
+        full = (shapes > 0).all(axis=1, keepdims=True)
+        old = np.asarray(self.padded_shape, dtype=np.int64)
+        first = np.where(full, starts, old).min(axis=0)
+        last = np.where(full, starts + shapes, 0).max(axis=0)
+        first = np.minimum(first, last)
+        # But it may be the longest sample on another axis than its empty one.
+        size = np.maximum(last - first, shapes.max(axis=0))
+        size = -(-size // self.multiples) * self.multiples
+        first = np.minimum(first, old - size)
+        layout = PaddedLayout(
+            shapes=shapes,
+            starts=np.clip(starts - first, 0, size - shapes),
+            padded_shape=tuple(size.tolist()),
+            multiples=self.multiples,
+            length_axes=self.length_axes,
+        )
+        window = zip(first.tolist(), layout.padded_shape, strict=True)
+        return (slice(start, stop), *(slice(a, a + s) for a, s in window)), layout
+
+    def of_mask(self) -> PaddedLayout:
+        """The layout of the mask, which has only the length axes."""
+        axes = list(self.length_axes)
+        return PaddedLayout(
+            shapes=self.shapes[:, axes],
+            starts=self.starts[:, axes],
+            padded_shape=tuple(self.padded_shape[a] for a in axes),
+            multiples=tuple(self.multiples[a] for a in axes),
+            length_axes=tuple(range(len(axes))),
+        )
+
+    def mask(self, device: torch.device) -> Tensor:
+        """False where an element is padding along a length axis: bool, `(n, L, …)`."""
+        n, k = len(self.shapes), len(self.length_axes)
+        mask = torch.ones((n,) + (1,) * k, dtype=torch.bool, device=device)
+        for place, axis in enumerate(self.length_axes):
+            edges = np.stack([self.starts[:, axis], self.starts[:, axis] + self.shapes[:, axis]])
+            first, last = torch.from_numpy(edges[..., None]).to(device, non_blocking=True)
+            positions = torch.arange(self.padded_shape[axis], device=device)
+            own = (positions >= first) & (positions < last)
+            mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
+        return mask
 
 
 class PaddedBatch(Batch):
@@ -44,45 +135,6 @@ class PaddedBatch(Batch):
         """
         layout: PaddedLayout = self._length_layout
         return layout.mask(fields_of(self.data)[self._length_field].device)
-
-    def samples(self) -> list[Any]:
-        """The n samples without their padding, their fields as views of the batch.
-
-        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
-        another collate: `PackCollate()(padded_batch.samples())`.
-        """
-        fields = fields_of(self.data)
-        return [
-            put_together(
-                self.data,
-                (
-                    value[i] if layout is None else value[(i, *layout.slices(i))]
-                    for value, layout in zip(fields, self._layouts, strict=True)
-                ),
-            )
-            for i in range(self.num_samples)
-        ]
-
-    def _part(self: PaddedT, start: int, stop: int) -> PaddedT:
-        # Trimmed to its own longest sample, rounded up to the same size_multiple, since a batch is
-        # split to save memory. A field without anything to trim stays a view; a trimmed one is
-        # copied, since some models need contiguous input.
-        values: list[Any] = []
-        layouts: list[PaddedLayout | None] = []
-        for value, layout in zip(fields_of(self.data), self._layouts, strict=True):
-            if layout is None:
-                values.append(value[start:stop])
-                layouts.append(None)
-                continue
-            window, trimmed = layout.trim(start, stop)
-            values.append(value[(slice(start, stop), *window)].contiguous())
-            layouts.append(trimmed)
-        return replace(
-            self,
-            data=put_together(self.data, iter(values)),
-            num_samples=stop - start,
-            _layouts=tuple(layouts),
-        )
 
 
 class PaddedMapping(PaddedBatch, MappingView):

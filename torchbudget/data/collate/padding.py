@@ -1,4 +1,4 @@
-"""The padding of one field: the position of each sample in the batch's tensor, and the writing."""
+"""The padding of one field: which value where, and the writing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.columns import Column, new_tensor
+from torchbudget.data.collate.padded_batch import PaddedLayout
 from torchbudget.data.collate.structure import show
 from torchbudget.errors import CollateError
 
@@ -24,85 +25,6 @@ PaddingValue: TypeAlias = Number | Callable[[Any], Any]
 # sample by sample; for larger ones the second copy costs more than the loop. Measured.
 _SCATTER_SAMPLE_BYTES = 16 * 1024
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-class PaddedLayout(NamedTuple):
-    """The positions of n samples in a padded tensor of d axes after the batch's.
-
-    Attributes:
-        shapes: each sample's own shape, `(n, d)`.
-        starts: the position of its first element on each axis, `(n, d)`.
-        padded_shape: the shape that all samples are padded to, `(d,)`.
-        multiples: the padded shape is a multiple of it on each axis, `(d,)`.
-        length_axes: the axes, of d, of lengths and masks.
-    """
-
-    shapes: IntArray
-    starts: IntArray
-    padded_shape: tuple[int, ...]
-    multiples: tuple[int, ...]
-    length_axes: tuple[int, ...]
-
-    @property
-    def lengths(self) -> IntArray:
-        """The lengths on the length axes, `(n, k)`."""
-        return self.shapes[:, list(self.length_axes)]
-
-    def slices(self, i: int) -> tuple[slice, ...]:
-        """The slices that cut sample `i` out of its padded row."""
-        starts, shape = self.starts[i].tolist(), self.shapes[i].tolist()
-        return tuple(slice(a, a + s) for a, s in zip(starts, shape, strict=True))
-
-    def trim(self, start: int, stop: int) -> tuple[tuple[slice, ...], PaddedLayout]:
-        """The smallest window of the padded shape that contains samples `start` to `stop`.
-
-        Returns:
-            The slices of the window, whose size is rounded up to the multiples, and the layout of
-            the samples inside it.
-        """
-        shapes, starts = self.shapes[start:stop], self.starts[start:stop]
-        # The position of a sample without elements does not matter: it does not widen the window.
-        full = (shapes > 0).all(axis=1, keepdims=True)
-        old = np.asarray(self.padded_shape, dtype=np.int64)
-        first = np.where(full, starts, old).min(axis=0)
-        last = np.where(full, starts + shapes, 0).max(axis=0)
-        first = np.minimum(first, last)
-        # But it may be the longest sample on another axis than its empty one.
-        size = np.maximum(last - first, shapes.max(axis=0))
-        size = -(-size // self.multiples) * self.multiples
-        first = np.minimum(first, old - size)
-        layout = PaddedLayout(
-            shapes=shapes,
-            starts=np.clip(starts - first, 0, size - shapes),
-            padded_shape=tuple(size.tolist()),
-            multiples=self.multiples,
-            length_axes=self.length_axes,
-        )
-        window = zip(first.tolist(), layout.padded_shape, strict=True)
-        return tuple(slice(a, a + s) for a, s in window), layout
-
-    def of_mask(self) -> PaddedLayout:
-        """The layout of the mask, which has only the length axes."""
-        axes = list(self.length_axes)
-        return PaddedLayout(
-            shapes=self.shapes[:, axes],
-            starts=self.starts[:, axes],
-            padded_shape=tuple(self.padded_shape[a] for a in axes),
-            multiples=tuple(self.multiples[a] for a in axes),
-            length_axes=tuple(range(len(axes))),
-        )
-
-    def mask(self, device: torch.device) -> Tensor:
-        """False where an element is padding along a length axis: bool, `(n, L, …)`."""
-        n, k = len(self.shapes), len(self.length_axes)
-        mask = torch.ones((n,) + (1,) * k, dtype=torch.bool, device=device)
-        for place, axis in enumerate(self.length_axes):
-            edges = np.stack([self.starts[:, axis], self.starts[:, axis] + self.shapes[:, axis]])
-            first, last = torch.from_numpy(edges[..., None]).to(device, non_blocking=True)
-            positions = torch.arange(self.padded_shape[axis], device=device)
-            own = (positions >= first) & (positions < last)
-            mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
-        return mask
 
 
 class PaddingRule(NamedTuple):
@@ -203,7 +125,7 @@ def _write_each(out: Tensor, column: Column, layout: PaddedLayout) -> None:
     values = column.each()
     target: Any = out.numpy() if isinstance(values[0], np.ndarray) else out
     for i, sample in enumerate(values):
-        target[(i, *layout.slices(i))] = sample
+        target[layout.place(i)] = sample
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
