@@ -107,15 +107,6 @@ def fit(
     """
     if patience is not None and validation is None:
         raise OptionError("patience needs validation data")
-    if folder is not None and checkpoint_steps is not None and not has_position(loader):
-        raise OptionError(
-            "checkpoint_steps needs a loader whose position can be saved: one with a "
-            "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
-        )
-    if folder is not None and accumulator.sharded:
-        raise OptionError(
-            "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
-        )
     run = _Run(
         model=model,
         loader=loader,
@@ -123,8 +114,9 @@ def fit(
         folder=None if folder is None else Path(folder),
         checkpoint_steps=checkpoint_steps,
         callbacks=callbacks,
+        patience=patience,
     )
-    while not run.is_stopped() and len(run.history) < epochs and run.is_improving(patience):
+    while run.goes_on(epochs):
         model.train()
         if run.begin_epoch():
             train_epoch(
@@ -138,7 +130,7 @@ def fit(
                 when_stepped=run.step_taken,
                 progress=progress and run.is_first_rank,
             )
-        if run.is_stopped():
+        if run.stopped:
             break
         loss = None
         if validation is not None:
@@ -182,6 +174,7 @@ class _Run:
     folder: Path | None
     checkpoint_steps: int | None
     callbacks: Sequence[Callback]
+    patience: int | None
     history: list[Epoch] = field(default_factory=list)
     tally: _Tally = field(default_factory=_Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
@@ -191,6 +184,15 @@ class _Run:
     def __post_init__(self) -> None:
         self.is_first_rank = self.accumulator.ranks.rank == 0
         if self.folder is not None:
+            if self.checkpoint_steps is not None and not has_position(self.loader):
+                raise OptionError(
+                    "checkpoint_steps needs a loader whose position can be saved: one with a "
+                    "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
+                )
+            if self.accumulator.sharded:
+                raise OptionError(
+                    "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             # The first rank may still write for an earlier call.
             self.accumulator.ranks.gather_objects(None)
@@ -271,16 +273,13 @@ class _Run:
             save(self.model.state_dict(), self.folder / "best.pt")
         self._call_back(epoch)
 
-    def is_stopped(self) -> bool:
-        """Whether a callback has ended the training."""
-        return self.stopped
-
-    def is_improving(self, patience: int | None) -> bool:
-        """Whether the best validation loss is fewer epochs ago than `patience`."""
-        if patience is None or not self.history:
-            return True
+    def goes_on(self, epochs: int) -> bool:
+        """Whether another epoch comes: the best validation loss is not too many epochs ago."""
+        if self.stopped or len(self.history) >= epochs:
+            return False
         losses = self._losses()
-        return len(losses) - 1 - losses.index(min(losses)) < patience
+        best = losses.index(min(losses)) if losses else 0
+        return self.patience is None or len(losses) - 1 - best < self.patience
 
     def _losses(self) -> list[float]:
         """Of validation; infinite where there is none, or where it is NaN."""

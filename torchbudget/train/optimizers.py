@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from torchbudget.checks import positive_number
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.inputs import positive_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

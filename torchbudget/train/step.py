@@ -1,15 +1,20 @@
-"""The numbers of a step: pending on one rank, in total over all ranks, and as reported."""
+"""The numbers of a step: pending on one rank, saved, in total over all ranks, and as reported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from torchbudget.errors import OptionError, SampleTooLargeError
+from torchbudget.checks import is_number
+from torchbudget.errors import OptionError, SampleTooLargeError, StateError
 from torchbudget.train.process_group import Ranks
+
+_VERSION: Final = 1  # of the state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,40 @@ class Pending:
     weight: float = 0
     loss: Tensor | float = 0.0
 
+    def encode(self, steps: int, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """It as plain types; the gradients of what is pending are copied.
+
+        Args:
+            steps: that were taken before.
+            parameters: that have the gradients.
+        """
+        gradients = [p.grad for p in parameters] if self.micro_batches else []
+        return {
+            "version": _VERSION,
+            "steps": steps,
+            **asdict(replace(self, loss=float(self.loss))),
+            "gradients": [None if g is None else g.detach().clone() for g in gradients],
+        }
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> Pending:
+        """What was pending, after the parameters' gradients are set to those of the state.
+
+        Raises:
+            StateError: it is not the state of an accumulator, or of other parameters.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            raise StateError("expected what GradAccumulator.state_dict() returned")
+        gradients = state["gradients"] or [None] * len(parameters)
+        if len(gradients) != len(parameters) or any(
+            gradient is not None and gradient.shape != parameter.shape
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+        ):
+            raise StateError("the state's gradients are of other parameters")
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        return cls(**{field.name: state[field.name] for field in fields(cls)})
+
 
 @dataclass(slots=True, kw_only=True)
 class OpenMicroBatch:
@@ -51,6 +90,18 @@ class OpenMicroBatch:
     weight: float
     backwards: int = 0
     loss: Tensor | float = 0.0
+
+    @classmethod
+    def of(cls, weight: float | Tensor) -> OpenMicroBatch:
+        """One that begins.
+
+        Raises:
+            OptionError: the weight is no finite number of at least 0, nor a tensor of one.
+        """
+        value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
+        return cls(weight=float(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

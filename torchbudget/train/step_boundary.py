@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torchbudget.checks import at_least_one, is_int
+from torchbudget.checks import at_least_one, is_int, positive_number
 from torchbudget.errors import OptionError
 from torchbudget.plan.step_source import StepSource
-from torchbudget.train.inputs import positive_number
 from torchbudget.train.step import Pending
 
 
