@@ -7,8 +7,9 @@ over it on every axis, and how long it may be is found by bounding it from both 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,32 +22,18 @@ from torchbudget.plan.rules import BatchRules
 LOCKSTEP: Final = 800
 
 
-class Windows(Protocol):
+class Windows(ABC):
     """Windows of one length, arranged once, to be cut under any budget.
+
+    Args:
+        sizes: shape `(windows, S)` or `(windows, S, d)`.
+        order: of the samples in each window, shape `(windows, S)`.
+        rules: what a micro-batch may be.
 
     Attributes:
         samples: places in the given sizes, window after window, shape `(windows·S,)`.
-        sizes: of those samples, shape `(windows, S)` or `(windows, S, d)`.
+        sizes: of those samples, in the shape that was given.
     """
-
-    samples: IntArray
-    sizes: npt.NDArray[Any]
-
-    def cut(self, budgets: IntArray) -> list[IntArray]:
-        """Where the micro-batches of each window start, ascending from 0.
-
-        Args:
-            budgets: bytes, shape `(windows,)`.
-        """
-        ...
-
-    def least(self, micro_batches: IntArray) -> IntArray:
-        """Bytes below which no budget gives so few micro-batches; both of shape `(windows,)`."""
-        ...
-
-
-class _Arranged:
-    """Windows whose samples are put in an order."""
 
     def __init__(self, sizes: npt.NDArray[Any], order: IntArray, rules: BatchRules) -> None:
         windows, self.length = sizes.shape[:2]
@@ -55,12 +42,23 @@ class _Arranged:
         flat = sizes.reshape(windows * self.length, *sizes.shape[2:])
         self.sizes = flat.take(self.samples, axis=0, mode="clip").reshape(sizes.shape)
 
+    @abstractmethod
+    def cut(self, budgets: IntArray) -> list[IntArray]:
+        """Where the micro-batches of each window start, ascending from 0.
+
+        Args:
+            budgets: bytes, shape `(windows,)`.
+        """
+
     def least(self, micro_batches: IntArray) -> IntArray:
-        """See `Windows.least`: of padded batches nothing is known."""
+        """Bytes below which no budget gives so few micro-batches; both of shape `(windows,)`.
+
+        0, as nothing is known of padded batches.
+        """
         return np.zeros_like(micro_batches)
 
 
-class SortedWindows(_Arranged):
+class SortedWindows(Windows):
     """Windows of one axis, sorted by size, descending.
 
     Args:
@@ -117,7 +115,7 @@ def _jumps(which: Sequence[int], most: Sequence[int], length: int) -> list[int]:
     return starts
 
 
-class TiledWindows(_Arranged):
+class TiledWindows(Windows):
     """Windows of several axes, arranged so that neighbours are alike.
 
     A run of n samples that has the capacity c fits if c ≥ n. Otherwise c samples do, since they

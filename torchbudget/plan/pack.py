@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import AdditiveCost, IntArray
 from torchbudget.plan.arrange import arrange, ascending
+from torchbudget.plan.cut import Windows
 from torchbudget.plan.rules import BatchRules
 
 
-class PackedWindow:
-    """One window whose samples are packed: see `torchbudget.plan.cut.Windows`.
+class PackedWindow(Windows):
+    """One window whose samples are packed.
 
     Args:
         sizes: shape `(1, S)` or `(1, S, d)`.
@@ -31,19 +32,18 @@ class PackedWindow:
     def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, packing: AdditiveCost) -> None:
         # Along one axis bytes rise with the size, and are needed of the distinct sizes only.
         keys = sizes if sizes.ndim == 2 else packing.item_bytes(rules.padded(sizes))
-        [self.samples] = arrange(keys, 1)
-        self.sizes = sizes.take(self.samples, axis=1, mode="clip")
+        super().__init__(sizes, arrange(keys, 1), rules)
         self._sorted = self.samples, self.sizes
         kinds = keys[0].take(self.samples, mode="clip")
         first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
-        self._most = rules.max_batch_size
         self._base = packing.base_bytes
         self._items = packing.item_bytes(rules.padded(self.sizes[0, first]))
         self._counts = np.diff(first, append=len(kinds))
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
-        grouped, starts = pack(self._items, self._counts, int(budgets[0]) - self._base, self._most)
+        room, most = int(budgets[0]) - self._base, self.rules.max_batch_size
+        grouped, starts = pack(self._items, self._counts, room, most)
         self.samples = self._sorted[0].take(grouped, mode="clip")
         self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
         return [starts]

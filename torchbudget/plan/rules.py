@@ -30,7 +30,6 @@ class BatchRules:
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
         balance: what ranks are to have equal sums of, such as time; `None`: the cost.
-        packing: the cost, if it is one of batches without padding.
     """
 
     cost: CostModel
@@ -39,13 +38,10 @@ class BatchRules:
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
     balance: CostModel | None = None
-    packing: AdditiveCost | None = field(init=False, repr=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        packing = self.cost if isinstance(self.cost, AdditiveCost) else None
-        object.__setattr__(self, "packing", packing)
-        if packing is not None and self.balance is not None:
+        if self.packing is not None and self.balance is not None:
             raise OptionError("packed batches are balanced by their cost; leave balance as it is")
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
@@ -89,6 +85,16 @@ class BatchRules:
             batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
             balance=balance,
         )
+
+    @property
+    def packing(self) -> AdditiveCost | None:
+        """The cost, if it is one of batches without padding."""
+        return self.cost if isinstance(self.cost, AdditiveCost) else None
+
+    @property
+    def work(self) -> CostModel:
+        """What ranks are balanced by."""
+        return self.cost if self.balance is None else self.balance
 
     def check_axes(self, sizes: SizeTable) -> None:
         """Raise a `SizesError` where the cost takes sizes of another number of axes."""

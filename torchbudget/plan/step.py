@@ -13,7 +13,7 @@ from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
-from torchbudget.plan.report import PlanReport, ReportBuilder
+from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import Block, solve
@@ -43,10 +43,8 @@ class StepPlan:
 
     def report(self) -> PlanReport:
         """What the step holds: fill, padding, imbalance; beside fixed batches."""
-        builder = ReportBuilder(self._sizes, self._rules, self._ranks)
-        builder.add(self._block)
         order = Order(dataset_length=len(self._sizes), skipped=self.skipped_samples, shuffle=False)
-        return builder.report(len(order), order.epoch(0), len(self.skipped_samples))
+        return plan_report([self._block], self._sizes, self._rules, self._ranks, order, 0)
 
 
 def plan_step(
