@@ -40,30 +40,16 @@ def _entries(value: Any) -> Sequence[Any] | None:
     return entries if isinstance(entries, Sequence) and not isinstance(entries, str) else None
 
 
-def _vector(name: str, value: Any) -> float | tuple[float, ...]:
-    """A coefficient per axis: a number for one axis, else a tuple of d ≥ 2."""
-    entries = _entries(value)
-    if entries is None:
+def _coefficients(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """A coefficient, or tuples of them in the shape of the axes, where 0 stands for all zeros."""
+    if not shape:
         return _coefficient(name, value)
-    if len(entries) < 2:
-        raise CostError(f"{name} must be a number for one axis or d ≥ 2 of them, got {value!r}")
-    return tuple(_coefficient(name, entry) for entry in entries)
-
-
-def _matrix(name: str, value: Any, axes: int) -> float | tuple[tuple[float, ...], ...]:
-    """A coefficient per pair of axes: a number for one axis, else d rows of d."""
     entries = _entries(value)
-    if entries is None:
-        number = _coefficient(name, value)
-        if axes == 1:
-            return number
-        if number == 0:
-            return ((0.0,) * axes,) * axes
-    elif axes > 1:
-        rows = [_entries(row) or () for row in entries]
-        if [len(row) for row in rows] == [axes] * axes:
-            return tuple(tuple(_coefficient(name, entry) for entry in row) for row in rows)
-    raise CostError(f"{name} must have the shape ({axes}, {axes}) of the axes, got {value!r}")
+    if entries is None and _coefficient(name, value) == 0:
+        entries = [0] * shape[0]
+    if entries is None or len(entries) != shape[0]:
+        raise CostError(f"{name} must have the shape {shape} of the axes, got {value!r}")
+    return tuple(_coefficients(name, entry, shape[1:]) for entry in entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +66,15 @@ class _Quadratic:
     pair_bytes: float | Sequence[Sequence[float]] | npt.NDArray[Any] = 0
 
     def __post_init__(self) -> None:
-        unit = _vector("unit_bytes", self.unit_bytes)
-        rows = _entries(self.pair_bytes)
-        if unit == 0 and rows is not None and len(rows) > 1:
-            unit = (0.0,) * len(rows)
-        axes = len(unit) if isinstance(unit, tuple) else 1
+        each = _entries(self.unit_bytes)
+        if each is None and self.unit_bytes == 0:
+            each = _entries(self.pair_bytes)
+        shape = () if each is None or len(each) < 2 else (len(each),)  # one axis: plain numbers
         object.__setattr__(self, "fixed_bytes", _whole("fixed_bytes", self.fixed_bytes))
-        object.__setattr__(self, "sample_bytes", _coefficient("sample_bytes", self.sample_bytes))
-        object.__setattr__(self, "unit_bytes", unit)
-        object.__setattr__(self, "pair_bytes", _matrix("pair_bytes", self.pair_bytes, axes))
+        for name, its_shape in (("sample", ()), ("unit", shape), ("pair", shape * 2)):
+            field = f"{name}_bytes"
+            value = _coefficients(field, getattr(self, field), its_shape)
+            object.__setattr__(self, field, value)
         if not (self.sample_bytes or np.any(self.unit_bytes) or np.any(self.pair_bytes)):
             raise CostError(
                 "a sample must cost something; give sample_bytes, unit_bytes or pair_bytes"
