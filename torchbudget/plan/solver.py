@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.plan.arrange import arrange
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
+from torchbudget.plan.cut import PackedWindow, SortedWindows, TiledWindows, Windows
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
@@ -26,7 +26,6 @@ from torchbudget.plan.dealing import (
     rotate,
     split_to,
 )
-from torchbudget.plan.pack import PackedWindow
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules
 

@@ -19,13 +19,11 @@ from torchbudget.errors import OptionError, SampleTooLargeError, StepError
 from torchbudget.plan.step_source import StepSource
 from torchbudget.protocols import SplittablePaddedBatch
 from torchbudget.train.batches import check_splittable, num_samples
-from torchbudget.train.distributed_modules import DistributedModules
 from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.optimizers import Optimizers
-from torchbudget.train.process_group import Ranks
+from torchbudget.train.process_group import DistributedModules, Ranks
 from torchbudget.train.retry import SplitRun
-from torchbudget.train.step import OpenMicroBatch, Pending, Step, total_over_ranks
-from torchbudget.train.step_boundary import step_boundary_of
+from torchbudget.train.step import OpenMicroBatch, Pending, Step, step_boundary_of, total_over_ranks
 
 
 class GradAccumulator(AccumulatesGradients):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.cost.models.coefficients import num_coefficients
+from torchbudget.cost.models.padded import num_coefficients
 from torchbudget.errors import CostError, MeasureWarning
 
 Size: TypeAlias = tuple[int, ...]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from torchbudget.cost.models.coefficients import additive_bound
-from torchbudget.cost.models.padded import PackedCost, PaddedCost
+from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost

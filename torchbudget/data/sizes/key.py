@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset
 
 from torchbudget.checks import is_int
+from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError, SizesError
 
 FieldName: TypeAlias = str | int
@@ -142,3 +144,50 @@ def _count(size: Any) -> int:
     if not 0 <= count < 2**63:
         raise ValueError(f"expected a size between 0 and 2**63 - 1, got {count}")
     return count
+
+
+class SizeDataset(Dataset[npt.NDArray[np.int64]]):
+    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
+
+    def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
+        self.dataset = dataset
+        self.key = key
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        sizes: list[Size] = []
+        for index, sample in self._samples(list(indices)):
+            sizes.append(size_of(sample, self.key, index))
+            check_axes(np.shape(sizes[-1]), index, np.shape(sizes[0]), indices[0])
+        return np.array(sizes, dtype=np.int64)
+
+    def _samples(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
+        rows: Any = getattr(self.dataset, "iloc", self.dataset)
+        if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
+            try:
+                samples = rows.__getitems__(indices)
+            except Exception:  # noqa: BLE001, S110  (the sample is found one by one, below)
+                pass
+            else:
+                yield from zip(indices, samples, strict=True)
+                return
+        for index in indices:
+            try:
+                sample = rows[index]
+            except Exception as error:
+                raise SizesError(
+                    f"sample {index} cannot be read: {type(error).__name__}: {error}"
+                ) from error
+            yield index, sample
+
+
+def check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:
+    """Raise a `SizesError` if the sizes of samples `index` and `before` differ in their axes."""
+    if shape != expected:
+        came, first = (f"a tuple of {s[0]}" if s else "an int" for s in (shape, expected))
+        raise SizesError(
+            f"every sample has the same ragged axes: the size of sample {index} is {came}, "
+            f"of sample {before} {first}"
+        )
