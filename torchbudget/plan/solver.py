@@ -104,11 +104,7 @@ def _over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> 
 
 
 def run_costs(
-    sizes: npt.NDArray[Any],
-    starts: IntArray,
-    stops: IntArray,
-    rules: BatchRules,
-    model: CostModel,
+    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules, model: CostModel
 ) -> IntArray:
     """What a model, `rules.cost` or `rules.work`, says of runs of samples that tile `sizes`.
 

@@ -17,15 +17,9 @@ from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError
 from torchbudget.protocols import HasEpochs, ResumableSource
+from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import num_samples
-from torchbudget.train.checkpoint import (
-    has_position,
-    load_run_state,
-    restore_generators,
-    run_state,
-    save,
-)
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
 from torchbudget.train.step import Step
 
@@ -184,7 +178,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.is_first_rank = self.accumulator.ranks.rank == 0
         if self.folder is not None:
-            if self.checkpoint_steps is not None and not has_position(self.loader):
+            if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
                 raise OptionError(
                     "checkpoint_steps needs a loader whose position can be saved: one with a "
                     "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
@@ -201,7 +195,7 @@ class _Run:
 
     def _load(self, folder: Path) -> None:
         self.loaded = loaded = torch.load(folder / "last.pt", "cpu", weights_only=True)
-        load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
+        checkpoint.load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
         self.tally = _Tally(**loaded["tally"])
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
@@ -223,7 +217,7 @@ class _Run:
     def restore_generators(self) -> None:
         """Go on with the random numbers of the run that was loaded."""
         if self.loaded is not None:
-            restore_generators(self.loaded["run"], self.accumulator)
+            checkpoint.restore_generators(self.loaded["run"], self.accumulator)
             self.loaded = None
 
     def begin_epoch(self) -> bool:
@@ -270,7 +264,7 @@ class _Run:
         self._write(epoch)
         self._save(None)
         if self.folder is not None and self.is_first_rank and self._losses()[-1] < best:
-            save(self.model.state_dict(), self.folder / "best.pt")
+            checkpoint.save(self.model.state_dict(), self.folder / "best.pt")
         self._call_back(epoch)
 
     def goes_on(self, epochs: int) -> bool:
@@ -309,7 +303,7 @@ class _Run:
         if self.tally.steps:
             self._read_clock()
         state = {
-            "run": run_state(
+            "run": checkpoint.run_state(
                 self.model, self.accumulator, self.loader, batches_done, epoch=len(self.history)
             ),
             "history": [asdict(epoch) for epoch in self.history],
@@ -317,4 +311,4 @@ class _Run:
             "epoch_is_over": batches_done is None and bool(self.tally.steps),
         }
         if self.is_first_rank:
-            save(state, self.folder / "last.pt")
+            checkpoint.save(state, self.folder / "last.pt")

@@ -145,23 +145,18 @@ def total_over_ranks(
         OptionError: a gradient is sparse, on any of several ranks.
         SampleTooLargeError: another rank gives up, and this one does not.
     """
-    if len(ranks) == 1:  # without tensors: `measure_cost` may trace the step on fake ones
-        return Total(
-            loss=float(pending.loss),
-            weight=pending.weight,
-            micro_batches=pending.micro_batches,
-            done=done,
-            present=(),
-        )
-    present = [float(parameter.grad is not None) for parameter in parameters]
-    sparse = any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters)
-    numbers = torch.tensor(
-        [0.0, pending.weight, pending.micro_batches, done, failed, sparse, *present],
-        dtype=torch.float64,
-    )
-    numbers[0] = pending.loss  # may be on another device
-    numbers = ranks.sum(numbers.to(ranks.device(parameters[0].device)))
-    loss, weight, micro_batches, at_end, failures, sparse_ones, *present = numbers.tolist()
+    # On one rank without tensors: `measure_cost` may trace the step on fake ones.
+    alone = len(ranks) == 1
+    gradients = [] if alone else [parameter.grad for parameter in parameters]
+    present = [float(gradient is not None) for gradient in gradients]
+    sparse = any(g is not None and g.layout is not torch.strided for g in gradients)
+    loss = float(pending.loss) if alone else 0.0
+    numbers = [loss, pending.weight, pending.micro_batches, done, failed, sparse, *present]
+    if not alone:
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        mine[0] = pending.loss  # may be on another device
+        numbers = ranks.sum(mine.to(ranks.device(parameters[0].device))).tolist()
+    loss, weight, micro_batches, at_end, failures, sparse_ones, *present = numbers
     # Every rank raises, since every rank has the sum: none is left waiting in a collective.
     if sparse_ones:
         raise OptionError(

@@ -13,13 +13,7 @@ import numpy as np
 import torch
 
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces, non_negative, total_cost
-from torchbudget.cost.measuring.shapes import (
-    Size,
-    Subject,
-    check_shape,
-    run_shapes,
-    traced_shapes,
-)
+from torchbudget.cost.measuring.shapes import Size, Subject, check_shape, run_shapes, traced_shapes
 from torchbudget.cost.measuring.tracing import traces
 from torchbudget.cost.models.measured import Form, MeasuredCost
 from torchbudget.cost.models.padded import FloatArray, PaddedCost, features
@@ -27,8 +21,8 @@ from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.cost.models.table import TableCost
 from torchbudget.errors import CostError
 from torchbudget.machine.allocators import is_out_of_memory, trim_malloc
+from torchbudget.machine.host import process_memory
 from torchbudget.machine.peaks import Peak, peak_memory
-from torchbudget.machine.process import process_memory
 from torchbudget.units import format_bytes
 
 # Less than this is lost in what a process gains and loses by itself.

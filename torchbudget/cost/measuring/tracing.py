@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,14 +76,15 @@ def traces(
             fake tensors; or it is no full training step.
     """
     live = _FakeBytes(state.device)
-    with state.restored(contents=False), _no_garbage_collection():
+    with state.restored(contents=False), ExitStack() as stack:
+        if gc.isenabled():  # which would free tensors at a moment that differs from step to step
+            gc.disable()
+            stack.callback(gc.enable)
         for tensor in state.tensors():
             live.stand_in(tensor)
-        first = True
-        for batch in batches:
-            if first:
+        for number, batch in enumerate(batches):
+            if not number:
                 _trace(step, state, live, batch)
-                first = False
             yield _trace(step, state, live, batch)
             del batch
 
@@ -192,15 +193,3 @@ class _FakeBytes(LiveBytes):
             self._no_infinity[args[1].untyped_storage()] = True
         self.operations.append(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from freeing tensors at a moment that differs from step to step."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -88,13 +79,11 @@ class Batch:
         def __iter__(self) -> Iterator[Any]: ...
         def __len__(self) -> int: ...
 
-        def keys(self) -> KeysView[Any]:
+        def keys(self) -> Any:
             """The fields, of a batch of dict samples."""
-            ...
 
-        def items(self) -> ItemsView[Any, Any]:
+        def items(self) -> Any:
             """The fields and their tensors, of a batch of dict samples."""
-            ...
 
     # Mapping compares by content, but `tensor == tensor` has no truth value.
     __eq__ = object.__eq__

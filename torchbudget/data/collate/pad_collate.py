@@ -11,8 +11,15 @@ import torch
 from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
 from torchbudget.data.collate.columns import Column, new_tensor
-from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch, PaddedLayout
-from torchbudget.data.collate.padding import PaddingRule, PaddingValue, Placement, pad
+from torchbudget.data.collate.padded_batch import (
+    PADDED_KINDS,
+    PaddedBatch,
+    PaddedLayout,
+    PaddingRule,
+    PaddingValue,
+    Placement,
+    pad,
+)
 from torchbudget.data.collate.structure import FieldPath, find_path, show, take_apart
 from torchbudget.errors import CollateError, OptionError
 

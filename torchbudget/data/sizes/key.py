@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -78,25 +77,23 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
-        found = _as_array(quick_lengths(samples, key))
+        found = np.asarray(quick_lengths(samples, key))
     except Exception:  # noqa: BLE001  (the sample is found one by one, below)
         found = np.empty(0)
     if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
-        sizes = [size_of(sample, key, first + i) for i, sample in enumerate(samples)]
-        axes = {len(size) if isinstance(size, tuple) else 0 for size in sizes}
-        if len(axes) > 1:
-            raise SizesError(f"samples from {first} on have sizes of {sorted(axes)} axes")
-        found = np.array(sizes)
+        found = _one_by_one(enumerate(samples, first), key)
     return found.astype(np.int64, copy=False)
 
 
-def _as_array(sizes: list[Any]) -> npt.NDArray[Any]:
-    if isinstance(sizes[0], int) and not isinstance(sizes[0], bool):
-        try:  # takes two thirds of NumPy's time
-            return np.frombuffer(array("q", sizes), np.int64)
-        except (TypeError, OverflowError):
-            pass
-    return np.asarray(sizes)
+def _one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.NDArray[np.int64]:
+    """The sizes of samples with their indices, of which an error names the first that is wrong."""
+    indices: list[int] = []
+    sizes: list[Size] = []
+    for index, sample in samples:
+        indices.append(index)
+        sizes.append(size_of(sample, key, index))
+        check_axes(np.shape(sizes[-1]), index, np.shape(sizes[0]), indices[0])
+    return np.array(sizes, dtype=np.int64)
 
 
 def quick_lengths(samples: Sequence[Any], key: SizeKey) -> list[Any]:
@@ -157,11 +154,7 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
         return len(self.dataset)
 
     def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        sizes: list[Size] = []
-        for index, sample in self._samples(list(indices)):
-            sizes.append(size_of(sample, self.key, index))
-            check_axes(np.shape(sizes[-1]), index, np.shape(sizes[0]), indices[0])
-        return np.array(sizes, dtype=np.int64)
+        return _one_by_one(self._samples(list(indices)), self.key)
 
     def _samples(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
         rows: Any = getattr(self.dataset, "iloc", self.dataset)
