@@ -119,7 +119,8 @@ class Plan:
                 f"{len(order)} samples cannot be dealt to {number} ranks: every rank needs at "
                 "least one; use fewer ranks"
             )
-        survey = self._survey()
+        # Sizes of up to about 4,096 samples, evenly spaced over the data set.
+        survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
         if window is None:
             each = float((1 / rules.capacity(survey, rules.budget_bytes)).mean())
             # Epochs that are not shuffled are alike anyway: there, no window is too wide.
@@ -141,11 +142,6 @@ class Plan:
         self._strips = best_strips(survey[: self.window], rules)
         self._epoch_order: tuple[int, EpochOrder] | None = None
         self._turns: tuple[Cursor, IntArray] | None = None
-
-    def _survey(self) -> npt.NDArray[Any]:
-        """Sizes of up to about 4,096 samples, evenly spaced over the data set."""
-        every = max(len(self.sizes) // _SURVEY, 1)
-        return np.asarray(self.sizes.values[::every])
 
     def with_cost(self, cost: CostModel) -> Plan:
         """The same windows, cut by another cost."""
@@ -346,7 +342,8 @@ class Plan:
 
     def micro_batches(self, cursor: Cursor) -> int:
         """Micro-batches of each rank from `cursor` to the end of its epoch; O(samples left)."""
-        return sum(self.steps(cursor))
+        rounds = sum(int(span.block.rounds.sum()) for span in self.spans(cursor))
+        return rounds - cursor.rounds
 
     def steps(self, cursor: Cursor) -> Iterator[int]:
         """How many micro-batches each optimizer step takes on each rank, from `cursor` on."""

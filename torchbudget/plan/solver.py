@@ -263,8 +263,6 @@ def _even_out(
 def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
     """The order of all windows' rounds, each window's shuffled, shape `(rounds.sum(),)`."""
     words = key.words(rounds)
-    if len(rounds) == 1:
-        return np.argsort(words)
     # The window in the upper bits, so that one sort does.
     bits = np.uint64(len(rounds).bit_length())
     window = np.repeat(np.arange(len(rounds), dtype=np.uint64), rounds)

@@ -15,8 +15,6 @@ from torchbudget.errors import CollateError
 FieldPath: TypeAlias = tuple[Any, ...]
 """The keys and positions from a sample to one of its fields; `()` is the sample itself."""
 
-NUMBERS = frozenset({"bool", "int", "float", "complex"})
-
 # What is of each kind, and what it is called. In this order, since np.float64 is a float, np.str_ a
 # str, and bool an int.
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -111,7 +109,7 @@ def kind_of_type(cls: Any) -> str:
 def holds_numbers(values: list[Any]) -> bool:
     """Whether a list is one field, of numbers or of lists of numbers, not a list of fields."""
     types = set(map(type, values))
-    if all(kind_of_type(t) in NUMBERS or issubclass(t, np.generic) for t in types):
+    if all(issubclass(t, (int, float, complex, np.generic)) for t in types):
         return True
     return types == {list} and all(map(holds_numbers, values))
 
