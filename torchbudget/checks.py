@@ -66,7 +66,6 @@ class HasSizeMultiple(Protocol):
     @property
     def size_multiple(self) -> int:
         """Padded sizes are multiples of it."""
-        ...
 
 
 def size_multiple_of(source: int | HasSizeMultiple) -> int:
