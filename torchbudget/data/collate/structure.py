@@ -40,11 +40,6 @@ class Field(NamedTuple):
     values: Sequence[Any]
 
 
-def as_path(name: Any) -> FieldPath:
-    """The path that an option's key means: a tuple is a path, anything else a top-level field."""
-    return name if isinstance(name, tuple) else (name,)
-
-
 def show(path: FieldPath) -> str:
     """A path in an error message, written as an option's key.
 
@@ -57,12 +52,12 @@ def show(path: FieldPath) -> str:
 
 
 def find_path(name: Any, paths: Sequence[FieldPath], option: str) -> int:
-    """The index in `paths` of the field that an option names.
+    """The index in `paths` of the field that an option names: by a path, or at the top by its key.
 
     Raises:
         CollateError: there is no such field.
     """
-    path = as_path(name)
+    path = name if isinstance(name, tuple) else (name,)
     try:
         return paths.index(path)
     except ValueError:
