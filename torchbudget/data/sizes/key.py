@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -156,24 +157,21 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
     def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         return _one_by_one(self._samples(list(indices)), self.key)
 
-    def _samples(self, indices: list[int]) -> Iterator[tuple[int, Any]]:
+    def _samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
         rows: Any = getattr(self.dataset, "iloc", self.dataset)
         if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
+            with suppress(Exception):  # the sample is found one by one, below
+                return zip(indices, rows.__getitems__(indices), strict=True)
+
+        def read(index: int) -> Any:
             try:
-                samples = rows.__getitems__(indices)
-            except Exception:  # noqa: BLE001, S110  (the sample is found one by one, below)
-                pass
-            else:
-                yield from zip(indices, samples, strict=True)
-                return
-        for index in indices:
-            try:
-                sample = rows[index]
+                return rows[index]
             except Exception as error:
                 raise SizesError(
                     f"sample {index} cannot be read: {type(error).__name__}: {error}"
                 ) from error
-            yield index, sample
+
+        return ((index, read(index)) for index in indices)
 
 
 def check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:
