@@ -1,0 +1,38 @@
+"""A collate with functions that change its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookedCollate:
+    """A collate with hooks on the batch of inputs and on the batch of targets.
+
+    Args:
+        collate_fn: makes a batch of a list of samples.
+        on_input: applied to the batch, or to its first field if samples are pairs; its result is
+            used instead.
+        on_target: likewise for the second field of pairs.
+
+    >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
+    >>> collate([([1.0, 2.0], 3)])
+    (tensor([[0.1000, 0.2000]]), tensor([3]))
+    """
+
+    collate_fn: Callable[[list[Any]], Any]
+    on_input: Callable[[Any], Any] | None = None
+    on_target: Callable[[Any], Any] | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch after the hooks: a pair if samples are pairs."""
+        batch = self.collate_fn(samples)
+        if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
+            return batch if self.on_input is None else self.on_input(batch)
+        inputs, targets = batch
+        return (
+            inputs if self.on_input is None else self.on_input(inputs),
+            targets if self.on_target is None else self.on_target(targets),
+        )
