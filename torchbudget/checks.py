@@ -1,17 +1,25 @@
-"""Checks of arguments that many functions take: ints, flags, and where a size multiple stands."""
+"""Checks of arguments that many functions take, and where a size multiple stands."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from numbers import Real
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
 
 from torchbudget.errors import OptionError
 
+T = TypeVar("T")
+
 
 def is_int(value: object) -> TypeGuard[int]:
     """Whether it is an integer of Python's or NumPy's, which a bool is not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a real number, which a bool is not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def natural(name: str, value: Any) -> int:
@@ -29,6 +37,21 @@ def optional(name: str, value: Any) -> int | None:
     return None if value is None else _at_least(name, value, 1)
 
 
+def positive_number(name: str, value: object) -> float:
+    """The value as a float, which must be above 0; infinity is."""
+    if not is_number(value) or not value > 0:
+        raise OptionError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def several(name: str, value: Any, kind: type[T]) -> list[T]:
+    """One of a kind, a list or tuple of them, or `None`, as a list."""
+    values = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(one, kind) for one in values):
+        raise OptionError(f"{name} must be of {kind.__name__}, one or several, got {value!r}")
+    return values
+
+
 def check_flags(**flags: object) -> None:
     """Raise an `OptionError` where a flag is not a bool."""
     for name, flag in flags.items():
@@ -43,7 +66,6 @@ class HasSizeMultiple(Protocol):
     @property
     def size_multiple(self) -> int:
         """Padded sizes are multiples of it."""
-        ...
 
 
 def size_multiple_of(source: int | HasSizeMultiple) -> int:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from torchbudget.errors import MachineError
-from torchbudget.machine.process import process_memory, process_tree
+from torchbudget.machine.host import process_memory, process_tree
 from torchbudget.units import MiB
 
 

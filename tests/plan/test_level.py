@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from torchbudget import PaddedCost
 from torchbudget.plan.cut import SortedWindows
-from torchbudget.plan.dealing import deal_steps
-from torchbudget.plan.level import level
+from torchbudget.plan.dealing import deal_steps, level
 from torchbudget.plan.rules import BatchRules
 
 

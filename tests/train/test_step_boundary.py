@@ -22,8 +22,7 @@ from tests.support.large_steps import (
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.errors import OptionError
 from torchbudget.plan.step_source import StepSource
-from torchbudget.train.step import Pending
-from torchbudget.train.step_boundary import Planned
+from torchbudget.train.step import Pending, Planned
 
 
 def test_the_samplers_plan_says_when_a_step_ends() -> None:

@@ -1,4 +1,4 @@
-"""What memory allocators keep of freed memory, and how to make them keep little."""
+"""Memory allocators: how to make them keep little of freed memory, and how they say it ran out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import ctypes
 import os
 from typing import Final
 
+import torch
+
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD: Final = -3
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing.
 _ONEDNN_KERNELS: Final = "32"
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
+# Messages of errors without a class of their own: torch's allocator on the CPU, CUDA's libraries.
+_OUT_OF_MEMORY: Final = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
 
 
 def configure_allocators() -> None:
@@ -60,3 +70,10 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     done = bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
     malloc_trim(ctypes.c_size_t(0))
     return done
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: on CUDA, on the CPU, or Python's own."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

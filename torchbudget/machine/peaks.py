@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from torchbudget.machine.host import reset_peak_memory
 from torchbudget.machine.kernel_files import ROOT, read_fields
-from torchbudget.machine.process import reset_peak_memory
 
 
 @dataclass(slots=True, eq=False)

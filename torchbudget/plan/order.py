@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Permutation, Stream, WordArray, random_words, scale
 
 FloatArray = npt.NDArray[np.float64]
+
+_permutation = lru_cache(maxsize=4)(Permutation)  # windows of one pass follow each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,12 +103,11 @@ class Order:
 class EpochOrder:
     """One epoch's order, evaluated over ranges of positions."""
 
-    __slots__ = ("_cumulative", "_drawn", "_epoch", "_order", "_passes")
+    __slots__ = ("_cumulative", "_drawn", "_epoch", "_order")
 
     def __init__(self, order: Order, epoch: int) -> None:
         self._order = order
         self._epoch = epoch
-        self._passes: dict[int, Permutation] = {}
         self._cumulative: FloatArray | None = None
         self._drawn: IntArray | None = None
         if order.weights is not None:
@@ -164,18 +166,13 @@ class EpochOrder:
             number, first = divmod(start, n)
             count = min(stop - start, n - first)
             if self._order.shuffle:
-                parts.append(self._pass(number).stretch(first, first + count))
+                key = (self._epoch, Stream.PASS, number)
+                permutation = _permutation(n, self._order.seed, *key)
+                parts.append(permutation.stretch(first, first + count))
             else:
                 parts.append(np.arange(first, first + count))
             start += count
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-
-    def _pass(self, number: int) -> Permutation:
-        if number not in self._passes:
-            order = self._order
-            key = (self._epoch, Stream.PASS, number)
-            self._passes = {number: Permutation(order.available, order.seed, *key)}
-        return self._passes[number]
 
 
 def _uniform(words: WordArray) -> FloatArray:

@@ -39,7 +39,7 @@ def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> 
         OversizeError: also if every sample is over the budget with `"skip"`.
     """
     check_oversize(oversize)
-    if _fit(rules, sizes.largest if sizes.axes > 1 else sizes.largest[0]).all():
+    if _fit(rules, sizes.largest).all():
         return _NONE
     over = oversized(sizes.values, rules, oversize, lambda place: f"index {place}")
     if over.size == len(sizes):

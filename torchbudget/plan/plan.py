@@ -16,7 +16,7 @@ from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint
 from torchbudget.plan.order import EpochOrder, Order
-from torchbudget.plan.report import PlanReport, ReportBuilder
+from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import (
@@ -119,7 +119,8 @@ class Plan:
                 f"{len(order)} samples cannot be dealt to {number} ranks: every rank needs at "
                 "least one; use fewer ranks"
             )
-        survey = self._survey()
+        # Sizes of up to about 4,096 samples, evenly spaced over the data set.
+        survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
         if window is None:
             each = float((1 / rules.capacity(survey, rules.budget_bytes)).mean())
             # Epochs that are not shuffled are alike anyway: there, no window is too wide.
@@ -135,21 +136,12 @@ class Plan:
             )
         # Only samples that no other fits beside can make a window impossible to deal evenly, and
         # none of a multiple of the ranks' number.
-        pairs = bool(rules.capacity(self._largest, rules.budget_bytes) >= 2)
+        pairs = bool(rules.capacity(sizes.largest, rules.budget_bytes) >= 2)
         self.window = window if ranks.even_sums or pairs else window - window % number
         self._always_even = number == 1 or pairs
         self._strips = best_strips(survey[: self.window], rules)
         self._epoch_order: tuple[int, EpochOrder] | None = None
         self._turns: tuple[Cursor, IntArray] | None = None
-
-    @property
-    def _largest(self) -> npt.NDArray[Any]:
-        return self.sizes.largest if self.sizes.axes > 1 else self.sizes.largest[0]
-
-    def _survey(self) -> npt.NDArray[Any]:
-        """Sizes of up to about 4,096 samples, evenly spaced over the data set."""
-        every = max(len(self.sizes) // _SURVEY, 1)
-        return np.asarray(self.sizes.values[::every])
 
     def with_cost(self, cost: CostModel) -> Plan:
         """The same windows, cut by another cost."""
@@ -161,7 +153,7 @@ class Plan:
     @cached_property
     def dealing(self) -> Plain:
         """What must be the same for a window to be cut and dealt the same way."""
-        rules, largest = self.rules, self._largest
+        rules, largest = self.rules, self.sizes.largest
         balance = rules.balance
         return {
             "cost": cost_fingerprint(rules.cost, largest),
@@ -368,7 +360,9 @@ class Plan:
     def batch_bytes(self, indices: IntArray) -> int:
         """Predicted bytes of a micro-batch of these samples."""
         starts, stops = np.array([0]), np.array([len(indices)])
-        return int(run_costs(self._sizes_at(indices), starts, stops, self.rules)[0])
+        return int(
+            run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.cost)[0]
+        )
 
     def extremes(self, epoch: int = 0) -> dict[str, IntArray]:
         """The micro-batches of an epoch that are likeliest to fail; O(samples).
@@ -380,7 +374,7 @@ class Plan:
         best: dict[str, tuple[int, IntArray]] = {}
         for span in self.spans(Cursor(epoch=epoch)):
             block = span.block
-            costs = block.costs(self.rules)
+            costs = block.costs(self.rules, self.rules.cost)
             singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
             for name, values in (("largest", costs), ("longest", singles), ("shortest", -singles)):
                 number = int(values.argmax())
@@ -391,7 +385,5 @@ class Plan:
 
     def report(self, epoch: int = 0) -> PlanReport:
         """Plan a whole epoch and sum up what it holds; O(samples)."""
-        builder = ReportBuilder(self.sizes, self.rules, self.ranks)
-        for span in self.spans(Cursor(epoch=epoch)):
-            builder.add(span.block)
-        return builder.report(len(self.order), self._order_of(epoch), len(self.order.skipped))
+        blocks = (span.block for span in self.spans(Cursor(epoch=epoch)))
+        return plan_report(blocks, self.sizes, self.rules, self.ranks, self.order, epoch)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.dealing import Ranks
-from torchbudget.plan.order import EpochOrder
+from torchbudget.plan.order import Order
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import Block
@@ -104,10 +102,10 @@ class _Tally:
         self.real = np.zeros(sizes.axes)
         self.padded = np.zeros(sizes.axes)
 
-    def add(
-        self, sizes: npt.NDArray[Any], taken: IntArray, padded: npt.NDArray[Any], costs: IntArray
-    ) -> None:
-        """Count batches of `taken` samples each, whose padded sizes and costs are given."""
+    def add(self, block: Block) -> None:
+        """Count the micro-batches of a block."""
+        taken, sizes = block.stops - block.starts, block.sizes
+        costs = block.costs(self.rules, self.rules.cost)
         self.batches += len(taken)
         self.samples += int(taken.sum())
         self.smallest = min(self.smallest, int(taken.min()))
@@ -119,7 +117,7 @@ class _Tally:
         if self.rules.packing is not None:
             self.padded += self.rules.padded(sizes).reshape(-1, axes).sum(axis=0, dtype=np.float64)
         else:
-            elements = self.rules.padded(padded).reshape(-1, axes).astype(np.float64)
+            elements = self.rules.padded(block.padded()).reshape(-1, axes).astype(np.float64)
             self.padded += (elements * taken[:, None]).sum(axis=0)
 
     def figures(self) -> BatchFigures:
@@ -138,59 +136,46 @@ class _Tally:
         )
 
 
-class ReportBuilder:
-    """Sums up an epoch block by block, in constant memory."""
-
-    def __init__(self, sizes: SizeTable, rules: BatchRules, ranks: Ranks) -> None:
-        self._sizes = sizes
-        self._rules = rules
-        self._ranks = ranks
-        self._tally = _Tally(sizes, rules)
-        self._steps = 0
-        self._costliest = self._mean = 0.0
-
-    def add(self, block: Block) -> None:
-        """Count the micro-batches of a block."""
-        costs = block.costs(self._rules)
-        self._tally.add(block.sizes, block.stops - block.starts, block.padded(), costs)
-        work = block.work(self._rules)
-        per_step = work.reshape(-1, self._ranks.number).astype(np.float64)
-        if self._ranks.even_sums:
+def plan_report(
+    blocks: Iterable[Block],
+    sizes: SizeTable,
+    rules: BatchRules,
+    ranks: Ranks,
+    order: Order,
+    epoch: int,
+) -> PlanReport:
+    """Sum up the micro-batches of an epoch block by block, in constant memory."""
+    tally = _Tally(sizes, rules)
+    steps, costliest, mean = 0, 0.0, 0.0
+    for block in blocks:
+        tally.add(block)
+        per_step = block.costs(rules, rules.work).reshape(-1, ranks.number).astype(np.float64)
+        if ranks.even_sums:
             per_step = np.add.reduceat(per_step, np.cumsum(block.rounds) - block.rounds, axis=0)
-        self._steps += len(per_step)
-        self._costliest += float(per_step.max(axis=1).sum())
-        self._mean += float(per_step.mean(axis=1).sum())
+        steps += len(per_step)
+        costliest += float(per_step.max(axis=1).sum())
+        mean += float(per_step.mean(axis=1).sum())
+    return PlanReport(
+        plan=tally.figures(),
+        fixed=_fixed(sizes, rules, order, epoch),
+        steps=steps,
+        ranks=ranks.number,
+        imbalance=costliest / mean if mean else 1.0,
+        dropped=len(order) - tally.samples,
+        skipped=len(order.skipped),
+    )
 
-    def report(self, positions: int, order: EpochOrder, skipped: int) -> PlanReport:
-        """The report of an epoch of `positions` positions in `order`."""
-        figures = self._tally.figures()
-        return PlanReport(
-            plan=figures,
-            fixed=self._fixed(positions, order),
-            steps=self._steps,
-            ranks=self._ranks.number,
-            imbalance=self._costliest / self._mean if self._mean else 1.0,
-            dropped=positions - figures.samples,
-            skipped=skipped,
-        )
 
-    def _fixed(self, positions: int, order: EpochOrder) -> BatchFigures:
-        """Batches of the one size that fits whatever it draws."""
-        largest = self._sizes.largest if self._sizes.axes > 1 else self._sizes.largest[0]
-        fits = int(self._rules.capacity(np.asarray(largest), self._rules.budget_bytes))
-        number = min(int(self._rules.rounded(np.array(fits))), positions)
-        tally = _Tally(self._sizes, self._rules)
-        stretch = max(_CHUNK // number, 1) * number
-        for start in range(0, positions, stretch):
-            sizes = self._sizes.values[order.indices(start, min(start + stretch, positions))]
-            starts = np.arange(0, len(sizes), number)
-            taken = np.diff(starts, append=len(sizes))
-            block = Block(
-                samples=starts[:0],
-                sizes=sizes,
-                starts=starts,
-                stops=starts + taken,
-                rounds=starts[:0],
-            )
-            tally.add(sizes, taken, block.padded(), block.costs(self._rules))
-        return tally.figures()
+def _fixed(sizes: SizeTable, rules: BatchRules, order: Order, epoch: int) -> BatchFigures:
+    """Batches of the one size that fits whatever it draws."""
+    tally, drawn, positions = _Tally(sizes, rules), order.epoch(epoch), len(order)
+    fits = rules.rounded(rules.capacity(sizes.largest, rules.budget_bytes))
+    number = min(int(fits), positions)
+    stretch = max(_CHUNK // number, 1) * number
+    for start in range(0, positions, stretch):
+        chunk = sizes.values[drawn.indices(start, min(start + stretch, positions))]
+        starts = np.arange(0, len(chunk), number)
+        stops = np.append(starts[1:], len(chunk))
+        none = starts[:0]
+        tally.add(Block(samples=none, sizes=chunk, starts=starts, stops=stops, rounds=none))
+    return tally.figures()

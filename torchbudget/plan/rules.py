@@ -30,7 +30,9 @@ class BatchRules:
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
         balance: what ranks are to have equal sums of, such as time; `None`: the cost.
-        packing: the cost, if it is one of batches without padding.
+
+    Raises:
+        OptionError: one is none of its kind, or a pair of them cannot hold.
     """
 
     cost: CostModel
@@ -39,13 +41,16 @@ class BatchRules:
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
     balance: CostModel | None = None
-    packing: AdditiveCost | None = field(init=False, repr=False)
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        packing = self.cost if isinstance(self.cost, AdditiveCost) else None
-        object.__setattr__(self, "packing", packing)
-        if packing is not None and self.balance is not None:
+        for name, model in (("cost", self.cost), ("balance", self.work)):
+            if isinstance(model, type) or not isinstance(model, CostModel):
+                raise OptionError(f"{name} must be a cost model such as PaddedCost, got {model!r}")
+        for name in ("size_multiple", "batch_size_multiple"):
+            object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
+        object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
+        if self.packing is not None and self.balance is not None:
             raise OptionError("packed batches are balanced by their cost; leave balance as it is")
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
@@ -59,36 +64,26 @@ class BatchRules:
             )
 
     @classmethod
-    def of(
-        cls,
-        cost: CostModel,
-        budget: MemoryBudget | int | str,
-        *,
-        size_multiple: int = 1,
-        max_batch_size: int | None = None,
-        batch_size_multiple: int = 1,
-        balance: CostModel | None = None,
-    ) -> BatchRules:
-        """The rules that arguments of users name.
+    def of(cls, cost: CostModel, budget: MemoryBudget | int | str, **options: Any) -> BatchRules:
+        """The rules with a budget and options as users give them.
 
         Raises:
-            OptionError: one is none of its kind, or a pair of them cannot hold.
             BudgetError: the budget does not limit the device.
         """
-        _check_model("cost", cost)
-        if balance is not None:
-            _check_model("balance", balance)
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
             raise BudgetError(f"the budget must limit the device, got {budget!r}")
-        return cls(
-            cost=cost,
-            budget_bytes=device_bytes,
-            size_multiple=at_least_one("size_multiple", size_multiple),
-            max_batch_size=optional("max_batch_size", max_batch_size),
-            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
-            balance=balance,
-        )
+        return cls(cost=cost, budget_bytes=device_bytes, **options)
+
+    @property
+    def packing(self) -> AdditiveCost | None:
+        """The cost, if it is one of batches without padding."""
+        return self.cost if isinstance(self.cost, AdditiveCost) else None
+
+    @property
+    def work(self) -> CostModel:
+        """What ranks are balanced by."""
+        return self.cost if self.balance is None else self.balance
 
     def check_axes(self, sizes: SizeTable) -> None:
         """Raise a `SizesError` where the cost takes sizes of another number of axes."""
@@ -134,8 +129,3 @@ class BatchRules:
             capacities = self.capacity(np.arange(largest + 1), self.budget_bytes)
             self._table[:] = [self.rounded(capacities)]
         return self._table[0]
-
-
-def _check_model(name: str, model: object) -> None:
-    if isinstance(model, type) or not isinstance(model, CostModel):
-        raise OptionError(f"{name} must be a cost model such as PaddedCost, got {model!r}")

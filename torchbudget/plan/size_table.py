@@ -26,7 +26,7 @@ class SizeTable:
 
     Attributes:
         values: non-negative integers, shape `(N,)` or `(N, d)`.
-        largest: the maximum on every axis, shape `(d,)`, or `(1,)` for one axis.
+        largest: the maximum on every axis, shape `(d,)`, or `()` for one axis.
         fingerprint: 32 hexadecimal digits of the values, whatever their integer type.
     """
 
@@ -77,7 +77,7 @@ class SizeTable:
         narrow = np.min_scalar_type(int(largest.max()))
         if narrow.itemsize < values.itemsize and values.size * narrow.itemsize <= _COPY_BYTES:
             values = values.astype(narrow)
-        return cls(values, largest, digest.hexdigest())
+        return cls(values, largest if axes > 1 else largest[0], digest.hexdigest())
 
     def __len__(self) -> int:
         """Samples."""
@@ -86,7 +86,7 @@ class SizeTable:
     @property
     def axes(self) -> int:
         """Ragged axes, d."""
-        return len(self.largest)
+        return self.largest.size
 
 
 def _out_of_range(chunk: Sizes, first: int) -> SizesError:

@@ -14,19 +14,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.plan.arrange import arrange
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
+from torchbudget.plan.cut import PackedWindow, SortedWindows, TiledWindows, Windows
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
     deal_steps,
+    level,
     lowest_budgets,
     rotate,
     split_to,
 )
-from torchbudget.plan.level import level
-from torchbudget.plan.pack import PackedWindow
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules
 
@@ -86,13 +85,9 @@ class Block:
     stops: IntArray
     rounds: IntArray
 
-    def costs(self, rules: BatchRules) -> IntArray:
-        """Predicted bytes of each micro-batch, shape `(micro-batches,)`."""
-        return run_costs(self.sizes, self.starts, self.stops, rules)
-
-    def work(self, rules: BatchRules) -> IntArray:
-        """What ranks are balanced by, of each micro-batch, shape `(micro-batches,)`."""
-        return run_work(self.sizes, self.starts, self.stops, rules)
+    def costs(self, rules: BatchRules, model: CostModel) -> IntArray:
+        """What a model, `rules.cost` or `rules.work`, says of each micro-batch; see `run_costs`."""
+        return run_costs(self.sizes, self.starts, self.stops, rules, model)
 
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
@@ -109,24 +104,17 @@ def _over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> 
 
 
 def run_costs(
-    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
+    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules, model: CostModel
 ) -> IntArray:
-    """Predicted bytes of runs of samples that tile `sizes`, shape `(runs,)`."""
-    if rules.packing is not None:
+    """What a model, `rules.cost` or `rules.work`, says of runs of samples that tile `sizes`.
+
+    Shape `(runs,)`; predicted bytes, of the cost.
+    """
+    if rules.packing is not None:  # which is both
         items = rules.packing.item_bytes(rules.padded(sizes))
         return rules.packing.base_bytes + _over_runs(np.add, items, starts)
     padded = rules.padded(_over_runs(np.maximum, sizes, starts))
-    return rules.cost.batch_bytes(stops - starts, padded)
-
-
-def run_work(
-    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
-) -> IntArray:
-    """What ranks are balanced by, of runs of samples that tile `sizes`, shape `(runs,)`."""
-    if rules.balance is None:
-        return run_costs(sizes, starts, stops, rules)
-    padded = rules.padded(_over_runs(np.maximum, sizes, starts))
-    return rules.balance.batch_bytes(stops - starts, padded)
+    return model.batch_bytes(stops - starts, padded)
 
 
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
@@ -205,7 +193,7 @@ def solve(
         for row, (starts, wanted) in enumerate(zip(cuts, target.tolist(), strict=True)):
             if len(starts) < wanted:
                 stops = np.append(starts[1:], length)
-                costs = run_costs(arranged.sizes[row], starts, stops, rules)
+                costs = run_costs(arranged.sizes[row], starts, stops, rules, rules.cost)
                 multiple = rules.batch_size_multiple
                 cuts[row] = split_to(starts, length, costs, wanted, multiple=multiple)
     counts = np.array([len(starts) for starts in cuts])
@@ -214,7 +202,7 @@ def solve(
     flat = arranged.sizes.reshape(-1, *sizes.shape[2:])
     rounds = np.arange(len(starts))[:, None]
     if ranks.number > 1:
-        work = run_work(flat, starts, stops, rules)
+        work = run_costs(flat, starts, stops, rules, rules.work)
         rounds = _dealt(work, stops - starts, counts, ranks)
         if ranks.even_sums and isinstance(arranged, SortedWindows):
             _even_out(arranged, budgets, ranks, counts, work, starts, rounds)
@@ -275,8 +263,6 @@ def _even_out(
 def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
     """The order of all windows' rounds, each window's shuffled, shape `(rounds.sum(),)`."""
     words = key.words(rounds)
-    if len(rounds) == 1:
-        return np.argsort(words)
     # The window in the upper bits, so that one sort does.
     bits = np.uint64(len(rounds).bit_length())
     window = np.repeat(np.arange(len(rounds), dtype=np.uint64), rounds)
@@ -340,7 +326,7 @@ def _room(block: Block, rules: BatchRules) -> IntArray:
         room = rules.rounded(rules.capacity(block.padded(), rules.budget_bytes))
         room -= block.stops - block.starts
         return np.where(block.starts == block.starts.max(), room, 0)
-    free = rules.budget_bytes - block.costs(rules)
+    free = rules.budget_bytes - block.costs(rules, rules.cost)
     if rules.max_batch_size is not None:
         free = np.where(block.stops - block.starts < rules.max_batch_size, free, 0)
     smallest = int(rules.packing.item_bytes(rules.padded(block.sizes)).min())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +15,10 @@ from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
-from torchbudget.plan.report import PlanReport, ReportBuilder
+from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.solver import Block, solve
+from torchbudget.plan.solver import solve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,17 +38,11 @@ class StepPlan:
     micro_batches: list[list[list[int]]]
     inverse: IntArray
     skipped_samples: IntArray
-    _sizes: SizeTable = field(repr=False)
-    _rules: BatchRules = field(repr=False)
-    _ranks: Ranks = field(repr=False)
-    _block: Block = field(repr=False)
+    _report: Callable[[], PlanReport] = field(repr=False)
 
     def report(self) -> PlanReport:
         """What the step holds: fill, padding, imbalance; beside fixed batches."""
-        builder = ReportBuilder(self._sizes, self._rules, self._ranks)
-        builder.add(self._block)
-        order = Order(dataset_length=len(self._sizes), skipped=self.skipped_samples, shuffle=False)
-        return builder.report(len(order), order.epoch(0), len(self.skipped_samples))
+        return self._report()
 
 
 def plan_step(
@@ -119,11 +115,13 @@ def plan_step(
         multiple=at_least_one("micro_batches_multiple", micro_batches_multiple),
     )
     skipped = skipped_samples(table, rules, oversize)
-    kept = np.delete(np.arange(len(table)), skipped)
+    order = Order(dataset_length=len(table), skipped=skipped, shuffle=False)
+    kept = order.epoch(0).indices(0, len(order))
     block = solve(rules, table.values[kept][None], ranks)
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     inverse = np.argsort(np.array(joined, np.int64))
-    return StepPlan(micro_batches, inverse, skipped, table, rules, ranks, block)
+    report = partial(plan_report, [block], table, rules, ranks, order, 0)
+    return StepPlan(micro_batches, inverse, skipped, report)

@@ -18,12 +18,10 @@ class StepSource(Protocol):
     @property
     def iterations(self) -> int:
         """How often `iter()` was called: where it has changed, `steps` is read again."""
-        ...
 
     @property
     def steps(self) -> Iterable[int]:
         """The number of micro-batches of each step, on this rank, of the latest iteration."""
-        ...
 
 
 @runtime_checkable
@@ -32,8 +30,6 @@ class ExtremeSource(Protocol):
 
     def extremes(self) -> dict[str, IntArray]:
         """Indices in the data set of the "largest", the "longest" and the "shortest" one."""
-        ...
 
     def batch_bytes(self, indices: IntArray, /) -> int:
         """Predicted bytes of a micro-batch of these samples."""
-        ...

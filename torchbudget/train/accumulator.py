@@ -12,21 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchbudget.checks import positive_number, several
 from torchbudget.cost.measuring.training_state import AccumulatesGradients
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import OptionError, SampleTooLargeError, StepError
 from torchbudget.plan.step_source import StepSource
 from torchbudget.protocols import SplittablePaddedBatch
-from torchbudget.train.accumulator_state import encode_state, load_state
 from torchbudget.train.batches import check_splittable, num_samples
-from torchbudget.train.distributed_modules import DistributedModules
-from torchbudget.train.inputs import positive_number, several, weight_of
 from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.optimizers import Optimizers
-from torchbudget.train.process_group import Ranks
+from torchbudget.train.process_group import DistributedModules, Ranks
 from torchbudget.train.retry import SplitRun
-from torchbudget.train.step import OpenMicroBatch, Pending, Step, total_over_ranks
-from torchbudget.train.step_boundary import step_boundary_of
+from torchbudget.train.step import OpenMicroBatch, Pending, Step, step_boundary_of, total_over_ranks
 
 
 class GradAccumulator(AccumulatesGradients):
@@ -163,7 +160,7 @@ class GradAccumulator(AccumulatesGradients):
         """
         if self._open is not None:
             raise OptionError("micro_batch must not be inside another one")
-        weight = weight_of(weight)
+        opened = OpenMicroBatch.of(weight)
         if samples is None and self.needs_samples:
             raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
         self.stepped = False
@@ -179,10 +176,10 @@ class GradAccumulator(AccumulatesGradients):
             before,
             micro_batches=before.micro_batches + (not parts_follow),
             samples=before.samples + (samples or 0),
-            weight=before.weight + weight,
+            weight=before.weight + opened.weight,
         )
         ends = not parts_follow and (self._boundary.ends(pending) or last)
-        self._open = opened = OpenMicroBatch(weight=weight)
+        self._open = opened
         try:
             with self._distributed.accumulating(last=ends):
                 yield
@@ -366,7 +363,7 @@ class GradAccumulator(AccumulatesGradients):
     def state_dict(self) -> dict[str, Any]:
         """Where the accumulation stands; in the middle of a step with its gradients, copied."""
         self._detector.state_saved()
-        return encode_state(self._steps, self._pending, self._optimizers.parameters())
+        return self._pending.encode(self._steps, self._optimizers.parameters())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; model, optimizer and sampler must be loaded with it.
@@ -374,7 +371,8 @@ class GradAccumulator(AccumulatesGradients):
         Raises:
             StateError: it is not the state of an accumulator, or of other parameters.
         """
-        self._steps, self._pending = load_state(state_dict, self._optimizers.parameters())
+        self._pending = Pending.load(state_dict, self._optimizers.parameters())
+        self._steps = state_dict["steps"]
         self._detector.state_loaded(self._pending.micro_batches)
 
     def training_state(self) -> dict[str, Any]:

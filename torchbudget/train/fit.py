@@ -17,16 +17,9 @@ from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError
 from torchbudget.protocols import HasEpochs, ResumableSource
+from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import num_samples
-from torchbudget.train.checkpoint import (
-    TrackedLoader,
-    has_position,
-    load_run_state,
-    restore_generators,
-    run_state,
-    save,
-)
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
 from torchbudget.train.step import Step
 
@@ -108,15 +101,6 @@ def fit(
     """
     if patience is not None and validation is None:
         raise OptionError("patience needs validation data")
-    if folder is not None and checkpoint_steps is not None and not has_position(loader):
-        raise OptionError(
-            "checkpoint_steps needs a loader whose position can be saved: one with a "
-            "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
-        )
-    if folder is not None and accumulator.sharded:
-        raise OptionError(
-            "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
-        )
     run = _Run(
         model=model,
         loader=loader,
@@ -124,13 +108,14 @@ def fit(
         folder=None if folder is None else Path(folder),
         checkpoint_steps=checkpoint_steps,
         callbacks=callbacks,
+        patience=patience,
     )
-    while not run.is_stopped() and len(run.history) < epochs and run.is_improving(patience):
+    while run.goes_on(epochs):
         model.train()
         if run.begin_epoch():
             train_epoch(
                 model,
-                loader if folder is None else TrackedLoader(loader),
+                loader if folder is None else checkpoint.TrackedLoader(loader),
                 criterion,
                 accumulator,
                 weight=weight,
@@ -139,7 +124,7 @@ def fit(
                 when_stepped=run.step_taken,
                 progress=progress and run.is_first_rank,
             )
-        if run.is_stopped():
+        if run.stopped:
             break
         loss = None
         if validation is not None:
@@ -183,6 +168,7 @@ class _Run:
     folder: Path | None
     checkpoint_steps: int | None
     callbacks: Sequence[Callback]
+    patience: int | None
     history: list[Epoch] = field(default_factory=list)
     tally: _Tally = field(default_factory=_Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
@@ -192,6 +178,15 @@ class _Run:
     def __post_init__(self) -> None:
         self.is_first_rank = self.accumulator.ranks.rank == 0
         if self.folder is not None:
+            if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
+                raise OptionError(
+                    "checkpoint_steps needs a loader whose position can be saved: one with a "
+                    "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
+                )
+            if self.accumulator.sharded:
+                raise OptionError(
+                    "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             # The first rank may still write for an earlier call.
             self.accumulator.ranks.gather_objects(None)
@@ -200,7 +195,7 @@ class _Run:
 
     def _load(self, folder: Path) -> None:
         self.loaded = loaded = torch.load(folder / "last.pt", "cpu", weights_only=True)
-        load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
+        checkpoint.load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
         self.tally = _Tally(**loaded["tally"])
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
@@ -222,7 +217,7 @@ class _Run:
     def restore_generators(self) -> None:
         """Go on with the random numbers of the run that was loaded."""
         if self.loaded is not None:
-            restore_generators(self.loaded["run"], self.accumulator)
+            checkpoint.restore_generators(self.loaded["run"], self.accumulator)
             self.loaded = None
 
     def begin_epoch(self) -> bool:
@@ -269,19 +264,16 @@ class _Run:
         self._write(epoch)
         self._save(None)
         if self.folder is not None and self.is_first_rank and self._losses()[-1] < best:
-            save(self.model.state_dict(), self.folder / "best.pt")
+            checkpoint.save(self.model.state_dict(), self.folder / "best.pt")
         self._call_back(epoch)
 
-    def is_stopped(self) -> bool:
-        """Whether a callback has ended the training."""
-        return self.stopped
-
-    def is_improving(self, patience: int | None) -> bool:
-        """Whether the best validation loss is fewer epochs ago than `patience`."""
-        if patience is None or not self.history:
-            return True
+    def goes_on(self, epochs: int) -> bool:
+        """Whether another epoch comes: the best validation loss is not too many epochs ago."""
+        if self.stopped or len(self.history) >= epochs:
+            return False
         losses = self._losses()
-        return len(losses) - 1 - losses.index(min(losses)) < patience
+        best = losses.index(min(losses)) if losses else 0
+        return self.patience is None or len(losses) - 1 - best < self.patience
 
     def _losses(self) -> list[float]:
         """Of validation; infinite where there is none, or where it is NaN."""
@@ -311,7 +303,7 @@ class _Run:
         if self.tally.steps:
             self._read_clock()
         state = {
-            "run": run_state(
+            "run": checkpoint.run_state(
                 self.model, self.accumulator, self.loader, batches_done, epoch=len(self.history)
             ),
             "history": [asdict(epoch) for epoch in self.history],
@@ -319,4 +311,4 @@ class _Run:
             "epoch_is_over": batches_done is None and bool(self.tally.steps),
         }
         if self.is_first_rank:
-            save(state, self.folder / "last.pt")
+            checkpoint.save(state, self.folder / "last.pt")

@@ -18,15 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from torchbudget.errors import (
-    BatchNormWarning,
-    ChangedParametersWarning,
-    ForeignStepWarning,
-    ForgottenStepWarning,
-    ReductionWarning,
-    TorchBudgetWarning,
-    UnsynchronizedWarning,
-)
+from torchbudget import errors
 
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
 _MEAN: Final = 1
@@ -84,13 +76,13 @@ class MisuseDetector:
         """
         if any(parameter.grad is not None for parameter in without_gradients):
             self._warn(
-                ForeignStepWarning,
+                errors.ForeignStepWarning,
                 "gradients were there before the step's first micro-batch, and count for it: call "
                 "optimizer.zero_grad() before",
             )
         if restarted and self._pending["micro_batches"]:
             self._warn(
-                ForgottenStepWarning,
+                errors.ForgottenStepWarning,
                 f"{self._pending['micro_batches']} micro-batches of an earlier epoch are still in "
                 "the gradients, and now count for the next step; call accumulator.flush() at the "
                 "end of an epoch",
@@ -104,7 +96,7 @@ class MisuseDetector:
             parameter, gradient, version = self._sentinel
             if parameter.grad is not gradient or gradient._version != version:
                 self._warn(
-                    ForeignStepWarning,
+                    errors.ForeignStepWarning,
                     "gradients were changed between two micro-batches of a step (by zero_grad, a "
                     "clipping, a backward outside of micro_batch?): the step is not the large "
                     "batch's",
@@ -114,7 +106,7 @@ class MisuseDetector:
     def micro_batch_failed(self) -> None:
         """A micro-batch raised after its backward, and is not undone."""
         self._warn(
-            ForeignStepWarning,
+            errors.ForeignStepWarning,
             "a micro-batch raised after its backward: its gradients are there, its weight does "
             "not count; call optimizer.zero_grad(), or use run_or_split, which takes them back",
         )
@@ -140,7 +132,7 @@ class MisuseDetector:
                 break
         if any(norm.training for norm in self._batch_norms):
             self._warn(
-                BatchNormWarning,
+                errors.BatchNormWarning,
                 "batch normalisation takes its statistics from each micro-batch, so that the step "
                 "is not the large batch's; use group or layer normalisation, or freeze it with "
                 "eval()",
@@ -162,13 +154,13 @@ class MisuseDetector:
         of_vector = len(getattr(loss.grad_fn, "_saved_self_sym_sizes", ())) == 1
         if not mean and (reduction == _MEAN or (of_vector and name.startswith("MeanBackward"))):
             self._warn(
-                ReductionWarning,
+                errors.ReductionWarning,
                 "the loss is a mean, but is taken for the sum over the micro-batch: pass "
                 'reduction="sum", or GradAccumulator(…, mean=True)',
             )
         elif mean and (reduction == _SUM or (of_vector and name.startswith("SumBackward"))):
             self._warn(
-                ReductionWarning,
+                errors.ReductionWarning,
                 "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
             )
 
@@ -187,7 +179,7 @@ class MisuseDetector:
         parameters_now = [id(parameter) for parameter in parameters]
         if self._parameters not in (None, parameters_now):
             self._warn(
-                ChangedParametersWarning,
+                errors.ChangedParametersWarning,
                 "the optimizer's parameters are others than at the step before; make a new "
                 "GradAccumulator where model or optimizer are changed",
             )
@@ -203,14 +195,12 @@ class MisuseDetector:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Nothing inside is warned of or remembered."""
-        before = dict(self._pending), self._parameters, self._is_muted
-        self._pending.update(micro_batches=0, lost=0)
-        self._is_muted = True
+        before = vars(self).copy()
+        self._pending, self._is_muted = {"micro_batches": 0, "lost": 0}, True
         try:
             yield
         finally:
-            pending, self._parameters, self._is_muted = before
-            self._pending.update(pending)
+            vars(self).update(before)
             self._sentinel = None  # the caller restores gradients, which would count as a change
 
     # ------------------------------------------------------------------ called by hooks
@@ -218,7 +208,7 @@ class MisuseDetector:
     def _optimizer_steps(self) -> None:
         if not self._in_own_step and self._pending["micro_batches"]:
             self._warn(
-                ForeignStepWarning,
+                errors.ForeignStepWarning,
                 "optimizer.step() was called in the middle of an accumulated step; the accumulator "
                 "steps by itself, and accumulator.step() ends a step early",
             )
@@ -226,12 +216,12 @@ class MisuseDetector:
     def _module_runs(self) -> None:
         if not self.in_micro_batch and torch.is_grad_enabled():
             self._warn(
-                UnsynchronizedWarning,
+                errors.UnsynchronizedWarning,
                 "the forward of a distributed module is outside accumulator.micro_batch(…): it "
                 "will reduce gradients by itself, and they are reduced again",
             )
 
-    def _warn(self, category: type[TorchBudgetWarning], text: str) -> None:
+    def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:
         if text not in self._texts and not self._is_muted:
             self._texts.add(text)
             warnings.warn(text, category, stacklevel=_callers_level())
@@ -269,6 +259,6 @@ def _warn_of_lost(pending: dict[str, int]) -> None:
         warnings.warn(
             f"a GradAccumulator is gone with {pending['lost']} micro-batches that no step "
             "took; call accumulator.flush() after the loop",
-            ForgottenStepWarning,
+            errors.ForgottenStepWarning,
             stacklevel=2,
         )

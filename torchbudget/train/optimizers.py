@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from torchbudget.checks import positive_number
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.inputs import positive_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +68,22 @@ class Optimizers:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and factor != 1:
             torch._foreach_mul_(gradients, factor)
-        scaler = self.scaler
-        if scaler is None:
-            norm = self._clip(parameters)
-            for optimizer in self.optimizers:
-                optimizer.step()
-            return norm, False
-        # The scaler fails on an optimizer that has no gradients at all.
-        active = [optimizer for optimizer in self.optimizers if _has_gradients(optimizer)]
+        scaler = self.scaler or torch.amp.GradScaler(enabled=False)
+        scales = scaler.is_enabled()
+        # A scaler fails on an optimizer that has no gradients at all.
+        active = [one for one in self.optimizers if not scales or _has_gradients(one)]
         if not active:
             return None, True
         for optimizer in active:
             scaler.unscale_(optimizer)
-        norm = self._clip(parameters, together=len(active) > 1)
+        norm = self._clip(parameters, together=scales and len(active) > 1)
         scale = scaler.get_scale()
         for optimizer in active:
             scaler.step(optimizer)
         scaler.update()
         return norm, scaler.get_scale() < scale  # it lowers its scale exactly where it skipped
 
-    def _clip(self, parameters: Sequence[Tensor], *, together: bool = False) -> float | None:
+    def _clip(self, parameters: Sequence[Tensor], *, together: bool) -> float | None:
         """Clip to `max_norm`, if there is one; the norm before.
 
         The scaler decides for each optimizer alone whether it steps. So with several together, all

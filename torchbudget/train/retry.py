@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchbudget.cost.measuring.running import is_out_of_memory
 from torchbudget.errors import SampleTooLargeError, StepError, TorchBudgetError
+from torchbudget.machine.allocators import is_out_of_memory
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import halves
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchbudget.cost.measuring.copies import copied
+from torchbudget.cost.measuring.training_state import copied
 
 
 def test_values_come_back():

@@ -24,7 +24,7 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.machine.process import process_memory, reset_peak_memory
+from torchbudget.machine.host import process_memory, reset_peak_memory
 
 name, budget, method, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 training = CASES[name]()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchbudget import PaddedCost
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_time, non_negative
-from torchbudget.cost.models.coefficients import num_coefficients
+from torchbudget.cost.models.padded import num_coefficients
 from torchbudget.cost.models.probe import Probe
 
 

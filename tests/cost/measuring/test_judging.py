@@ -9,7 +9,7 @@ import torch
 
 from tests.support.training_cases import CASES
 from torchbudget import MeasuredCost, PaddedCost, TableCost, measure_cost
-from torchbudget.cost.measuring.judging import margin_of
+from torchbudget.cost.measuring.probing import margin_of
 from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import MeasureWarning
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import PaddedCost
-from torchbudget.cost.models.coefficients import (
+from torchbudget.cost.models.padded import (
     coefficients_of,
     cost_of,
     features,

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests.support.map_datasets import Samples
-from torchbudget.data.sizes.size_dataset import SizeDataset
+from torchbudget.data.sizes.key import SizeDataset
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.errors import SizesError
 

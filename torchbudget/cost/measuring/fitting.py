@@ -20,8 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.measuring.tracing import Trace
-from torchbudget.cost.models.coefficients import FloatArray, coefficients_of, cost_of, features
-from torchbudget.cost.models.padded import PaddedCost
+from torchbudget.cost.models.padded import (
+    FloatArray,
+    PaddedCost,
+    coefficients_of,
+    cost_of,
+    features,
+)
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.errors import CostError
 

@@ -12,12 +12,9 @@ import torch
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
-from torchbudget.cost.measuring.by_run import run_probes
-from torchbudget.cost.measuring.by_trace import trace_probes
 from torchbudget.cost.measuring.fitting import fit_time
-from torchbudget.cost.measuring.judging import margin_of
-from torchbudget.cost.measuring.shapes import BatchError, Domain
-from torchbudget.cost.measuring.subject import Subject
+from torchbudget.cost.measuring.probing import margin_of, run_probes, trace_probes
+from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost

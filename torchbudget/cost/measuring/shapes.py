@@ -1,9 +1,10 @@
-"""Which shapes are probed, and whether `make_batch` makes them."""
+"""What is measured: a step, on batches of which shapes, and whether `make_batch` makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
-from torchbudget.cost.models.coefficients import num_coefficients
-from torchbudget.errors import CostError
+from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.padded import num_coefficients
+from torchbudget.errors import CostError, MeasureWarning
 
 Size: TypeAlias = tuple[int, ...]
+_Runs: TypeAlias = tuple[tuple[float, float | tuple[float, float], bool], ...]
 
 # Short sizes of probes are one more than a multiple of this: layers with strides of 2, 4, …, 32
 # round such sizes up most, so that the fit includes the most that rounding adds to a sample.
@@ -37,7 +40,7 @@ _MOST_AXES: Final = 8
 _HELD_OUT: Final = ((12, 1 / 3), (4, 0.85))
 # Share of the budget that a run aims at, fraction of the largest size, and whether it is held out.
 # The first one shows, at a safe distance, how the machine's bytes relate to the trace's.
-_RUN_1: Final = (
+_RUN_1: Final[_Runs] = (
     (0.4, 1 / 2, False),
     (0.9, 1.0, False),
     (0.9, 1 / 8, False),
@@ -46,7 +49,7 @@ _RUN_1: Final = (
     (0.95, 1 / 5, True),
 )
 # For several axes: the fractions of every second axis, and of the others.
-_RUN_2: Final = (
+_RUN_2: Final[_Runs] = (
     (0.4, (1 / 2, 1 / 2), False),
     (0.9, (1.0, 1.0), False),
     (0.9, (1.0, 1 / 8), False),
@@ -57,7 +60,7 @@ _RUN_2: Final = (
 # For several axes without a trace. No sample needs more than one of the largest size, so the first
 # run bounds the number of samples in the next ones, and each of these the number in a later, larger
 # batch of its own size.
-_CLIMB_2: Final = (
+_CLIMB_2: Final[_Runs] = (
     (0.05, (1.0, 1.0), False),
     (0.6, (1.0, 1.0), False),
     (0.6, (1.0, 1 / 8), False),
@@ -100,8 +103,8 @@ class Domain:
         return cls(tuple(-(-int(one) // multiple) * multiple for one in largest), multiple)
 
     def at(self, fractions: float | Sequence[float]) -> Size:
-        """The size at a fraction of the largest one, on every axis."""
-        each = [fractions] * len(self.largest) if isinstance(fractions, float) else fractions
+        """The size at a fraction of the largest one on every axis; several take turns."""
+        each = np.resize(fractions, len(self.largest)).tolist()
         return tuple(self._snap(*one) for one in zip(each, self.largest, strict=True))
 
     def _snap(self, fraction: float, largest: int) -> int:
@@ -111,6 +114,34 @@ class Domain:
         if 2 * _STRIDE < size <= largest / 4:
             size -= (size - 1) % _STRIDE
         return size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A training step and the batches to measure it on.
+
+    Attributes:
+        step: the full training step.
+        make_batch: makes a batch of n samples padded to a size.
+        domain: the range of sizes.
+        state: what the step trains.
+        notes: what the user should know; appended to while measuring.
+    """
+
+    step: Callable[[Any], object]
+    make_batch: Callable[[int, Any], Any]
+    domain: Domain
+    state: TrainingState
+    notes: list[str] = field(default_factory=list)
+
+    def batch(self, n: int, size: Size) -> Any:
+        """A batch of n samples of a size, which is an int for `make_batch` if it has one axis."""
+        return self.make_batch(n, size if len(size) > 1 else size[0])
+
+    def warn(self, text: str) -> None:
+        """Note it, and warn of it."""
+        self.notes.append(text)
+        warnings.warn(text, MeasureWarning, stacklevel=4)
 
 
 def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
@@ -138,16 +169,12 @@ def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]
         domain: the range of sizes.
         traced: whether a trace has shown how bytes grow; otherwise the runs go up step by step.
     """
-    axes = len(domain.largest)
-    if axes == 1:
-        runs = [(share, domain.at(where), held_out) for share, where, held_out in _RUN_1]
-        if not traced:  # a second small batch, for a first fit
-            runs = sorted([(0.4, domain.at(1 / 8), False), *runs], key=lambda one: one[1])
-        return runs
-    return [
-        (share, domain.at([where[axis % 2] for axis in range(axes)]), held_out)
-        for share, where, held_out in (_RUN_2 if traced else _CLIMB_2)
-    ]
+    one_axis = len(domain.largest) == 1
+    shapes = _RUN_1 if one_axis else _RUN_2 if traced else _CLIMB_2
+    runs = [(share, domain.at(where), held_out) for share, where, held_out in shapes]
+    if one_axis and not traced:  # a second small batch, for a first fit
+        runs = sorted([(0.4, domain.at(1 / 8), False), *runs], key=lambda one: one[1])
+    return runs
 
 
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.cost.models.live_storages import LiveStorages
+from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError
 
@@ -76,24 +75,25 @@ def traces(
         CostError: the step has no parameters, whose device is to be traced; it does not run on
             fake tensors; or it is no full training step.
     """
-    live = _LiveBytes(state.device)
-    with state.restored(contents=False), _no_garbage_collection():
+    live = _FakeBytes(state.device)
+    with state.restored(contents=False), ExitStack() as stack:
+        if gc.isenabled():  # which would free tensors at a moment that differs from step to step
+            gc.disable()
+            stack.callback(gc.enable)
         for tensor in state.tensors():
             live.stand_in(tensor)
-        first = True
-        for batch in batches:
-            if first:
+        for number, batch in enumerate(batches):
+            if not number:
                 _trace(step, state, live, batch)
-                first = False
             yield _trace(step, state, live, batch)
             del batch
 
 
 def _trace(
-    step: Callable[[Any], object], state: TrainingState, live: _LiveBytes, batch: Any
+    step: Callable[[Any], object], state: TrainingState, live: _FakeBytes, batch: Any
 ) -> Trace:
     live.begin()
-    before = live.storages.num_bytes
+    before = live.num_bytes
     try:
         with state.checked(), live.fakes, live:
             step(batch)
@@ -104,7 +104,7 @@ def _trace(
             "the step does not run on fake tensors, which have shapes but no values; "
             f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}"
         ) from error
-    kept_bytes = live.storages.num_bytes - before - live.arrived_bytes
+    kept_bytes = live.num_bytes - before - live.arrived_bytes
     history = np.asarray(live.history, np.int64)
     return Trace(history, tuple(live.operations), kept_bytes, live.assumed)
 
@@ -144,24 +144,21 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     return trace.peak_bytes
 
 
-# torch leaves the dispatch mode's class and constructor without types.
-class _LiveBytes(TorchDispatchMode):
-    """The bytes that live on a device after each operation, each storage counted once."""
+class _FakeBytes(LiveBytes):
+    """The bytes of fake tensors that live on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
-        self.storages = LiveStorages()
+        block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
+        super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = device.type
-        self._block = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()
 
     def begin(self) -> None:
         """Start the history of another step."""
-        self.history: list[int] = []
+        self.history = []
         self.operations: list[Any] = []
         self.arrived_bytes = 0
         self.assumed = 0
@@ -173,14 +170,8 @@ class _LiveBytes(TorchDispatchMode):
         fake: torch.Tensor | None = self._stand_ins.get(tensor)
         if fake is None:
             fake = self._stand_ins[tensor] = self.fakes.from_tensor(tensor)
-            self.arrived_bytes += self._count(fake)
+            self.arrived_bytes += self.count(fake)
         return fake
-
-    def _count(self, tensor: torch.Tensor) -> int:
-        if tensor.device.type != self._device:
-            return 0
-        storage = tensor.untyped_storage()
-        return self.storages.add(storage, -(-storage.nbytes() // self._block) * self._block)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -200,22 +191,5 @@ class _LiveBytes(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func is _UNSCALE:
             self._no_infinity[args[1].untyped_storage()] = True
-        result = func(*args, **kwargs)
-        for one in tree_leaves(result):
-            if isinstance(one, FakeTensor):
-                self._count(one)
-        self.history.append(self.storages.num_bytes)
         self.operations.append(func)
-        return result
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from freeing tensors at a moment that differs from step to step."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
@@ -18,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from torchbudget.cost.measuring.copies import copied
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
 
@@ -172,6 +172,35 @@ class TrainingState:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
+
+
+@contextmanager
+def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Copy the values of tensors to a temporary file.
+
+    The file is in the folder of `tempfile.gettempdir()`, which `TMPDIR` chooses. Writing and
+    reading take the memory of one tensor at a time.
+
+    Args:
+        tensors: without elements that share a place in memory.
+
+    Yields:
+        A function that copies the values back into the tensors.
+    """
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes to view
+    with tempfile.TemporaryFile() as file:
+        for tensor in tensors:
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            values.view(torch.uint8).numpy().tofile(file)
+
+        @torch.no_grad()
+        def put_back() -> None:
+            file.seek(0)
+            for tensor in tensors:
+                read = torch.from_numpy(np.fromfile(file, np.uint8, tensor.nbytes))
+                tensor.copy_(read.view(tensor.dtype).view(tensor.shape))
+
+        yield put_back
 
 
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:

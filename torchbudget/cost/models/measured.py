@@ -1,24 +1,23 @@
-"""A cost that was measured on a training step, and what training has shown of it since."""
+"""A cost that was measured on a training step, what training shows of it, its file and report."""
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from torchbudget.cost.models import cost_file, fit_report
-from torchbudget.cost.models.coefficients import additive_bound
-from torchbudget.cost.models.padded import PackedCost, PaddedCost
+from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
-from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.errors import CostError, MeasureWarning, MissingExtraError
 from torchbudget.machine.peaks import Peak
 from torchbudget.units import format_bytes
 
@@ -33,6 +32,8 @@ _PARTS: Final = 2**14
 _MOST_MARGIN: Final = 1000
 # What a margin grows by when an allocation was retried.
 _RETRIED: Final = 0.02
+_FORMAT: Final = 2  # of files
+_ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>8}  {}"  # of reports
 
 _Bytes = TypeVar("_Bytes", int, IntArray)
 
@@ -204,7 +205,10 @@ class MeasuredCost:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with what it was measured on; `load_cost` reads it."""
-        cost_file.write_cost(path, self)
+        kind = "table" if isinstance(self.forms[0], TableCost) else "formula"
+        attributes = {k: value for k, value in asdict(self).items() if not k.startswith("_")}
+        written = {"format": _FORMAT, "kind": kind, **attributes}
+        Path(path).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
     def errors(self) -> list[float]:
         """Fitted / measured − 1 of each probe, without the margin."""
@@ -215,7 +219,24 @@ class MeasuredCost:
 
     def report(self) -> str:
         """A table of the probes, what was fitted and its errors."""
-        return fit_report.report(self)
+        lines = [_ROW.format("samples", "size", "measured", "fitted", "error", "seconds", "probe")]
+        for probe, error in zip(self.probes, self.errors(), strict=True):
+            lines.append(
+                _ROW.format(
+                    f"{probe.n:,}",
+                    " × ".join(map(str, probe.size)),
+                    format_bytes(probe.peak_bytes),
+                    format_bytes(round(probe.peak_bytes * (1 + error))),
+                    f"{error:+.3%}",
+                    "" if probe.seconds is None else f"{probe.seconds:.3f}",
+                    f"{probe.how}, held out" if probe.held_out else probe.how,
+                )
+            )
+        lines += [f"form: {form}" for form in self.forms]
+        lines.append(f"margin: {self.margin:.3%}")
+        lines += [f"{name}: {value}" for name, value in self.measured_on.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     def plot(self) -> Figure:
         """Measured against fitted bytes, and the errors, as a matplotlib figure.
@@ -223,7 +244,25 @@ class MeasuredCost:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        return fit_report.plot(self)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError.of("matplotlib", "plot") from error
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        measured = np.array([probe.peak_bytes for probe in self.probes]) / 2**20
+        errors = np.array(self.errors())
+        held_out = np.array([probe.held_out for probe in self.probes])
+        ends = [measured.min(), measured.max()]
+        left.plot(ends, ends, color="0.7")
+        for mask, label in ((~held_out, "fitted"), (held_out, "held out")):
+            left.plot(measured[mask], measured[mask] * (1 + errors[mask]), "o", label=label)
+            right.plot(measured[mask], 100 * errors[mask], "o", label=label)
+        right.axhline(-100 * self.margin, color="0.7")
+        left.set(xlabel="measured, MiB", ylabel="fitted, MiB", xscale="log", yscale="log")
+        right.set(xlabel="measured, MiB", ylabel="error, %", xscale="log")
+        left.legend()
+        return figure
 
 
 def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
@@ -239,7 +278,13 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
     Warns:
         MeasureWarning: it was measured on something else; names what differs.
     """
-    cost = MeasuredCost(**cost_file.read_cost(path))
+    try:
+        read = json.loads(Path(path).read_text("utf-8"))
+        cost = _from_file(read) if read["format"] == _FORMAT else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
+    if cost is None:
+        raise CostError(f"{path}: format {read['format']!r} is not {_FORMAT}; measure again")
     differing = [
         f"{name}: {cost.measured_on.get(name)!r} then, {now!r} now"
         for name, now in (measured_on or {}).items()
@@ -252,3 +297,23 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
             stacklevel=2,
         )
     return cost
+
+
+def _from_file(read: dict[str, Any]) -> MeasuredCost:
+    """The cost of what a file contains."""
+    make = _table if read["kind"] == "table" else PaddedCost
+    time_form = read["time_form"]
+    return MeasuredCost(
+        forms=tuple(make(**form) for form in read["forms"]),
+        margin=read["margin"],
+        time_form=None if time_form is None else PaddedCost(**time_form),
+        probes=tuple(Probe(**p | {"size": tuple(p["size"])}) for p in read["probes"]),
+        measured_on=read["measured_on"],
+        notes=tuple(read["notes"]),
+    )
+
+
+def _table(numbers: list[int], sizes: list[list[int]], peak_bytes: list[int]) -> TableCost:
+    return TableCost(
+        numbers=tuple(numbers), sizes=tuple(map(tuple, sizes)), peak_bytes=tuple(peak_bytes)
+    )

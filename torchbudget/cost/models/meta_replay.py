@@ -4,50 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchbudget.cost.models.live_storages import LiveStorages
+from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.errors import CostError
 
 _BY_HAND: Final = (
     "state the bytes by hand, as in DenseCost(fixed_bytes=…, sample_bytes=…), "
     "or measure the real step"
 )
-
-
-# torch leaves the dispatch mode's class and constructor without types.
-class MetaBytes(TorchDispatchMode):
-    """The bytes of meta tensors that live after each operation inside the context.
-
-    Attributes:
-        history: bytes after each operation, without the storages of `excluded`.
-    """
-
-    def __init__(self, excluded: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
-        self.history: list[int] = []
-        self._live = LiveStorages()
-        for tensor in excluded:
-            self._live.add(tensor.untyped_storage(), 0)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.device.type == "meta":
-                    self._live.add(storage, storage.nbytes())
-        self.history.append(self._live.num_bytes)
-        return result
 
 
 def replay(
@@ -118,7 +89,10 @@ def _history(
     """The bytes that live after each operation on n samples, beside the module and gradients."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    with MetaBytes([*parameters, *gradients, *module.buffers()]) as live:
+    live = LiveBytes("meta")
+    for tensor in [*parameters, *gradients, *module.buffers()]:
+        live.add(tensor, 0)
+    with live:
         batch, target = (
             [one.new_empty((n, *one.shape)) for one in sample] for sample in (inputs, targets)
         )
@@ -131,8 +105,7 @@ def _history(
             )
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         del target  # it lives until the step ends
-    history: list[int] = live.history  # the base class is untyped
-    return history
+    return live.history
 
 
 def _line(histories: Sequence[Sequence[int]]) -> tuple[int, int]:

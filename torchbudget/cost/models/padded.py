@@ -1,11 +1,11 @@
-"""The cost of padded and of padding-free batches, as closed formulas."""
+"""The cost of padded and of padding-free batches, as formulas and as vectors of coefficients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 # Below 2**53 every whole number of bytes is a float64, so a sample's bytes are exact as computed.
 _EXACT: Final = float(2**53)
@@ -40,30 +42,16 @@ def _entries(value: Any) -> Sequence[Any] | None:
     return entries if isinstance(entries, Sequence) and not isinstance(entries, str) else None
 
 
-def _vector(name: str, value: Any) -> float | tuple[float, ...]:
-    """A coefficient per axis: a number for one axis, else a tuple of d ≥ 2."""
-    entries = _entries(value)
-    if entries is None:
+def _coefficients(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """A coefficient, or tuples of them in the shape of the axes, where 0 stands for all zeros."""
+    if not shape:
         return _coefficient(name, value)
-    if len(entries) < 2:
-        raise CostError(f"{name} must be a number for one axis or d ≥ 2 of them, got {value!r}")
-    return tuple(_coefficient(name, entry) for entry in entries)
-
-
-def _matrix(name: str, value: Any, axes: int) -> float | tuple[tuple[float, ...], ...]:
-    """A coefficient per pair of axes: a number for one axis, else d rows of d."""
     entries = _entries(value)
-    if entries is None:
-        number = _coefficient(name, value)
-        if axes == 1:
-            return number
-        if number == 0:
-            return ((0.0,) * axes,) * axes
-    elif axes > 1:
-        rows = [_entries(row) or () for row in entries]
-        if [len(row) for row in rows] == [axes] * axes:
-            return tuple(tuple(_coefficient(name, entry) for entry in row) for row in rows)
-    raise CostError(f"{name} must have the shape ({axes}, {axes}) of the axes, got {value!r}")
+    if entries is None and _coefficient(name, value) == 0:
+        entries = [0] * shape[0]
+    if entries is None or len(entries) != shape[0]:
+        raise CostError(f"{name} must have the shape {shape} of the axes, got {value!r}")
+    return tuple(_coefficients(name, entry, shape[1:]) for entry in entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +68,15 @@ class _Quadratic:
     pair_bytes: float | Sequence[Sequence[float]] | npt.NDArray[Any] = 0
 
     def __post_init__(self) -> None:
-        unit = _vector("unit_bytes", self.unit_bytes)
-        rows = _entries(self.pair_bytes)
-        if unit == 0 and rows is not None and len(rows) > 1:
-            unit = (0.0,) * len(rows)
-        axes = len(unit) if isinstance(unit, tuple) else 1
+        each = _entries(self.unit_bytes)
+        if each is None and self.unit_bytes == 0:
+            each = _entries(self.pair_bytes)
+        shape = () if each is None or len(each) < 2 else (len(each),)  # one axis: plain numbers
         object.__setattr__(self, "fixed_bytes", _whole("fixed_bytes", self.fixed_bytes))
-        object.__setattr__(self, "sample_bytes", _coefficient("sample_bytes", self.sample_bytes))
-        object.__setattr__(self, "unit_bytes", unit)
-        object.__setattr__(self, "pair_bytes", _matrix("pair_bytes", self.pair_bytes, axes))
+        for name, its_shape in (("sample", ()), ("unit", shape), ("pair", shape * 2)):
+            field = f"{name}_bytes"
+            value = _coefficients(field, getattr(self, field), its_shape)
+            object.__setattr__(self, field, value)
         if not (self.sample_bytes or np.any(self.unit_bytes) or np.any(self.pair_bytes)):
             raise CostError(
                 "a sample must cost something; give sample_bytes, unit_bytes or pair_bytes"
@@ -215,3 +203,67 @@ class PackedCost(_Quadratic, AdditiveCost):
     def base_bytes(self) -> int:
         """Bytes of a batch beside its samples."""
         return int(self.fixed_bytes)
+
+
+def num_coefficients(axes: int) -> int:
+    """How many coefficients a form of d axes has: fixed, sample, units and pairs."""
+    return 2 + axes + axes * (axes + 1) // 2
+
+
+def features(n: npt.ArrayLike, sizes: npt.ArrayLike) -> FloatArray:
+    """What the coefficients are multiplied by, in their order.
+
+    Args:
+        n: numbers of samples, shape `(k,)`.
+        sizes: padded sizes, shape `(k,)` or `(k, d)`.
+
+    Returns:
+        1, n, n·Lᵢ for every axis, and n·Lᵢ·Lⱼ for i ≤ j: shape `(k, 2 + d + d·(d + 1)/2)`.
+    """
+    number = np.asarray(n, np.float64)
+    length = np.asarray(sizes, np.float64).reshape(len(number), -1)
+    axes = range(length.shape[1])
+    columns = [np.ones_like(number), number]
+    columns += [number * length[:, i] for i in axes]
+    columns += [number * length[:, i] * length[:, j] for i in axes for j in axes if i <= j]
+    return np.stack(columns, axis=1)
+
+
+def coefficients_of(cost: PaddedCost) -> FloatArray:
+    """The coefficients of a cost without its floor, in the order of `features`."""
+    pair = np.reshape(np.asarray(cost.pair_bytes, np.float64), (cost.axes, cost.axes))
+    pairs = (pair + np.tril(pair, -1).T)[np.triu_indices(cost.axes)]
+    unit = np.reshape(np.asarray(cost.unit_bytes, np.float64), cost.axes)
+    return np.concatenate([[cost.fixed_bytes, cost.sample_bytes], unit, pairs])
+
+
+def cost_of(coefficients: FloatArray, floor_bytes: float) -> PaddedCost:
+    """The cost of coefficients in the order of `features`, and of a floor."""
+    options = _options(coefficients)
+    if not coefficients[1:].any():
+        options["sample_bytes"] = 1.0  # next to nothing, but a sample must cost something
+    return PaddedCost(**options, floor_bytes=floor_bytes)
+
+
+def additive_bound(costs: Sequence[PaddedCost], factor: float) -> PackedCost:
+    """The cheapest additive cost that is nowhere below `factor` times any of these.
+
+    With coefficients of at least 0, the largest of each bounds the largest sum.
+    """
+    options = _options(factor * np.stack([coefficients_of(cost) for cost in costs]).max(axis=0))
+    floor_bytes = factor * max(cost.floor_bytes for cost in costs)
+    return PackedCost(**options | {"fixed_bytes": max(options["fixed_bytes"], floor_bytes)})
+
+
+def _options(coefficients: FloatArray) -> dict[str, Any]:
+    """Coefficients in the order of `features` as the arguments of a cost."""
+    axes = next(d for d in range(1, len(coefficients)) if num_coefficients(d) == len(coefficients))
+    fixed, sample, unit, pairs = np.split(coefficients, [1, 2, 2 + axes])
+    pair = np.zeros((axes, axes))
+    pair[np.triu_indices(axes)] = pairs
+    return {
+        "fixed_bytes": float(fixed[0]),
+        "sample_bytes": float(sample[0]),
+        "unit_bytes": unit if axes > 1 else float(unit[0]),
+        "pair_bytes": pair if axes > 1 else float(pair[0, 0]),
+    }

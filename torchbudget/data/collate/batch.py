@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,11 +26,33 @@ from torchbudget.data.collate.structure import (
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.protocols import SplittableBatch
 
+T = TypeVar("T")
 BatchT = TypeVar("BatchT", bound="Batch")
 
 
+class Layout(Protocol):
+    """Where the n samples are in a field's tensor."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Each sample's lengths on the ragged axes, `(n, k)`."""
+
+    def samples(self, field: Tensor) -> Sequence[Tensor]:
+        """The n samples, as views of the tensor."""
+
+    def part(self, start: int, stop: int) -> tuple[Any, Layout]:
+        """What cuts samples `start` to `stop` out of the tensor, and their layout in the result."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own tensors, which go wherever the field goes."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Layout:
+        """The same with a function applied to its own tensors."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Batch(ABC):
+class Batch:
     """Tensors of n ragged samples, and the position of each sample in them.
 
     The base of `PaddedBatch` and `PackedBatch`, made by a collate. A batch of dict samples is a
@@ -57,7 +69,7 @@ class Batch(ABC):
     num_samples: int
     data: Any
     _paths: tuple[FieldPath, ...]  # per field, in the order of `fields_of`
-    _layouts: tuple[Any, ...]  # per field, where the samples are in its tensor; None for texts
+    _layouts: tuple[Layout | None, ...]  # per field; None for texts
     _length_field: int  # index in _layouts of the field whose lengths are the batch's
 
     if TYPE_CHECKING:
@@ -67,13 +79,11 @@ class Batch(ABC):
         def __iter__(self) -> Iterator[Any]: ...
         def __len__(self) -> int: ...
 
-        def keys(self) -> KeysView[Any]:
+        def keys(self) -> Any:
             """The fields, of a batch of dict samples."""
-            ...
 
-        def items(self) -> ItemsView[Any, Any]:
+        def items(self) -> Any:
             """The fields and their tensors, of a batch of dict samples."""
-            ...
 
     # Mapping compares by content, but `tensor == tensor` has no truth value.
     __eq__ = object.__eq__
@@ -101,12 +111,17 @@ class Batch(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors' elements, padding included, and of the texts."""
-        texts = (text for text in tree_leaves(self.data) if not isinstance(text, Tensor))
-        return sum(t.nbytes for t in self._tensors()) + sum(map(sys.getsizeof, texts))
+        sizes = [
+            leaf.nbytes if isinstance(leaf, Tensor) else sys.getsizeof(leaf)
+            for leaf in tree_leaves(self.data)
+        ]
+        layouts = _of_each(lambda layout: layout.nbytes, self._layouts)
+        return sum(sizes) + sum(layouts.values())
 
     @property
     def _host_lengths(self) -> IntArray:  # (n, k) for k ragged axes
-        return cast(IntArray, self._length_layout.lengths)
+        lengths: IntArray = self._length_layout.lengths
+        return lengths
 
     @property
     def _length_layout(self) -> Any:
@@ -115,11 +130,13 @@ class Batch(ABC):
             raise CollateError("this batch has only texts, which have no lengths")
         return layout
 
-    def _tensors(self) -> Iterator[Tensor]:
-        return (value for value in tree_leaves(self.data) if isinstance(value, Tensor))
-
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-        return replace(self, data=tree_map_only(Tensor, function, self.data))
+        layouts = _of_each(lambda layout: layout.map(function), self._layouts)
+        return replace(
+            self,
+            data=tree_map_only(Tensor, function, self.data),
+            _layouts=tuple(layouts.get(id(layout)) for layout in self._layouts),
+        )
 
     def to(
         self: BatchT, device: torch.device | str | int | None = None, *, non_blocking: bool = False
@@ -168,17 +185,34 @@ class Batch(ABC):
         bounds = [self.num_samples * i // n for i in range(n + 1)]
         return [self._part(a, b) for a, b in pairwise(bounds)]
 
-    @abstractmethod
     def samples(self) -> list[Any]:
         """The n samples as they were before collating, their fields as views of the batch.
 
         Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
+        columns = [
+            value if layout is None else layout.samples(value)
+            for value, layout in zip(fields_of(self.data), self._layouts, strict=True)
+        ]
+        return [put_together(self.data, iter(row)) for row in zip(*columns, strict=True)]
 
-    @abstractmethod
     def _part(self: BatchT, start: int, stop: int) -> BatchT:
         """The batch of samples `start` to `stop`."""
+        parts = _of_each(lambda layout: layout.part(start, stop), self._layouts)
+        texts = slice(start, stop), None
+        cuts = [parts.get(id(layout), texts) for layout in self._layouts]
+        # What is trimmed is copied, since some models need contiguous input; the rest are views.
+        values = [
+            value[cut] if layout is None else value[cut].contiguous()
+            for value, (cut, layout) in zip(fields_of(self.data), cuts, strict=True)
+        ]
+        return replace(
+            self,
+            num_samples=stop - start,
+            data=put_together(self.data, iter(values)),
+            _layouts=tuple(layout for _, layout in cuts),
+        )
 
     def __repr__(self) -> str:
         shown = (
@@ -230,8 +264,14 @@ class SequenceView(Batch, Sequence[Any]):
 
 
 # `torch.utils.data.default_convert` keeps the type of mutable containers only.
-MutableMapping.register(MappingView)  # type: ignore[type-abstract]  # its kinds are not
-MutableSequence.register(SequenceView)  # type: ignore[type-abstract]  # its kinds are not
+MutableMapping.register(MappingView)
+MutableSequence.register(SequenceView)
+
+
+def _of_each(function: Callable[[Layout], T], layouts: Sequence[Layout | None]) -> dict[int, T]:
+    """What a function gives for each layout, by `id`: fields that share one share its result."""
+    each = {id(layout): layout for layout in layouts if layout is not None}
+    return {key: function(layout) for key, layout in each.items()}
 
 
 def _check_same(mine: Any, given: Any) -> None:
@@ -252,7 +292,7 @@ def make_batch(
     kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
     structure: Any,
     fields: Sequence[Field],
-    write: Callable[[Column], tuple[Tensor, Any]],
+    write: Callable[[Column], tuple[Tensor, Layout]],
     length_field: Any | None,
 ) -> BatchT:
     """A batch of the class that fits its samples.
@@ -267,7 +307,7 @@ def make_batch(
     Raises:
         CollateError: as in `read_column`, `choose_length_field` and `write`.
     """
-    written: list[tuple[Any, Any]] = [
+    written: list[tuple[Any, Layout | None]] = [
         (list(field.values), None) if field.kind == "text" else write(read_column(field))
         for field in fields
     ]

@@ -6,6 +6,7 @@ import functools
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -202,11 +203,9 @@ def _read_lists(path: FieldPath, values: Sequence[list[Any]]) -> Column:
     """
     kinds = {kind_of(v[0]) for v in values if v}
     if len(kinds) == 1 and (kind := min(kinds)) in _TYPECODES:
-        try:
+        # [1, 0.5] or a mistake: the slow way below reads the one, explains the other.
+        with suppress(TypeError, OverflowError):
             flat = _numbers(kind, list(chain.from_iterable(values)))
-        except (TypeError, OverflowError):
-            pass  # [1, 0.5] or a mistake: the slow way below reads the one, explains the other
-        else:
             lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
             return Column(path, lengths[:, None], flat.dtype, flat=flat)
     tensors = [_list_to_tensor(path, i, value) for i, value in enumerate(values)]

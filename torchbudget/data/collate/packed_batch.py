@@ -1,20 +1,61 @@
-"""A batch without padding: its samples one after the other."""
+"""A batch without padding: its samples one after the other, where each ends, and its collate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchbudget.data.collate.batch import Batch, MappingView, SequenceView
-from torchbudget.data.collate.packing import PackedLayout
-from torchbudget.data.collate.structure import fields_of, put_together
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.collate.batch import Batch, MappingView, SequenceView, make_batch
+from torchbudget.data.collate.columns import Column, new_tensor
+from torchbudget.data.collate.structure import fail_at_odd_one, show, take_apart
 from torchbudget.errors import CollateError
 
-PackedT = TypeVar("PackedT", bound="PackedBatch")
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayout:
+    """The ends of n samples in a concatenated tensor.
+
+    Attributes:
+        lengths: each sample's length, `(n, 1)`; `(n, 0)` for a field of numbers, which is stacked.
+        offsets: 0 and the end of each sample, int32, `(n + 1,)`, on the field's device. Fields of
+            equal lengths have the same tensor. None for a field of numbers.
+    """
+
+    lengths: IntArray
+    offsets: Tensor | None
+
+    def bounds(self) -> list[int]:
+        """0 and the end of each sample, on the host."""
+        return [0, *self.lengths.prod(axis=1).cumsum().tolist()]
+
+    def samples(self, field: Tensor) -> Sequence[Tensor]:
+        """See `Layout.samples`."""
+        if self.offsets is None:
+            return field.unbind()
+        return torch.split(field, self.lengths[:, 0].tolist())
+
+    def part(self, start: int, stop: int) -> tuple[slice, PackedLayout]:
+        """See `Layout.part`."""
+        bounds, offsets = self.bounds(), self.offsets
+        if offsets is not None:
+            offsets = offsets[start : stop + 1] - bounds[start]
+        layout = PackedLayout(lengths=self.lengths[start:stop], offsets=offsets)
+        return slice(bounds[start], bounds[stop]), layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the offsets."""
+        return 0 if self.offsets is None else self.offsets.nbytes
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PackedLayout:
+        """See `Layout.map`."""
+        return self if self.offsets is None else replace(self, offsets=function(self.offsets))
 
 
 class PackedBatch(Batch):
@@ -61,58 +102,6 @@ class PackedBatch(Batch):
         firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=ends.device) - firsts
 
-    def samples(self) -> list[Any]:
-        """The n samples as they were before collating, their fields as views of the batch.
-
-        Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
-        another collate: `PadCollate()(packed_batch.samples())`.
-        """
-        columns = [
-            value  # of texts or numbers: one per sample
-            if layout is None or layout.offsets is None
-            else value.split(layout.lengths[:, 0].tolist())
-            for value, layout in zip(fields_of(self.data), self._layouts, strict=True)
-        ]
-        return [put_together(self.data, iter(row)) for row in zip(*columns, strict=True)]
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from super()._tensors()
-        offsets = (layout.offsets for layout in set(self._layouts) if layout is not None)
-        yield from (tensor for tensor in offsets if tensor is not None)
-
-    def _map(self: PackedT, function: Callable[[Tensor], Tensor]) -> PackedT:
-        def moved(layout: PackedLayout) -> PackedLayout:
-            offsets = layout.offsets
-            return replace(layout, offsets=None if offsets is None else function(offsets))
-
-        return replace(super()._map(function), _layouts=_each_once(self._layouts, moved))
-
-    def _part(self: PackedT, start: int, stop: int) -> PackedT:
-        def cut(layout: PackedLayout) -> PackedLayout:
-            offsets = layout.offsets
-            if offsets is not None:
-                offsets = offsets[start : stop + 1] - layout.bounds()[start]
-            return PackedLayout(lengths=layout.lengths[start:stop], offsets=offsets)
-
-        values = []
-        for value, layout in zip(fields_of(self.data), self._layouts, strict=True):
-            bounds = range(self.num_samples + 1) if layout is None else layout.bounds()
-            values.append(value[bounds[start] : bounds[stop]])
-        return replace(
-            self,
-            num_samples=stop - start,
-            data=put_together(self.data, iter(values)),
-            _layouts=_each_once(self._layouts, cut),
-        )
-
-
-def _each_once(
-    layouts: tuple[PackedLayout | None, ...], function: Callable[[PackedLayout], PackedLayout]
-) -> tuple[PackedLayout | None, ...]:
-    """Apply a function to every layout; fields that shared a layout share its result."""
-    done = {layout: function(layout) for layout in set(layouts) if layout is not None}
-    return tuple(layout and done[layout] for layout in layouts)
-
 
 class PackedMapping(PackedBatch, MappingView):
     """A packed batch of dict samples."""
@@ -123,3 +112,67 @@ class PackedSequence(PackedBatch, SequenceView):
 
 
 PACKED_KINDS = (PackedBatch, PackedMapping, PackedSequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackCollate:
+    """Collates ragged samples without padding, one after the other, into a `PackedBatch`.
+
+    Every field is concatenated along its first axis; its other axes must agree. Samples and
+    fields are what `PadCollate` takes.
+
+    Args:
+        length_field: the field, by name or position (a tuple of those if samples are nested),
+            whose lengths are the batch's `lengths`, `cu_seqlens` and `max_seqlen`; by default the
+            first ragged one.
+
+    Raises:
+        CollateError: when called with samples that cannot form one batch.
+
+    >>> batch = PackCollate()([torch.ones(2, 4), torch.zeros(3, 4)])
+    >>> batch.data.shape, batch.cu_seqlens
+    (torch.Size([5, 4]), tensor([0, 2, 5], dtype=torch.int32))
+    """
+
+    length_field: Any | None = None
+
+    def __call__(self, samples: Sequence[Any]) -> PackedBatch:
+        """Collate n ≥ 1 samples, in time linear in their elements."""
+        write = partial(_pack, layouts={})
+        with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+            return make_batch(PACKED_KINDS, *take_apart(samples), write, self.length_field)
+
+
+def _pack(column: Column, layouts: dict[Any, PackedLayout]) -> tuple[Tensor, PackedLayout]:
+    """One tensor of all samples, `(total, …)`, or `(n,)` of numbers, and the end of each.
+
+    Args:
+        column: one field of a batch.
+        layouts: those of the batch's fields so far, to which this one's is added: fields of equal
+            lengths share their layout.
+
+    Raises:
+        CollateError: samples differ in an axis after the first, or have more positions in all
+            than int32 can count.
+    """
+    shapes = column.shapes
+    if (shapes[:, 1:] != shapes[0, 1:]).any():
+        fail_at_odd_one(
+            column.path,
+            shapes.tolist(),
+            lambda shape: tuple(shape[1:]),
+            "equal axes {} after the ragged first one".format,
+        )
+    key = (shapes[:, :1].tobytes(), column.device)
+    layout = layouts.get(key) or PackedLayout(lengths=shapes[:, :1], offsets=None)
+    bounds = layout.bounds()
+    if shapes.shape[1] and layout.offsets is None:
+        if bounds[-1] >= 2**31:
+            raise CollateError(
+                f"{show(column.path)}: {bounds[-1]} positions are more than the offsets, "
+                "torch.int32, can count; make smaller batches"
+            )
+        offsets = new_tensor((len(bounds),), torch.int32).copy_(torch.tensor(bounds))
+        layout = layouts[key] = replace(layout, offsets=offsets.to(column.device))
+    out = new_tensor((bounds[-1], *shapes[0, 1:].tolist()), column.dtype, column.device)
+    return column.join(out), layout

@@ -11,8 +11,15 @@ import torch
 from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
 from torchbudget.data.collate.columns import Column, new_tensor
-from torchbudget.data.collate.padded_batch import PADDED_KINDS, PaddedBatch
-from torchbudget.data.collate.padding import PaddedLayout, PaddingRule, PaddingValue, Placement, pad
+from torchbudget.data.collate.padded_batch import (
+    PADDED_KINDS,
+    PaddedBatch,
+    PaddedLayout,
+    PaddingRule,
+    PaddingValue,
+    Placement,
+    pad,
+)
 from torchbudget.data.collate.structure import FieldPath, find_path, show, take_apart
 from torchbudget.errors import CollateError, OptionError
 
@@ -124,7 +131,7 @@ class PadCollate:
         if (path, ndim) not in self._rules:
             axes: list[int] = []
             multiples = [1] * ndim
-            named = _as_tuple(_of_field(self.length_axes, path, 0))
+            named = _of_field(self.length_axes, path, (0,))
             multiple = _of_field(self.size_multiple, path, 1)
             each = multiple if isinstance(multiple, tuple) else (multiple,) * len(named)
             if len(each) != len(named):
@@ -139,7 +146,7 @@ class PadCollate:
                 raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
             self._rules[path, ndim] = PaddingRule(
                 value=self._value(path),
-                left_share=_left_share(_of_field(self.side, path, "right")),
+                left_share=_of_field(self.side, path, 0.0),
                 multiples=tuple(multiples),
                 length_axes=tuple(axes),
             )
@@ -147,14 +154,14 @@ class PadCollate:
 
     def _value(self, path: FieldPath) -> Any:
         given = self.padding_value
-        default = given if not isinstance(given, dict) else 0
+        named, default = (given, 0) if isinstance(given, dict) else ({}, given)
         if path:
             default = _OWN_PADDING.get(path[-1], default)
-        return _of_field(given if isinstance(given, dict) else {}, path, default)
+        return _of_field(named, path, default)
 
     def _add_mask(self, batch: PaddedBatch) -> PaddedBatch:
         data = batch.data
-        layout: PaddedLayout | None = batch._layouts[batch._length_field]
+        layout: Any = batch._layouts[batch._length_field]
         if not isinstance(data, dict):
             raise CollateError(
                 "mask= adds a field to dict samples, which these are not: use batch.mask"
@@ -178,10 +185,6 @@ def _of_field(option: Any, path: FieldPath, default: Any) -> Any:
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
 
 
-def _as_tuple(axes: Axes) -> tuple[int, ...]:
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 def _read_value(value: Any) -> Any:
     if not callable(value) and not isinstance(value, (int, float, complex)):
         raise OptionError(
@@ -190,7 +193,8 @@ def _read_value(value: Any) -> Any:
     return value
 
 
-def _left_share(side: Any) -> float:
+def _read_side(side: Any) -> float:
+    """The share of the padding on the left."""
     if side in ("right", "left"):
         return float(side == "left")
     if isinstance(side, bool) or not isinstance(side, (int, float)) or not 0 <= side <= 1:
@@ -201,16 +205,11 @@ def _left_share(side: Any) -> float:
     return float(side)
 
 
-def _read_side(side: Any) -> Any:
-    _left_share(side)
-    return side
-
-
-def _read_axes(axes: Any) -> Any:
-    named = _as_tuple(axes)
+def _read_axes(axes: Any) -> tuple[int, ...]:
+    named = axes if isinstance(axes, tuple) else (axes,)
     if not all(map(is_int, named)) or len(set(named)) < len(named):
         raise OptionError(f"length_axes must be an int or a tuple of different ints, got {axes!r}")
-    return axes
+    return named
 
 
 def _read_multiple(multiple: Any) -> int | tuple[int, ...]:

@@ -15,20 +15,20 @@ from torchbudget.errors import CollateError
 FieldPath: TypeAlias = tuple[Any, ...]
 """The keys and positions from a sample to one of its fields; `()` is the sample itself."""
 
-NUMBERS = frozenset({"bool", "int", "float", "complex"})
-
-_DESCRIPTIONS = {
-    "mapping": "a mapping",
-    "tuple": "a tuple",
-    "list": "a list",
-    "tensor": "a tensor",
-    "array": "a NumPy array or scalar",
-    "text": "a string",
-    "bool": "a bool",
-    "int": "an int",
-    "float": "a float",
-    "complex": "a complex number",
-    "unknown": "an object of another type",
+# What is of each kind, and what it is called. In this order, since np.float64 is a float, np.str_ a
+# str, and bool an int.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "tensor": (torch.Tensor, "a tensor"),
+    "text": ((str, bytes), "a string"),
+    "array": ((np.ndarray, np.generic), "a NumPy array or scalar"),
+    "bool": (bool, "a bool"),
+    "int": (int, "an int"),
+    "float": (float, "a float"),
+    "complex": (complex, "a complex number"),
+    "mapping": (Mapping, "a mapping"),
+    "tuple": (tuple, "a tuple"),
+    "list": (list, "a list"),
+    "unknown": (object, "an object of another type"),
 }
 
 
@@ -38,11 +38,6 @@ class Field(NamedTuple):
     path: FieldPath
     kind: str
     values: Sequence[Any]
-
-
-def as_path(name: Any) -> FieldPath:
-    """The path that an option's key means: a tuple is a path, anything else a top-level field."""
-    return name if isinstance(name, tuple) else (name,)
 
 
 def show(path: FieldPath) -> str:
@@ -57,12 +52,12 @@ def show(path: FieldPath) -> str:
 
 
 def find_path(name: Any, paths: Sequence[FieldPath], option: str) -> int:
-    """The index in `paths` of the field that an option names.
+    """The index in `paths` of the field that an option names: by a path, or at the top by its key.
 
     Raises:
         CollateError: there is no such field.
     """
-    path = as_path(name)
+    path = name if isinstance(name, tuple) else (name,)
     try:
         return paths.index(path)
     except ValueError:
@@ -96,35 +91,20 @@ def fail_at_odd_one(
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value: a key of `_DESCRIPTIONS`."""
+    """The kind of a value: a key of `_KINDS`."""
     return kind_of_type(type(value))  # type: ignore[arg-type]  # types are hashable
 
 
 @functools.lru_cache(maxsize=1024)
 def kind_of_type(cls: Any) -> str:
     """The kind of the values of a type."""
-    # In this order, since np.float64 is a float, np.str_ a str, and bool an int.
-    for kind, bases in (
-        ("tensor", torch.Tensor),
-        ("text", (str, bytes)),
-        ("array", (np.ndarray, np.generic)),
-        ("bool", bool),
-        ("int", int),
-        ("float", float),
-        ("complex", complex),
-        ("mapping", Mapping),
-        ("tuple", tuple),
-        ("list", list),
-    ):
-        if issubclass(cls, bases):
-            return kind
-    return "unknown"
+    return next(kind for kind, (bases, _) in _KINDS.items() if issubclass(cls, bases))
 
 
 def holds_numbers(values: list[Any]) -> bool:
     """Whether a list is one field, of numbers or of lists of numbers, not a list of fields."""
     types = set(map(type, values))
-    if all(kind_of_type(t) in NUMBERS or issubclass(t, np.generic) for t in types):
+    if all(issubclass(t, (int, float, complex, np.generic)) for t in types):
         return True
     return types == {list} and all(map(holds_numbers, values))
 
@@ -161,7 +141,7 @@ def _walk(path: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
     types = set(map(type, column))
     kinds = {kind_of_type(t) for t in types}
     if len(kinds) > 1:
-        fail_at_odd_one(path, column, kind_of, _DESCRIPTIONS.__getitem__)
+        fail_at_odd_one(path, column, kind_of, lambda kind: _KINDS[kind][1])
     (kind,) = kinds
     first = column[0]
     if kind == "mapping":

@@ -14,9 +14,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from torchbudget.cost.models.protocol import Sizes
-from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes.key import SizeDataset, SizeKey
 from torchbudget.data.sizes.quick import is_exactly
-from torchbudget.data.sizes.size_dataset import SizeDataset
 from torchbudget.errors import OptionError
 
 Fingerprint: TypeAlias = dict[str, Any]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset
 
 from torchbudget.checks import is_int
+from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError, SizesError
 
 FieldName: TypeAlias = str | int
@@ -76,25 +78,23 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
-        found = _as_array(quick_lengths(samples, key))
+        found = np.asarray(quick_lengths(samples, key))
     except Exception:  # noqa: BLE001  (the sample is found one by one, below)
         found = np.empty(0)
     if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
-        sizes = [size_of(sample, key, first + i) for i, sample in enumerate(samples)]
-        axes = {len(size) if isinstance(size, tuple) else 0 for size in sizes}
-        if len(axes) > 1:
-            raise SizesError(f"samples from {first} on have sizes of {sorted(axes)} axes")
-        found = np.array(sizes)
+        found = _one_by_one(enumerate(samples, first), key)
     return found.astype(np.int64, copy=False)
 
 
-def _as_array(sizes: list[Any]) -> npt.NDArray[Any]:
-    if isinstance(sizes[0], int) and not isinstance(sizes[0], bool):
-        try:  # takes two thirds of NumPy's time
-            return np.frombuffer(array("q", sizes), np.int64)
-        except (TypeError, OverflowError):
-            pass
-    return np.asarray(sizes)
+def _one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.NDArray[np.int64]:
+    """The sizes of samples with their indices, of which an error names the first that is wrong."""
+    indices: list[int] = []
+    sizes: list[Size] = []
+    for index, sample in samples:
+        indices.append(index)
+        sizes.append(size_of(sample, key, index))
+        check_axes(np.shape(sizes[-1]), index, np.shape(sizes[0]), indices[0])
+    return np.array(sizes, dtype=np.int64)
 
 
 def quick_lengths(samples: Sequence[Any], key: SizeKey) -> list[Any]:
@@ -142,3 +142,43 @@ def _count(size: Any) -> int:
     if not 0 <= count < 2**63:
         raise ValueError(f"expected a size between 0 and 2**63 - 1, got {count}")
     return count
+
+
+class SizeDataset(Dataset[npt.NDArray[np.int64]]):
+    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
+
+    def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
+        self.dataset = dataset
+        self.key = key
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        return _one_by_one(self._samples(list(indices)), self.key)
+
+    def _samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
+        rows: Any = getattr(self.dataset, "iloc", self.dataset)
+        if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
+            with suppress(Exception):  # the sample is found one by one, below
+                return zip(indices, rows.__getitems__(indices), strict=True)
+
+        def read(index: int) -> Any:
+            try:
+                return rows[index]
+            except Exception as error:
+                raise SizesError(
+                    f"sample {index} cannot be read: {type(error).__name__}: {error}"
+                ) from error
+
+        return ((index, read(index)) for index in indices)
+
+
+def check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:
+    """Raise a `SizesError` if the sizes of samples `index` and `before` differ in their axes."""
+    if shape != expected:
+        came, first = (f"a tuple of {s[0]}" if s else "an int" for s in (shape, expected))
+        raise SizesError(
+            f"every sample has the same ragged axes: the size of sample {index} is {came}, "
+            f"of sample {before} {first}"
+        )

@@ -14,9 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.sizes.disk_cache import fingerprint_of, load_sizes, save_sizes
-from torchbudget.data.sizes.key import SizeKey, check_key
+from torchbudget.data.sizes.key import SizeDataset, SizeKey, check_axes, check_key
 from torchbudget.data.sizes.quick import quick_sizes
-from torchbudget.data.sizes.size_dataset import SizeDataset, check_axes
 from torchbudget.errors import OptionError, SizesError
 from torchbudget.progress import with_bar
 
