@@ -1,10 +1,10 @@
 """Real ranks over gloo, each a process with one thread that runs a script.
 
 A rank must not end as Python processes usually do. A thread of gloo frees the tensors of the last
-collective, and needs the interpreter for that. If Python has begun to end by then, torch 2.13 aborts
-("terminate called without an active exception"). If the group is destroyed first and then
-`DistributedDataParallel`, whose reducer keeps it alive, the reducer waits for that thread without
-releasing the interpreter: neither goes on. So scripts do not destroy their group: `leave` ends them.
+collective, and needs the interpreter for that. If Python has begun to end by then, torch 2.13
+aborts ("terminate called without an active exception"). And if the group is destroyed before
+`DistributedDataParallel`, whose reducer keeps it alive, the reducer waits for that thread while it
+keeps the interpreter: neither goes on. So scripts do not destroy their group, and end in `leave`.
 """
 
 from __future__ import annotations
