@@ -199,7 +199,6 @@ for number in range(10_000):
     if number % 5 == 4 and number < 40:
         margins.append(sampler.replan())
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([epoch, margins]))
-dist.destroy_process_group()
 """
 
 

@@ -1,10 +1,10 @@
 """Real ranks over gloo, each a process with one thread that runs a script.
 
-A rank must not end as Python processes usually do. The thread of gloo that ran the last collective
-frees its tensors, and needs the interpreter for that; if Python has begun to end by then, torch
-2.13 aborts ("terminate called without an active exception"). `destroy_process_group` would join
-that thread, but `DistributedDataParallel` keeps the group alive. So ranks write their results and
-leave with `os._exit`, as processes of `multiprocessing` do anyway.
+A rank must not end as Python processes usually do. A thread of gloo frees the tensors of the last
+collective, and needs the interpreter for that. If Python has begun to end by then, torch 2.13
+aborts ("terminate called without an active exception"). And if the group is destroyed before
+`DistributedDataParallel`, whose reducer keeps it alive, the reducer waits for that thread while it
+keeps the interpreter: neither goes on. So scripts do not destroy their group, and end in `leave`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,29 @@ import time
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 
-# The last lines of a script that torchrun starts, after its results are written.
-END = """
-import os
-import sys
+# The last line of every script, while its models and its group are alive.
+END = "\nfrom tests.support.ranks import leave\n\nleave()\n"
 
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)
-"""
+
+def leave() -> NoReturn:
+    """End this rank, after its results are written, once all ranks have come here.
+
+    They wait at the store of the process that started them, which needs no other rank.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set(f"rank {rank} has ended", "")
+    store.wait([f"rank {one} has ended" for one in range(ranks)])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
@@ -44,7 +51,7 @@ def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[An
     process that has imported torch already.
 
     Args:
-        script: calls `init_process_group("gloo")`.
+        script: calls `init_process_group("gloo")`, and does not destroy the group.
         folder: of the script and the results; `sys.argv[1]`.
         ranks: their number.
         arguments: follow as text.
@@ -53,7 +60,7 @@ def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[An
         AssertionError: a rank failed, or did not end in time.
     """
     path = folder / "script.py"
-    path.write_text(script)
+    path.write_text(script + END)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     argv = [str(path), str(folder), *map(str, arguments)]
@@ -121,4 +128,4 @@ def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
         runpy.run_path(argv[0], run_name="__main__")
     except Exception:  # noqa: BLE001  (passed on as text)
         Path(argv[1], f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
-        sys.exit(1)
+        os._exit(1)

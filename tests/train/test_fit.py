@@ -259,8 +259,6 @@ for kind in ("whole", "stopped"):
     told.append([[e.loss, e.validation, e.steps] for e in history])
     told.append(training.model.head.weight.tolist())
 Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told))
-dist.barrier()
-dist.destroy_process_group()
 """
 
 
@@ -292,8 +290,6 @@ mine = samples(20, 9)[10 * rank : 10 * (rank + 1)] if rank < 2 else samples(7, 3
 loader = DataLoader(mine, batch_size=4, collate_fn=PadCollate())
 found = evaluate(Tagger(), loader, loss_of, weight=tokens, group=groups[rank == 2])
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
-dist.barrier()
-dist.destroy_process_group()
 """
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.large_steps import Data, loss_sum, make_model
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.ranks import run_ranks
 from torchbudget import GradAccumulator, MeasuredCost, PaddedCost
 from torchbudget.errors import OptionError, StepError
 
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's 
 
 STARVED = """
 import json
-import math
+import os
 import resource
 import sys
 import warnings
@@ -52,6 +50,10 @@ def data_bytes():
 def starve():
     "From here on no large block can be allocated."
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes(), resource.RLIM_INFINITY))
+
+
+def write(results):
+    Path(sys.argv[1], os.environ["RANK"] + ".json").write_text(json.dumps(results))
 
 
 def feed():
@@ -127,7 +129,7 @@ PLACES = ["inner", "norm", "outer", "backward of outer", "backward of inner"]
 RANDOM = (
     STARVED
     + """
-places, dropout = json.loads(sys.argv[1]), sys.argv[2] == "dropout"
+places, dropout = json.loads(sys.argv[2]), sys.argv[3] == "dropout"
 rng = np.random.default_rng(len(places))
 x = torch.from_numpy(rng.normal(size=(36, 4)))
 x[:, 0] = torch.arange(36)
@@ -152,38 +154,25 @@ for number, batch in enumerate(x.split(4)):
     for part in batch.split(2) if number in halved else [batch]:  # the same cut, by hand
         calm_step(part)
 same = all(a.equal(b) for a, b in zip(model.state_dict().values(), calm.state_dict().values()))
-print(json.dumps({
+write({
     "same": same, "difference": difference(model, calm), "failures": model.failures,
     "out_of_memory": accumulator.out_of_memory, "counted": sorted(counted) == list(range(36)),
     "last": accumulator.last.weight, "steps": accumulator.last.number,
-}))
+})
 """
 )
 
 
-def run(script: str, *arguments: Any) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert not done.returncode, done.stderr
-    results: dict[str, Any] = json.loads(done.stdout)
-    return results
-
-
 @pytest.mark.parametrize("dropout", ["dropout", "none"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_failed_allocation_is_undone(place: str, dropout: str) -> None:
+def test_a_failed_allocation_is_undone(place: str, dropout: str, tmp_path: Path) -> None:
     """In forward or backward, four times: each sample counts once, and the steps are the same.
 
     Without dropout and batch statistics they differ by at most 1e-12 from the uncut run's. With
     them they are, bit for bit, those of a run that was cut so from the start: random numbers and
     buffers of the failed attempt are gone.
     """
-    results = run(RANDOM, json.dumps([place] * 4), dropout)
+    (results,) = run_ranks(RANDOM, tmp_path, 1, json.dumps([place] * 4), dropout)
     assert results["failures"] == results["out_of_memory"] == 4
     assert results["counted"]
     assert (results["steps"], results["last"]) == (3, 12)
@@ -203,19 +192,19 @@ try:
     accumulator.run_or_split(starving, torch.zeros(4, 4, dtype=torch.float64))
 except SampleTooLargeError as error:
     feed()
-    print(json.dumps({
+    write({
         "text": str(error), "tries": accumulator.out_of_memory,
         "same": all(a.equal(b) for a, b in zip(before, model.parameters())),
         "clean": all(p.grad is None for p in model.parameters()),
         "random": random.equal(torch.get_rng_state()),
-    }))
+    })
 """
 )
 
 
-def test_one_sample_that_does_not_fit() -> None:
+def test_one_sample_that_does_not_fit(tmp_path: Path) -> None:
     """4, 2 and 1 samples fail: a clear error, and everything is as it was."""
-    results = run(HOPELESS)
+    (results,) = run_ranks(HOPELESS, tmp_path, 1)
     assert "out of memory with one sample" in results.pop("text")
     assert results == {"tries": 3, "same": True, "clean": True, "random": True}
 
@@ -253,7 +242,7 @@ except SampleTooLargeError as error:
     feed()
     told["error"] = str(error)
 told["counted"], told["out_of_memory"] = len(counted), accumulator.out_of_memory
-Path(folder, f"{rank}.json").write_text(json.dumps(told))
+write(told)
 """
 )
 

@@ -26,40 +26,44 @@ import torchbudget as tb
 from tests.support.training_cases import CASES
 from torchbudget.machine.host import process_memory, reset_peak_memory
 
-name, budget, method, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+name, budget, how, limited = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4
 training = CASES[name]()
-cost = tb.measure_cost(
-    training.step, training.make_batch, max_size=training.max_size, budget=budget, method=method
-)
 rng = np.random.default_rng(0)
 ends = np.atleast_1d(training.max_size)
 sizes = np.clip(ends * rng.lognormal(-2, 0.8, (400, len(ends))), 1, ends).astype(int)
-batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
-if "fixed" in kind:  # as many samples in each as ours have on average
-    each = -(-len(sizes) // len(batches))
-    batches = np.split(rng.permutation(len(sizes)), range(each, len(sizes), each))
-if "limited" in kind:  # what is there now, and what the budget leaves
+probes = ()
+if how.isdecimal():  # that many samples in each batch
+    tb.trim_malloc()
+    batches = np.split(rng.permutation(len(sizes)), range(int(how), len(sizes), int(how)))
+else:
+    cost = tb.measure_cost(
+        training.step, training.make_batch, max_size=training.max_size, budget=budget, method=how
+    )
+    probes = cost.probes
+    batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
+if limited:  # what is there now, and what the budget leaves
     memory = process_memory()
     status = open("/proc/self/status").read()
     data = int(status.partition("VmData:")[2].split()[0]) * 1024
     limit = data + budget - memory.resident_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 reset_peak_memory()
-print("measured", flush=True)
+print("begun", flush=True)
 for batch in batches:
     size = sizes[batch].max(0)
     size = tuple(map(int, size)) if len(ends) > 1 else int(size[0])
     training.step(training.make_batch(len(batch), size))
-print(process_memory().peak_resident_bytes / budget, len(cost.probes))
+print(process_memory().peak_resident_bytes / budget, len(probes), -(-len(sizes) // len(batches)))
 """
 
 
 BUDGET = 600 * 2**20
 
 
-def epoch(name: str, method: str, kind: str = "ours") -> subprocess.CompletedProcess[str]:
+def epoch(name: str, how: str, *limited: str) -> subprocess.CompletedProcess[str]:
+    """In batches of a measured cost, or of a number of samples; under a limit of allocations."""
     return subprocess.run(
-        [sys.executable, "-c", EPOCH, name, str(BUDGET), method, kind],
+        [sys.executable, "-c", EPOCH, name, str(BUDGET), how, *limited],
         capture_output=True,
         text=True,
         check=False,
@@ -86,7 +90,7 @@ def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) 
     """
     done = epoch(name, method)
     assert not done.returncode, done.stderr
-    share, probes = done.stdout.split()[1:]
+    share, probes, _ = done.stdout.split()[1:]
     assert least <= float(share) <= 1
     assert int(probes) <= 8
 
@@ -95,19 +99,20 @@ def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) 
 def test_an_epoch_ends_under_a_limit_of_allocations() -> None:
     """`RLIMIT_DATA` at the budget: ours ends; fixed batches of the same mean number do not."""
     name = "decoder, scores kept"
-    ours, fixed = epoch(name, "auto", "ours, limited"), epoch(name, "auto", "fixed, limited")
+    ours = epoch(name, "auto", "limited")
     assert not ours.returncode, ours.stderr
-    assert fixed.stdout.split() == ["measured"]
+    fixed = epoch(name, ours.stdout.split()[-1], "limited")
+    assert fixed.stdout.split() == ["begun"]
     assert "can't allocate memory" in fixed.stderr
 
 
 def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
     """The kernel kills who needs more: not ours; fixed batches of the same mean number."""
     with memory_group(BUDGET) as group:
-        group.output(EPOCH, "decoder, scores kept", BUDGET, "auto", "ours")
-        with group.python(EPOCH, "decoder, scores kept", BUDGET, "auto", "fixed") as fixed:
+        ours = group.output(EPOCH, "decoder, scores kept", BUDGET, "auto")
+        with group.python(EPOCH, "decoder, scores kept", BUDGET, ours.split()[-1]) as fixed:
             printed, errors = fixed.communicate(timeout=120)
-    assert printed.split() == ["measured"], errors
+    assert printed.split() == ["begun"], errors
     assert fixed.returncode == -signal.SIGKILL
 
 

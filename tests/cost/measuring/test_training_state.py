@@ -41,7 +41,7 @@ def same(before: list[Any], after: list[Any]) -> bool:
 def test_nothing_is_changed(name: str, warm: bool, method: str) -> None:
     """Parameters, buffers, gradients, optimizer state and generators are as before, bit for bit.
 
-    Whether the optimizer has stepped before or not, and with gradients there.
+    Whether the optimizer has stepped before or not, and whether gradients are there or not.
     """
     training = CASES[name]()
     if warm:
@@ -53,7 +53,9 @@ def test_nothing_is_changed(name: str, warm: bool, method: str) -> None:
     before, states = everything(training), len(training.optimizer.state)
     torch.manual_seed(3)
     before[-3] = torch.get_rng_state()
-    budget = process_memory().resident_bytes + 300 * 2**20
+    parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    budget = process_memory().resident_bytes + 160 * 2**20
+    budget += 0 if warm else 3 * parameter_bytes  # gradients, and the optimizer's two averages
     measure_cost(
         training.step,
         training.make_batch,
@@ -132,14 +134,6 @@ def test_everything_in_a_trainer_is_restored(warm: bool, method: str) -> None:
     trainer.fit(torch.ones(2, 4, 8))
     assert not calls
     assert trainer.state()[0] != before[0]
-
-
-def test_the_optimizers_empty_state_stays_empty() -> None:
-    training = CASES["heavy"]()
-    budget = process_memory().resident_bytes + 300 * 2**20
-    measure_cost(training.step, training.make_batch, max_size=100, budget=budget)
-    assert not training.optimizer.state
-    assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
 def test_an_optimizer_that_is_not_found() -> None:
