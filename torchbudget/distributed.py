@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchbudget.checks import at_least_one, natural
@@ -24,3 +26,27 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if natural("rank", rank) >= ranks:
         raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
     return ranks, rank
+
+
+_host_groups: dict[Any, Any] = {}  # by the group whose ranks they join
+
+
+def host_group(group: Any = None) -> Any:
+    """A group of the same ranks whose collectives run on the host, over gloo.
+
+    A collective of the group's ranks when it is called first. Made once for each group.
+
+    Args:
+        group: of processes; `None`: all.
+    """
+    distributed = torch.distributed
+    group = distributed.group.WORLD if group is None else group
+    if distributed.get_backend(group) == "gloo":
+        return group
+    if group not in _host_groups:
+        _host_groups[group] = distributed.new_group(
+            distributed.get_process_group_ranks(group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return _host_groups[group]

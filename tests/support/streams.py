@@ -120,7 +120,7 @@ class OneProcess:
 
     def state_dict(self) -> dict[str, Any]:
         reader = self.stream.reader_of(self.slot) if self.reader is None else self.reader
-        return self.stream.state_at([self.slot], [reader.cursor])
+        return self.stream.state_of(reader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)

@@ -1,16 +1,15 @@
-"""Where a stream stands in one process: the plan's cursor, and where the source stands."""
+"""Where a stream stands: in each process the plan's cursor, and where the source stands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
+from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.fingerprint import Plain
-
-Stamp: TypeAlias = tuple[int, int, int, int, int, int | None, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,71 +57,87 @@ class StreamCursor(Cursor):
     @property
     def is_beginning(self) -> bool:
         """Whether nothing of the source was read before it."""
-        return not (self.start or self.rounds or self.number)
+        return not (self.start or self.rounds or self.number or self.finished)
 
-    def stamp(self) -> Stamp:
-        """The cursor as a tuple, which is pickled beside every batch."""
-        return (
-            self.epoch,
-            self.first_epoch,
-            self.number,
-            self.start,
-            self.rounds,
-            self.to_come,
-            self.source,
-        )
 
-    @classmethod
-    def of_stamp(cls, stamp: Stamp) -> StreamCursor:
-        """The cursor after a micro-batch that was stamped."""
-        epoch, first_epoch, number, start, rounds, to_come, source = stamp
-        return cls(
-            epoch=epoch,
-            first_epoch=first_epoch,
-            number=number,
-            start=start,
-            stop=start,
-            rounds=rounds,
-            to_come=to_come,
-            finished=to_come == 0,
-            source=source,
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Where the processes stand that read a stream on one rank.
 
-    def to_plain(self, order: Plain, dealing: Plain) -> dict[str, Any]:
-        """In plain JSON types, except for the source's own state.
+    Attributes:
+        cursors: of each worker, by number.
+        dealings: what must be the same for each of them to go on within a window.
+        turn: the worker whose batch comes next.
+    """
+
+    cursors: Sequence[StreamCursor]
+    dealings: Sequence[Plain]
+    turn: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """That they read."""
+        return self.cursors[0].epoch
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether nothing of the source was read before."""
+        return all(cursor.is_beginning for cursor in self.cursors)
+
+    def to_plain(self, order: Plain, *, seeks: bool) -> dict[str, Any]:
+        """In plain JSON types, except for the source's own states.
 
         Args:
             order: what must be the same for positions to mean the same samples.
-            dealing: what must be the same for samples to be cut and dealt the same way.
+            seeks: whether the source goes on by its own state, or is skipped through.
         """
         return {
-            **Cursor.encode(self, None, order, dealing),
-            "stop": self.start,
-            "first_epoch": self.first_epoch,
-            "pass": self.number,
-            "to_come": self.to_come,
-            "finished": self.finished,
-            "source": self.source,
+            "epoch": self.epoch,
+            "turn": self.turn,
+            "goes_on_by": "seeking" if seeks else "skipping",
+            "workers": [
+                {
+                    **cursor.encode(None, order, dealing),
+                    "first_epoch": cursor.first_epoch,
+                    "pass": cursor.number,
+                    "to_come": cursor.to_come,
+                    "finished": cursor.finished,
+                    "source": cursor.source,
+                }
+                for cursor, dealing in zip(self.cursors, self.dealings, strict=True)
+            ],
         }
 
     @classmethod
-    def of_plain(cls, state: Mapping[str, Any], order: Plain) -> StreamCursor:
-        """The cursor of a state, whose `dealing` the caller compares.
+    def of_plain(cls, state: Any, order: Plain) -> StreamState:
+        """The state that was saved.
 
         Raises:
-            StateError: the state is malformed.
+            StateError: it is malformed.
             StateMismatchError: it belongs to another stream or version.
         """
-        known = Cursor.decode(state, order, {})
+        if not isinstance(state, Mapping) or not state.get("workers"):
+            raise StateError("expected what BudgetedIterableDataset.state_dict() returned")
+        workers, turn = state["workers"], state.get("turn", -1)
+        if not isinstance(workers, list) or turn not in range(len(workers)):
+            raise StateError(f"the state is malformed: turn {turn!r} of workers {workers!r}")
+        cursors = [cls._worker_of_plain(worker, order) for worker in workers]
+        if {cursor.epoch for cursor in cursors} != {state.get("epoch")}:
+            raise StateError(f"the state is malformed: epoch {state.get('epoch')!r}")
+        return cls(cursors=cursors, dealings=[worker["dealing"] for worker in workers], turn=turn)
+
+    @staticmethod
+    def _worker_of_plain(worker: Mapping[str, Any], order: Plain) -> StreamCursor:
+        known = Cursor.decode(worker, order, {})
         try:
-            first_epoch, number = int(state["first_epoch"]), int(state["pass"])
-            to_come = None if state["to_come"] is None else int(state["to_come"])
-            finished, source = bool(state["finished"]), state["source"]
+            first_epoch, number = int(worker["first_epoch"]), int(worker["pass"])
+            to_come = None if worker["to_come"] is None else int(worker["to_come"])
+            finished, source = bool(worker["finished"]), worker["source"]
+            if min(first_epoch, number, to_come or 0) < 0:
+                raise ValueError("a number is below 0")
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
-        if min(first_epoch, number, to_come or 0) < 0:
-            raise StateError("the state is malformed: a number is below 0")
-        return cls(
+        return StreamCursor(
             epoch=known.epoch,
             start=known.start,
             stop=known.start,
@@ -134,18 +149,38 @@ class StreamCursor(Cursor):
             source=source,
         )
 
+    def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
+        """Where a process goes on.
 
-def check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:
+        Raises:
+            StateError: the state is malformed.
+            StateMismatchError: this process cannot go on from it.
+        """
+        several = len(self.cursors) > 1
+        if several and len(self.cursors) != slot.workers:
+            raise StateMismatchError(
+                f"the state is that of {len(self.cursors)} workers, here are {slot.workers}; it "
+                f"goes on with num_workers={len(self.cursors)}"
+            )
+        number = slot.worker if several else 0
+        cursor, saved = self.cursors[number], self.dealings[number]
+        _check_dealing(cursor, saved, dealing)
+        if cursor.to_come is not None and saved["workers"] != slot.workers:
+            return replace(cursor, to_come=slot.share(cursor.to_come))
+        return cursor
+
+
+def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:
     """Whether a process can go on from a cursor that was saved under another dealing.
 
     Raises:
         StateError: the state is malformed.
         StateMismatchError: it cannot.
     """
-    if saved == mine or (cursor.is_beginning and not cursor.finished):
-        return
     if not isinstance(saved, Mapping) or set(saved) != set(mine):
         raise StateError(f"the state is malformed: its dealing is {saved!r}")
+    if saved == mine or cursor.is_beginning:
+        return
     changed = "; ".join(
         f"{name}: saved {saved[name]!r}, now {mine[name]!r}"
         for name in mine

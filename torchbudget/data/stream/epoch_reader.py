@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from torchbudget.data.sizes.key import sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
@@ -40,9 +41,7 @@ class EpochReader(Iterator[Any]):
         settings: of the stream.
         slot: of this process.
         cursor: where it begins.
-        look_ahead: bytes of the samples that wait for their micro-batch; `None`: no limit.
-        count_skipped: called with `oversize=` or `failed=`, the number of samples skipped.
-        when_finished: called with this when the last micro-batch was read.
+        progress: of all processes.
 
     Attributes:
         slot: of this process.
@@ -53,29 +52,20 @@ class EpochReader(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        slot: WorkerSlot,
-        cursor: StreamCursor,
-        *,
-        look_ahead: int | None,
-        count_skipped: Callable[..., None],
-        when_finished: Callable[[EpochReader], None],
+        self, settings: Settings, slot: WorkerSlot, cursor: StreamCursor, progress: Progress
     ) -> None:
         self.slot = slot
         self.began = self.cursor = cursor
         self.stamps = False
         self._settings = settings
-        self._look_ahead = look_ahead
-        self._when_finished = when_finished
+        self._progress = progress
         self._batches: Generator[tuple[StreamCursor, list[Any]]] | None = None
-        self.windows = Windows(
-            settings,
-            slot,
-            look_ahead=look_ahead,
-            count_skipped=count_skipped,
-            endless=cursor.to_come is not None,
-        )
+        self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next epoch begins where this one has ended."""
+        return self.cursor.finished and self.cursor.to_come is not None
 
     def go_on(self, following: StreamCursor) -> None:
         """Begin the next epoch where this one ended, with the samples that are in memory."""
@@ -83,7 +73,7 @@ class EpochReader(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self.cursor.finished:
-            self._finish()
+            self._end_epoch()
             raise StopIteration
         if self._batches is None:
             self._batches = self._read(self.cursor)
@@ -94,7 +84,7 @@ class EpochReader(Iterator[Any]):
             raise
         if found is None:
             self.cursor = replace(self.cursor, finished=True)
-            self._finish()
+            self._end_epoch()
             raise StopIteration
         self.windows.num_batches += 1
         cursor, samples = found
@@ -105,14 +95,14 @@ class EpochReader(Iterator[Any]):
             cursor, epoch=self.cursor.epoch, to_come=to_come, finished=to_come == 0
         )
         if self.cursor.finished:
-            self._when_finished(self)
+            self._end_epoch()
         batch = self._settings.collate_fn(samples)
         if self.stamps:
-            return StampedBatch(batch, self.slot.worker, self.cursor.stamp())
+            return StampedBatch(batch, self.slot.worker, self.cursor)
         return batch
 
-    def _finish(self) -> None:
-        self._when_finished(self)
+    def _end_epoch(self) -> None:
+        self._progress.end(self.cursor.epoch, self.slot.worker, self.slot.workers)
         if self.cursor.to_come is None:
             self.close()
 
@@ -198,10 +188,11 @@ class EpochReader(Iterator[Any]):
     def _joined(self, uneven: BufferedSamples, following: BufferedSamples) -> BufferedSamples:
         """Samples that cannot be dealt evenly, with those after them."""
         samples = uneven.samples + following.samples
-        if self._look_ahead is not None and sum(map(held_bytes, samples)) > self._look_ahead:
+        look_ahead = self._settings.look_ahead_of(self.slot)
+        if look_ahead is not None and sum(map(held_bytes, samples)) > look_ahead:
             raise UnevenRanksError(
                 f"{len(uneven.samples)} samples fill the look-ahead of "
-                f"{format_bytes(self._look_ahead)}, and cannot be dealt evenly to "
+                f"{format_bytes(look_ahead)}, and cannot be dealt evenly to "
                 f"{self.slot.ranks} ranks; allow more bytes, or use fewer ranks"
             )
         sizes = None

@@ -29,19 +29,6 @@ class Item(NamedTuple):
     value: Any
 
 
-class Failed:
-    """An item whose transforms raised.
-
-    Args:
-        error: names the item; its cause is the exception of the transform.
-    """
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: SampleError) -> None:
-        self.error = error
-
-
 class Pipeline:
     """The transforms of a stream.
 
@@ -67,8 +54,8 @@ class Pipeline:
 
     def __call__(
         self, items: Iterator[Item], *, apart: bool
-    ) -> Iterator[tuple[int, list[Any] | Failed]]:
-        """The position and the samples of each item, in order.
+    ) -> Iterator[tuple[int, list[Any] | SampleError]]:
+        """The position and the samples of each item, or the error of its transforms, in order.
 
         At most `2 · threads` items are in progress at a time.
 
@@ -93,7 +80,7 @@ class Pipeline:
             break
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
-        in_progress: deque[tuple[int, Future[list[Any] | Failed]]] = deque()
+        in_progress: deque[tuple[int, Future[list[Any] | SampleError]]] = deque()
         try:
             while True:
                 if not (apart and in_progress):
@@ -108,7 +95,7 @@ class Pipeline:
             for _, future in in_progress:
                 future.cancel()
 
-    def _transform(self, item: Item) -> list[Any] | Failed:
+    def _transform(self, item: Item) -> list[Any] | SampleError:
         token = sample_random.set(SampleRandom(item.seed))
         try:
             samples = [item.value]
@@ -121,7 +108,7 @@ class Pipeline:
             name = self._describe(item.name, item.value)
             failure = SampleError(f"{name} cannot be made: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            return Failed(failure)
+            return failure
         finally:
             sample_random.reset(token)
         return samples

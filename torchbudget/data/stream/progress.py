@@ -43,7 +43,13 @@ class Progress:
         return epoch >= 0 and bool(self._workers[worker, _EPOCHS_DONE] == epoch + 1)
 
     def end(self, epoch: int, worker: int, workers: int) -> None:
-        """A worker is done with an epoch."""
+        """A worker is done with an epoch.
+
+        Raises:
+            OptionError: there are too many workers.
+        """
+        if workers > WORKERS:
+            raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")
         self._workers[worker, :2] = torch.tensor([workers, epoch + 1])
 
     def reopen(self) -> None:
@@ -76,7 +82,7 @@ class Progress:
 
     @property
     def tracked(self) -> int:
-        """The number of the tracked loop that is running; 0: none is."""
+        """The number of the tracked loop that is running; below 0: it is over."""
         return int(self._numbers[_TRACKED])
 
     @tracked.setter
@@ -85,12 +91,12 @@ class Progress:
 
     @property
     def last_loop(self) -> int:
-        """Of workers: the number of the last loop if it was tracked, else -1; 0: they read none."""
+        """Of workers: its number if it was tracked, else -1; 0: this process read, or none."""
         return int(self._numbers[_LAST_LOOP])
 
-    def note_loop(self, *, in_worker: bool) -> None:
-        """A process begins a loop."""
-        self._numbers[_LAST_LOOP] = (self.tracked or -1) if in_worker else 0
+    @last_loop.setter
+    def last_loop(self, number: int) -> None:
+        self._numbers[_LAST_LOOP] = number
 
     # ------------------------------------------------------------------ skipped samples
 
@@ -106,9 +112,3 @@ class Progress:
     def forget_skipped(self) -> None:
         """Count them anew."""
         self._workers[:, 2:] = 0
-
-
-def check_workers(workers: int) -> None:
-    """Raise an `OptionError` if there are too many."""
-    if workers > WORKERS:
-        raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")

@@ -25,6 +25,7 @@ from torchbudget.plan.solver import default_window
 
 _LARGEST: Final = 2**16  # the largest size at which the fingerprint of a cost asks it
 _AXES: Final = 4
+_HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
 
 ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
 
@@ -40,6 +41,8 @@ class Settings:
         grouping: how a window is cut and dealt to the ranks.
         size: where the size of a sample is found.
         sized: whether sizes are taken.
+        look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
+        host_bytes: of the budget; `None`: no limit.
         window: items that are read, sorted and cut together.
         shuffle: shards, and the micro-batches of a window.
         seed: of all randomness.
@@ -59,6 +62,8 @@ class Settings:
     grouping: Grouping
     size: SizeKey
     sized: bool
+    look_ahead: int | None
+    host_bytes: int | None
     window: int
     shuffle: bool
     seed: int
@@ -103,13 +108,19 @@ class Settings:
             "batches_per_epoch": self.batches_per_epoch,
         }
 
-    def dealing(self, slot: WorkerSlot, look_ahead: int | None) -> Plain:
+    def look_ahead_of(self, slot: WorkerSlot) -> int | None:
+        """Bytes of the samples that wait in one process; `None`: no limit."""
+        if self.look_ahead is None and self.host_bytes is not None:
+            return max(self.host_bytes // _HOST_SHARE // slot.workers, 1)
+        return self.look_ahead
+
+    def dealing(self, slot: WorkerSlot) -> Plain:
         """What must be the same for the samples in memory to be cut and dealt the same way."""
         split = self.source.split
         return self.rules | {
             "drop_last": self.drop_last,
             "on_error": self.on_error,
-            "look_ahead": look_ahead,
+            "look_ahead": self.look_ahead_of(slot),
             "split": split,
             "worker": slot.worker,
             "workers": slot.workers,

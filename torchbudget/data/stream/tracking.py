@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchbudget.data.stream.cursor import Stamp, StreamCursor
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.errors import OptionError, StateError
 
 
@@ -19,22 +19,22 @@ class StampedBatch:
     Args:
         batch: of any type.
         worker: that read it.
-        stamp: the worker's cursor after it.
+        cursor: of the worker, after it.
     """
 
-    __slots__ = ("batch", "stamp", "worker")
+    __slots__ = ("batch", "cursor", "worker")
 
-    def __init__(self, batch: Any, worker: int, stamp: Stamp) -> None:
+    def __init__(self, batch: Any, worker: int, cursor: StreamCursor) -> None:
         self.batch = batch
         self.worker = worker
-        self.stamp = stamp
+        self.cursor = cursor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StampedBatch, (self.batch, self.worker, self.stamp)
+        return StampedBatch, (self.batch, self.worker, self.cursor)
 
     def pin_memory(self, device: Any = None) -> StampedBatch:
         """With a batch that is pinned as if it came alone."""
-        return StampedBatch(pin_memory(self.batch, device), self.worker, self.stamp)
+        return StampedBatch(pin_memory(self.batch, device), self.worker, self.cursor)
 
 
 class CollateBeside:
@@ -50,7 +50,7 @@ class CollateBeside:
     def __call__(self, batch: Any) -> Any:
         """Collate what was stamped, and what was not."""
         if isinstance(batch, StampedBatch):
-            return StampedBatch(self._collate_fn(batch.batch), batch.worker, batch.stamp)
+            return StampedBatch(self._collate_fn(batch.batch), batch.worker, batch.cursor)
         return self._collate_fn(batch)
 
 
@@ -71,24 +71,17 @@ class TrackedLoop:
 
     Args:
         number: of the loop.
-        slots: of its workers, by number.
-        began: where each of them begins.
-        turn: the worker whose batch comes first.
+        began: where they begin.
 
     Attributes:
-        turn: the worker whose batch comes next.
+        state: after the last batch that came.
         ended: whether the loop came to its end.
     """
 
-    def __init__(
-        self, number: int, slots: Sequence[WorkerSlot], began: Sequence[StreamCursor], turn: int
-    ) -> None:
+    def __init__(self, number: int, began: StreamState) -> None:
         self.number = number
-        self.slots = slots
-        self.turn = turn
+        self.state = began
         self.ended = False
-        self._began = began
-        self._stamps: dict[int, Stamp] = {}
 
     def note(self, stamped: Any) -> Any:
         """A batch came: the batch alone.
@@ -101,22 +94,16 @@ class TrackedLoop:
                 "this batch came without its position: its worker was started by a loop that was "
                 "not tracked; use tracked(loader) in every loop over workers that persist"
             )
-        self._stamps[stamped.worker] = stamped.stamp
-        self.turn = (stamped.worker + 1) % len(self.slots)
+        cursors = list(self.state.cursors)
+        cursors[stamped.worker] = stamped.cursor
+        turn = (stamped.worker + 1) % len(cursors)
+        self.state = replace(self.state, cursors=cursors, turn=turn)
         return stamped.batch
 
     @property
     def finished(self) -> bool:
         """Whether the epoch's last batch came."""
-        return self.ended or all(cursor.finished for cursor in self.cursors)
-
-    @property
-    def cursors(self) -> list[StreamCursor]:
-        """Of each worker, after its last batch that came."""
-        return [
-            StreamCursor.of_stamp(self._stamps[worker]) if worker in self._stamps else began
-            for worker, began in enumerate(self._began)
-        ]
+        return self.ended or all(cursor.finished for cursor in self.state.cursors)
 
 
 def check_loader(loader: Any, stream: Any) -> None:

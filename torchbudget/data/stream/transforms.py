@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,81 +67,66 @@ def rng() -> np.random.Generator:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A function with further arguments after the sample."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, value: Any) -> Any:
-        return self.function(value, *self.args, **self.kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unpacked(_Call):
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return self.function(*self.args, **value, **self.kwargs)
-        return self.function(*value, *self.args, **self.kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _At:
-    places: tuple[Any, ...]
-    call: _Call
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {**value, **{place: self.call(value[place]) for place in self.places}}
-        fields = list(value)
-        for place in self.places:
-            fields[place] = self.call(fields[place])
-        return _like(value, fields)
-
-
-@dataclass(frozen=True, slots=True)
-class _Zipped:
-    calls: tuple[Transform | None, ...]
-
-    def __call__(self, value: Any) -> Any:
-        fields = list(value.values() if isinstance(value, Mapping) else value)
-        if len(fields) != len(self.calls):
-            raise ValueError(f"zip_apply has {len(self.calls)} functions for {len(fields)} fields")
-        new = [one if f is None else f(one) for f, one in zip(self.calls, fields, strict=True)]
-        return (
-            dict(zip(value, new, strict=True)) if isinstance(value, Mapping) else _like(value, new)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Each(_Call):
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: _Call.__call__(self, one) for name, one in value.items()}
-        return _like(value, [_Call.__call__(self, one) for one in value])
-
-
-@dataclass(frozen=True, slots=True)
-class _Sometimes:
-    probability: float
-    call: _Call
-
-    def __call__(self, value: Any) -> Any:
-        return self.call(value) if rng().random() < self.probability else value
-
-
-@dataclass(frozen=True, slots=True)
-class _WithSampledArgs(_Call):
-    def __call__(self, value: Any) -> Any:
-        args = [one() if callable(one) else one for one in self.args]
-        kwargs = {name: one() if callable(one) else one for name, one in self.kwargs.items()}
-        return self.function(value, *args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Expanded(_Call):
+class Expanded:
     """Turns one sample into any number of samples."""
+
+    function: Callable[[Any], Iterable[Any]]
+
+    def __call__(self, sample: Any) -> Iterable[Any]:
+        """The samples."""
+        return self.function(sample)
+
+
+def _then(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Any:
+    return function(value, *args, **kwargs)
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Transform:
+    """`function` with further arguments after the sample, picklable."""
+    return partial(_then, function, args, kwargs)
+
+
+def _unpack(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return function(*args, **value, **kwargs)
+    return function(*value, *args, **kwargs)
+
+
+def _at(places: tuple[Any, ...], function: Transform, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {**value, **{place: function(value[place]) for place in places}}
+    fields = list(value)
+    for place in places:
+        fields[place] = function(fields[place])
+    return _like(value, fields)
+
+
+def _zipped(functions: tuple[Transform | None, ...], value: Any) -> Any:
+    fields = list(value.values() if isinstance(value, Mapping) else value)
+    if len(fields) != len(functions):
+        raise ValueError(f"zip_apply has {len(functions)} functions for {len(fields)} fields")
+    new = [one if f is None else f(one) for f, one in zip(functions, fields, strict=True)]
+    return dict(zip(value, new, strict=True)) if isinstance(value, Mapping) else _like(value, new)
+
+
+def _each(function: Transform, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: function(one) for name, one in value.items()}
+    return _like(value, list(map(function, value)))
+
+
+def _sometimes(probability: float, function: Transform, value: Any) -> Any:
+    return function(value) if rng().random() < probability else value
+
+
+def _with_sampled(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Any:
+    args = [one() if callable(one) else one for one in args]
+    kwargs = {name: one() if callable(one) else one for name, one in kwargs.items()}
+    return function(value, *args, **kwargs)
+
+
+def _kept(predicate: Transform, value: Any) -> list[Any]:
+    return [value] if predicate(value) else []
 
 
 def _like(value: Any, fields: list[Any]) -> Any:
@@ -155,7 +141,7 @@ def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tran
     >>> unpack_args(max)((3, 5))
     5
     """
-    return _Unpacked(function, args, kwargs)
+    return partial(_unpack, function, args, kwargs)
 
 
 def apply_at(
@@ -167,7 +153,7 @@ def apply_at(
     (3, 'd')
     """
     several = (places,) if isinstance(places, (int, str)) else tuple(places)
-    return _At(several, _Call(function, args, kwargs))
+    return partial(_at, several, _call(function, args, kwargs))
 
 
 def zip_apply(*functions: Transform | None) -> Transform:
@@ -176,7 +162,7 @@ def zip_apply(*functions: Transform | None) -> Transform:
     >>> zip_apply(len, None)(("abc", "d"))
     (3, 'd')
     """
-    return _Zipped(functions)
+    return partial(_zipped, functions)
 
 
 def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
@@ -185,7 +171,7 @@ def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transfo
     >>> multiply(len)({"source": "abc", "target": "de"})
     {'source': 3, 'target': 2}
     """
-    return _Each(function, args, kwargs)
+    return partial(_each, _call(function, args, kwargs))
 
 
 def random_apply(
@@ -198,7 +184,7 @@ def random_apply(
     """
     if not 0 <= probability <= 1:
         raise OptionError(f"expected a probability between 0 and 1, got {probability!r}")
-    return _Sometimes(probability, _Call(function, args, kwargs))
+    return partial(_sometimes, probability, _call(function, args, kwargs))
 
 
 def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
@@ -206,22 +192,14 @@ def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tran
 
     They may use `transforms.rng()`.
     """
-    return _WithSampledArgs(function, args, kwargs)
+    return partial(_with_sampled, function, args, kwargs)
 
 
 def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> Transform:
     """Each element of `function(sample, *args, **kwargs)` becomes a sample of its own."""
-    return Expanded(function, args, kwargs)
+    return Expanded(_call(function, args, kwargs))
 
 
 def keep_if(predicate: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
     """Keep only samples for which `predicate(sample, *args, **kwargs)` is true."""
-    return Expanded(_Kept(predicate), args, kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    predicate: Callable[..., Any]
-
-    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return [value] if self.predicate(value, *args, **kwargs) else []
+    return Expanded(partial(_kept, _call(predicate, args, kwargs)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Final
@@ -14,7 +14,8 @@ import numpy.typing as npt
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import ReadingGenerators, SampleSeeds
-from torchbudget.data.stream.pipeline import Failed, Item, Pipeline
+from torchbudget.data.stream.pipeline import Item, Pipeline
+from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import without_rest
 from torchbudget.data.stream.settings import Settings
@@ -52,8 +53,7 @@ class Windows:
     Args:
         settings: of the stream.
         slot: of this process.
-        look_ahead: bytes of the samples that wait for their micro-batch; `None`: no limit.
-        count_skipped: called with `oversize=` or `failed=`, the number of samples skipped.
+        progress: where skipped samples are counted.
         endless: start over where the source ends.
 
     Attributes:
@@ -62,19 +62,13 @@ class Windows:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        slot: WorkerSlot,
-        *,
-        look_ahead: int | None,
-        count_skipped: Callable[..., None],
-        endless: bool,
+        self, settings: Settings, slot: WorkerSlot, progress: Progress, *, endless: bool
     ) -> None:
         self._settings = settings
         self._slot = slot
         self._ranks = slot.sharers(settings.source.split)[1]
-        self._look_ahead = look_ahead
-        self._count_skipped = count_skipped
+        self._look_ahead = settings.look_ahead_of(slot)
+        self._progress = progress
         self._endless = endless
         self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.describe)
         self._generators = ReadingGenerators()
@@ -168,10 +162,10 @@ class Windows:
             stop, buffered_bytes = cursor.start + left, 0
             items = self._items(reader, cursor, left)
             for position, samples in self._pipeline(items, apart=reader.disguised):
-                if isinstance(samples, Failed):
+                if isinstance(samples, SampleError):
                     if not settings.skip_failed:
-                        raise samples.error
-                    self._skip_failed(1, samples.error)
+                        raise samples
+                    self._skip_failed(1, samples)
                     continue
                 needed = 0
                 if look_ahead is not None:
@@ -228,7 +222,7 @@ class Windows:
             return
         over = settings.grouping.oversized(sizes, first)
         if over.size:
-            self._count_skipped(oversize=over.size)
+            self._progress.count_skipped(self._slot.worker, oversize=over.size)
             stays = np.ones(len(sizes), np.bool_)
             stays[over] = False
             sizes = sizes[stays]
@@ -246,4 +240,4 @@ class Windows:
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", error)
             self._warned = True
-        self._count_skipped(failed=number)
+        self._progress.count_skipped(self._slot.worker, failed=number)

@@ -1,0 +1,361 @@
+"""A stream in its processes: epochs, loops, and where they stand."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from torchbudget.checks import natural
+from torchbudget.data.stream.cursor import StreamCursor, StreamState
+from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.progress import Progress
+from torchbudget.data.stream.settings import Settings
+from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.tracking import TrackedLoop, check_loader, stamped_batches
+from torchbudget.errors import (
+    DiscardedStateWarning,
+    OptionError,
+    RepeatedSamplesWarning,
+    StateError,
+)
+from torchbudget.protocols import ResumableSource
+
+Stream = TypeVar("Stream", bound="ResumableStream")
+
+
+class ResumableStream(IterableDataset[Any], ResumableSource):
+    """An iterable data set that any number of processes read, and that goes on from anywhere.
+
+    Args:
+        settings: of the stream.
+        num_replicas: ranks.
+        rank: of this process.
+    """
+
+    def __init__(self, settings: Settings, *, num_replicas: int, rank: int) -> None:
+        super().__init__()
+        self.num_replicas, self.rank = num_replicas, rank
+        self._settings = settings
+        self._progress = Progress()
+        self._changes = 0  # of the epoch or the state, as far as this copy knows them
+        self._state: StreamState | None = None  # at which its epoch begins
+        self._reader: EpochReader | None = None  # the last one of this process
+        self._readers: weakref.WeakSet[EpochReader] = weakref.WeakSet()
+        self._process = os.getpid()
+        self._tracked: TrackedLoop | None = None  # the last one
+        self._starting = 0  # the number of the tracked loop that starts workers now
+        self._begun: int | None = None  # in a worker: that of the last loop
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` reads."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()`, in every worker, read this epoch from its beginning.
+
+        If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
+        source goes on where the last epoch ended.
+        """
+        reader = self._reader
+        if natural("epoch", epoch) != self.epoch:
+            state = self._loaded()
+            unused = reader is None and not self._progress.last_loop
+            if unused and state is not None and not state.is_beginning:
+                warnings.warn(
+                    f"set_epoch({epoch}) discards the position that was loaded in epoch "
+                    f"{self.epoch}; go on in that epoch, or do not load the state",
+                    DiscardedStateWarning,
+                    stacklevel=2,
+                )
+            self._begin_at(epoch, None)
+        elif reader is not None and reader.cursor.epoch == epoch:
+            self._reader = self._reader_at(reader.slot, reader.began)
+        self._tracked = None
+        self._progress.last_loop = 0
+        self._progress.forget_skipped()
+
+    def _begin_at(self, epoch: int, state: StreamState | None) -> None:
+        """Make all processes begin the epoch, or at the state."""
+        self._state, self._reader, self._tracked = state, None, None
+        if get_worker_info() is None:
+            self._changes = self._progress.change(epoch, loaded=state is not None)
+        else:  # of a StatefulDataLoader: each of its workers has a state of its own
+            self._progress.begin(epoch)
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the epoch from its beginning, or from the loaded position."""
+        if sys._getframe(1).f_locals.get("auto_collation"):  # the fetcher of a DataLoader
+            raise OptionError(
+                "this stream yields whole batches, which the DataLoader would collate again: pass "
+                "batch_size=None to the DataLoader"
+            )
+        info = get_worker_info()
+        if info is None:
+            return self._begin_loop(0, 1)
+        try:
+            return self._begin_loop(info.id, info.num_workers)
+        except Exception as error:  # noqa: BLE001
+            # A worker that persists dies of what `iter` raises, and passes on what `next` does.
+            return _raising(error)
+
+    def _begin_loop(self, number: int, workers: int) -> EpochReader:
+        self._heed_other_processes()
+        progress, epoch, reader = self._progress, self.epoch, self._reader
+        if reader is not None and reader.cursor.epoch == epoch:
+            reader = self._reader_at(reader.slot, reader.began)
+        elif reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
+            reader.go_on(self._following(reader.cursor, reader.slot))
+        else:
+            reader = self.reader_of(self._slot(number, workers))
+        progress.begin(epoch)
+        loop = self._tracked_loop()
+        progress.last_loop = 0 if get_worker_info() is None else loop or -1
+        reader.stamps = bool(loop)
+        self._reader = reader
+        self._readers.add(reader)
+        return reader
+
+    def _tracked_loop(self) -> int:
+        """The number of the tracked loop that this process begins; 0: it is not tracked.
+
+        A worker may be so late that its loop was broken off.
+        """
+        running = self._progress.tracked
+        if get_worker_info() is None:
+            return max(running, 0)
+        loop = self._starting if self._begun is None else abs(running)
+        if loop == self._begun:
+            return 0
+        self._begun = loop
+        return loop
+
+    def _heed_other_processes(self) -> None:
+        """Follow what another process has chosen since this copy of the stream was made.
+
+        Raises:
+            StateError: it loaded a state, which this one does not have.
+        """
+        if self._process != os.getpid():  # of the process from which this one was forked
+            self._reader, self._process = None, os.getpid()
+        if self._changes != self._progress.changes:
+            if self._progress.was_loaded:
+                raise StateError(
+                    "these workers persist, and a state was loaded after they started: load it "
+                    "before the first loop over the DataLoader"
+                )
+            self._state, self._reader = None, None
+            self._changes = self._progress.changes
+
+    def _loaded(self) -> StreamState | None:
+        """The state at which the next epoch begins, if one was loaded."""
+        state = self._state
+        return state if state is not None and state.epoch == self.epoch else None
+
+    def _slot(self, number: int = 0, workers: int = 1) -> WorkerSlot:
+        """Whose part of the source the worker of that number reads.
+
+        A loader takes from its first worker first, so that one reads for the worker whose turn it
+        was.
+        """
+        state = self._loaded()
+        worker = (number + (0 if state is None else state.turn)) % workers
+        return WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
+
+    def reader_of(self, slot: WorkerSlot) -> EpochReader:
+        """What one process reads of the present epoch.
+
+        Raises:
+            StateMismatchError: it cannot go on from the state that was loaded.
+        """
+        return self._reader_at(slot, self._beginning(slot))
+
+    def _reader_at(self, slot: WorkerSlot, cursor: StreamCursor) -> EpochReader:
+        return EpochReader(self._settings, slot, cursor, self._progress)
+
+    def _beginning(self, slot: WorkerSlot) -> StreamCursor:
+        """Where a process begins the present epoch."""
+        state, epoch = self._loaded(), self.epoch
+        if state is not None:
+            return state.cursor_of(slot, self._settings.dealing(slot))
+        batches = slot.share(self._settings.batches_per_epoch)
+        if batches is not None and self._progress.was_read(epoch - 1, slot.worker):
+            warnings.warn(
+                f"epoch {epoch} starts over at the source's beginning, since workers that have "
+                "just started do not know where the last epoch ended: use "
+                "persistent_workers=True, or loop over stream.tracked(loader)",
+                RepeatedSamplesWarning,
+                stacklevel=3,
+            )
+        return StreamCursor.beginning(epoch, batches)
+
+    # ------------------------------------------------------------------ position
+
+    def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader over this stream, and know which of them came.
+
+        After each of them `state_dict()` is the position after it, with any number of workers, that
+        persist or not, in or out of order. The workers send their positions beside the batches,
+        which the loader's `collate_fn` does not see.
+
+        Args:
+            loader: a `DataLoader` of this stream, with `batch_size=None`.
+
+        Raises:
+            OptionError: it is another loader.
+            StateError: its workers were started by a loop that was not tracked.
+        """
+        check_loader(loader, self)
+        batches: Iterator[Any] = self._track(loader)
+        next(batches)  # up to where the loop begins
+        return batches
+
+    def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        state, workers = self._loaded(), max(loader.num_workers, 1)
+        slots = [replace(self._slot(), worker=n, workers=workers) for n in range(workers)]
+        turn = 0 if state is None else state.turn
+        began = self._state_at(slots, list(map(self._beginning, slots)), turn=turn)
+        progress, number = self._progress, time.monotonic_ns()
+        self._tracked = loop = TrackedLoop(number, began)
+        self._starting = progress.tracked = number
+        try:
+            batches = stamped_batches(loader)
+            self._starting = 0
+            yield None
+            for stamped in batches:
+                yield loop.note(stamped)
+            loop.ended = True
+        finally:
+            self._starting, progress.tracked = 0, -number
+            batches = iter(())  # ends workers that do not persist
+            if not loop.finished:
+                progress.reopen()  # workers may be done with the epoch already
+            elif self._settings.batches_per_epoch is not None:
+                self._state = self._state_after(loop)  # for workers that are started later
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, in plain JSON types, except for the source's own state.
+
+        Without workers, and in each worker of torchdata's `StatefulDataLoader`, it is the position
+        of the last iteration; of `tracked(loader)`, that after its last batch. A source that has a
+        state of its own goes on by it (`"goes_on_by": "seeking"`), others are skipped through
+        (`"skipping"`).
+
+        Raises:
+            StateError: workers read, and the loop is not tracked.
+        """
+        settings = self._settings
+        return self._position().to_plain(settings.order, seeks=settings.source.has_states)
+
+    def _position(self) -> StreamState:
+        in_worker, reader, last = get_worker_info() is not None, self._reader, 0
+        if not in_worker:
+            last = self._progress.last_loop
+        if last:
+            if self._tracked is None or self._tracked.number != last:
+                raise StateError(
+                    "workers read this stream, ahead of what the loop has taken: loop over "
+                    "stream.tracked(loader), use a StatefulDataLoader, or set_epoch first"
+                )
+            return self._state_after(self._tracked)
+        if reader is not None and self._process == os.getpid():
+            cursor = reader.cursor
+            if cursor.finished and not in_worker:
+                cursor = self._following(cursor, reader.slot)
+            return self._state_at([reader.slot], [cursor])
+        return self._loaded() or self._state_at_beginning(self.epoch)
+
+    def state_of(self, reader: EpochReader) -> dict[str, Any]:
+        """The position of one process that reads this stream."""
+        settings = self._settings
+        state = self._state_at([reader.slot], [reader.cursor])
+        return state.to_plain(settings.order, seeks=settings.source.has_states)
+
+    def _state_after(self, loop: TrackedLoop) -> StreamState:
+        state, several = loop.state, self._settings.batches_per_epoch is not None
+        if loop.finished and several:
+            slots = [
+                replace(self._slot(), worker=n, workers=len(state.cursors))
+                for n in range(len(state.cursors))
+            ]
+            return self._state_at(slots, list(map(self._following, state.cursors, slots)))
+        if loop.finished or state.is_beginning:
+            return self._state_at_beginning(state.epoch + loop.finished)
+        return state
+
+    def _following(self, cursor: StreamCursor, slot: WorkerSlot) -> StreamCursor:
+        return cursor.following(slot.share(self._settings.batches_per_epoch))
+
+    def _state_at_beginning(self, epoch: int) -> StreamState:
+        slot = WorkerSlot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
+        cursor = StreamCursor.beginning(epoch, self._settings.batches_per_epoch)
+        return self._state_at([slot], [cursor])
+
+    def _state_at(
+        self, slots: Sequence[WorkerSlot], cursors: Sequence[StreamCursor], *, turn: int = 0
+    ) -> StreamState:
+        return StreamState(
+            cursors=cursors, dealings=list(map(self._settings.dealing, slots)), turn=turn
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make every `iter()` begin at a saved position, until its epoch ends.
+
+        The state of a process without workers can go on with any number of them, on any number of
+        ranks, and under another budget, cost or look-ahead if it is at a window's boundary; at an
+        epoch's beginning any state can.
+
+        Raises:
+            StateError: the state is malformed; or, at the next loop, persistent workers had started
+                before it was loaded.
+            StateMismatchError: it is of another stream; or, at the next loop, this process cannot
+                go on from it.
+        """
+        state = StreamState.of_plain(state_dict, self._settings.order)
+        epoch = state.epoch
+        if state.cursors[0].finished:  # of a worker: the next epoch may have been chosen already
+            epoch = max(epoch, self.epoch)
+        self._begin_at(epoch, state)
+
+    # ------------------------------------------------------------------ resources
+
+    def close(self) -> None:
+        """End all iterations of this process, and their threads."""
+        for reader in list(self._readers):
+            reader.close()
+
+    def __enter__(self: Stream) -> Stream:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins where `iter()` would; an iteration stays with the process that iterates.
+        return {**self.__dict__, "_reader": None, "_readers": None, "_tracked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _readers=weakref.WeakSet())
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
