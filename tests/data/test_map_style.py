@@ -44,6 +44,5 @@ def test_a_map_style_data_set_is_a_source(workers: int) -> None:
 
 def test_a_map_style_data_set_seeks() -> None:
     stream = BudgetedIterableDataset(Broken(), TOKENS, 20, window=8, on_error="skip")
-    reader = iter(stream)
-    next(reader)
-    assert reader.state_dict()["goes_on_by"] == "seeking"
+    next(iter(stream))
+    assert stream.state_dict()["goes_on_by"] == "seeking"

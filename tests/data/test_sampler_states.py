@@ -224,6 +224,38 @@ def test_the_state_of_a_loop_whose_workers_run_ahead() -> None:
 
 
 @forks
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_tracked_loop_counts_what_came(workers: int, persistent: bool) -> None:
+    """From any batch the rest equals the rest; epochs advance, and loops broken off begin anew."""
+    options: dict[str, Any] = {"num_workers": workers}
+    if workers:
+        options |= {"persistent_workers": persistent, "prefetch_factor": 8}
+
+    def loop(sampler: Any) -> Any:
+        return sampler.tracked(loader_of(sampler, **options))
+
+    whole = check_every_stop(sampler_of, loop=loop, every=4)
+    assert whole == list(sampler_of())
+    sampler, plain = sampler_of(), sampler_of()
+    loader = loader_of(sampler, **options)
+    for epoch in range(2):
+        batches = sampler.tracked(loader)
+        assert next(batches) == next(iter(plain))
+        del batches  # its workers have read ahead, to the end perhaps
+        assert list(sampler.tracked(loader)) == list(plain)
+        assert sampler.epoch == epoch + 1 == sampler.state_dict()["epoch"]
+
+
+def test_loops_that_cannot_be_tracked() -> None:
+    sampler = sampler_of()
+    with pytest.raises(OptionError, match="batch_sampler"):
+        sampler.tracked(loader_of(sampler_of()))
+    with pytest.raises(OptionError, match="in_order=False"):
+        sampler.tracked(loader_of(sampler, num_workers=2, in_order=False))
+
+
+@forks
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_resumes_at_every_batch(workers: int) -> None:

@@ -40,7 +40,7 @@ def test_whose_position_can_be_saved() -> None:
 
 def test_a_position_needs_a_loader_that_can_load_it() -> None:
     training = Training()
-    state = run_state(training.model, training.accumulator, training.loader, None, epoch=0)
+    state = run_state(training.model, training.accumulator, training.loader, epoch=0, is_over=True)
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
 

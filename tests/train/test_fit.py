@@ -141,7 +141,9 @@ def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> No
 class Streamed(Training):
     """The same, of a stream, whose length is not known."""
 
-    def __init__(self, workers: int, loader: Callable[..., Any]) -> None:
+    def __init__(
+        self, workers: int, loader: Callable[..., Any], batches: int | None = None
+    ) -> None:
         super().__init__()
         stream = BudgetedIterableDataset(
             [samples(60, 0), samples(60, 1)],
@@ -149,6 +151,7 @@ class Streamed(Training):
             100,
             size="x",
             window=30,
+            batches_per_epoch=batches,
         )
         self.loader = loader(stream, batch_size=None, num_workers=workers)
         self.accumulator = GradAccumulator(self.optimizer, self.model, steps=5)
@@ -156,22 +159,26 @@ class Streamed(Training):
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
-def test_a_stream_is_stopped_and_goes_on(kind: str, workers: int, tmp_path: Path) -> None:
-    """Each epoch another order, within epochs and between them."""
+@pytest.mark.parametrize(
+    ("kind", "batches"), [("DataLoader", None), ("DataLoader", 14), ("StatefulDataLoader", None)]
+)
+def test_a_stream_is_stopped_and_goes_on(
+    kind: str, batches: int | None, workers: int, tmp_path: Path
+) -> None:
+    """Each epoch another order, within epochs and between them; of a number of batches, too."""
     stateful: Any = DataLoader
     if kind != "DataLoader":
         stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     torch.manual_seed(11)
-    whole = Streamed(workers, stateful)
-    expected = whole.fit(epochs=3)
+    whole = Streamed(workers, stateful, batches)
+    expected = whole.fit(epochs=3, folder=tmp_path / "whole")
     last = expected[0].steps
     torch.manual_seed(11)
     for stop in [(Step, 2), (Step, last), (Epoch, 0), (Step, last + 1), (Epoch, 1), None]:
-        part = Streamed(workers, stateful)
+        part = Streamed(workers, stateful, batches)
         found = part.fit(
             epochs=3,
-            folder=tmp_path,
+            folder=tmp_path / "part",
             checkpoint_steps=1,
             callbacks=[lambda record, s=stop: (type(record), record.number) == s],
         )

@@ -24,9 +24,9 @@ def run_state(
     model: nn.Module,
     accumulator: GradAccumulator,
     loader: DataLoader[Any],
-    batches_done: int | None,
     *,
     epoch: int,
+    is_over: bool,
 ) -> dict[str, Any]:
     """Model, optimizers, schedulers, scaler, accumulator; of each rank, data and generators.
 
@@ -36,10 +36,13 @@ def run_state(
         model: as it is trained.
         accumulator: with its optimizers.
         loader: a `StatefulDataLoader`, or one whose batch sampler or stream is a `ResumableSource`.
-        batches_done: in the current loop over the loader; `None`: it is over.
-        epoch: that this loop reads; after it, the coming one.
+        epoch: that the current loop over the loader reads; after it, the coming one.
+        is_over: whether that loop is.
     """
-    mine = {"data": _data_state(loader, batches_done, epoch), "random": asdict(RandomState.take())}
+    mine = {
+        "data": _data_state(loader, epoch, is_over=is_over),
+        "random": asdict(RandomState.take()),
+    }
     return {
         "version": _VERSION,
         "model": model.state_dict(),
@@ -117,20 +120,19 @@ def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[s
     return ranks[accumulator.ranks.rank % len(ranks)]
 
 
-def _data_state(loader: DataLoader[Any], batches_done: int | None, epoch: int) -> dict[str, Any]:
+def _data_state(loader: DataLoader[Any], epoch: int, *, is_over: bool) -> dict[str, Any]:
     """The position, under the name of what has it; empty where the next epoch just begins."""
     sampler: Any = loader.batch_sampler
     dataset: Any = loader.dataset
+    stateful = isinstance(loader, Stateful)
     if isinstance(sampler, ResumableSource):
         state = sampler.state_dict()
         # A StatefulDataLoader has a position of its own, with the samples that its workers have
         # read. Between epochs it would begin with the epoch that is over: the sampler's is right.
-        if not isinstance(loader, Stateful) or batches_done is None or state["epoch"] > epoch:
+        if not stateful or is_over or state["epoch"] > epoch:
             return {"sampler": state}
-    if batches_done is None and isinstance(dataset, HasEpochs):
-        return {}  # set_epoch will begin the next one
-    if isinstance(loader, Stateful):
-        return {"loader": loader.state_dict()}
-    if isinstance(dataset, ResumableSource):
+    elif isinstance(dataset, ResumableSource) and not stateful:
         return {"dataset": dataset.state_dict()}
-    return {}
+    if is_over and isinstance(dataset, HasEpochs):
+        return {}  # set_epoch will begin the next one
+    return {"loader": loader.state_dict()} if isinstance(loader, Stateful) else {}

@@ -244,7 +244,7 @@ class _Run:
         self.tally.add(step)
         self._write(step)
         if self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0:
-            self._save(batches_done)
+            self._save(is_over=batches_done is None)
         return self._call_back(step)
 
     def end_epoch(self, validation: float | None) -> None:
@@ -262,7 +262,7 @@ class _Run:
         self.history.append(epoch)
         self.tally = _Tally()
         self._write(epoch)
-        self._save(None)
+        self._save(is_over=True)
         if self.folder is not None and self.is_first_rank and self._losses()[-1] < best:
             checkpoint.save(self.model.state_dict(), self.folder / "best.pt")
         self._call_back(epoch)
@@ -296,19 +296,23 @@ class _Run:
             with (self.folder / "statistics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _save(self, batches_done: int | None) -> None:
-        """Write `last.pt`, within an epoch after so many batches of its loop."""
+    def _save(self, *, is_over: bool) -> None:
+        """Write `last.pt`, within an epoch or after its last batch."""
         if self.folder is None:
             return
         if self.tally.steps:
             self._read_clock()
         state = {
             "run": checkpoint.run_state(
-                self.model, self.accumulator, self.loader, batches_done, epoch=len(self.history)
+                self.model,
+                self.accumulator,
+                self.loader,
+                epoch=len(self.history),
+                is_over=is_over,
             ),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
-            "epoch_is_over": batches_done is None and bool(self.tally.steps),
+            "epoch_is_over": is_over and bool(self.tally.steps),
         }
         if self.is_first_rank:
             checkpoint.save(state, self.folder / "last.pt")

@@ -135,17 +135,18 @@ def test_augmentations_do_not_depend_on_workers_or_threads(threads: int, workers
 
 
 def test_threads_run_at_a_time_and_end() -> None:
-    """Eight threads wait together; none is left when the stream is closed, or broken off."""
+    """Eight wait for each other; none is left when the stream is closed, or broken off."""
     before = set(threading.enumerate())
+    eight = threading.Barrier(8)
 
-    def wait(sample: Any) -> Any:
-        time.sleep(0.01)
+    def meet(sample: Any) -> Any:
+        if sample[0]:  # the first one of a window is transformed alone
+            eight.wait(60)
         return sample
 
-    with make(transforms=[wait], threads=8) as stream:
-        began = time.perf_counter()
-        assert numbers(list(stream)) == list(range(len(SIZES)))
-        assert time.perf_counter() - began < 0.5 * 0.01 * len(SIZES)
+    source = Numbered(SIZES[:641])
+    with make(source, window=641, transforms=[meet], threads=8) as stream:
+        assert numbers(list(stream)) == list(range(641))
         assert set(threading.enumerate()) == before
         next(iter(stream))
         assert set(threading.enumerate()) != before
@@ -329,9 +330,11 @@ from torchbudget import stop_together
 dist.init_process_group("gloo")
 shared = list(DataLoader(make(), batch_size=None, num_workers=2))
 uneven = list(stop_together(DataLoader(make(part, uneven=True), batch_size=None, num_workers=1)))
-Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps([shared, uneven]))
-dist.barrier()
-dist.destroy_process_group()
+few = stop_together(DataLoader(make(part, uneven=True), batch_size=None), every=7)
+apart = dist.new_group([dist.get_rank()])  # each rank alone: none waits for another one
+alone = stop_together(DataLoader(make(part, uneven=True), batch_size=None), group=apart)
+found = [shared, uneven, list(few), list(alone)]
+Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
 """
 
 
@@ -343,3 +346,9 @@ def test_real_ranks_and_workers(tmp_path: Path) -> None:
     assert numbers([batch for rank in shared for batch in rank]) == list(range(len(SIZES)))
     assert len(set(map(len, shared))) == 1
     assert len({len(one[1]) for one in found}) == 1
+    assert [one[2] for one in found] == [list(map(only_lists, one[1])) for one in found]
+    assert numbers([batch for one in found for batch in one[3]]) == list(range(len(SIZES)))
+
+
+def only_lists(batch: Any) -> Any:
+    return [list(sample) for sample in batch]

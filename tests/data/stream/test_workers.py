@@ -96,6 +96,20 @@ def only_numbers(batch: Any) -> list[int]:
     return [number for number, _ in batch]
 
 
+def run_of_500(kind: str) -> BudgetedIterableDataset:
+    source = source_of(kind, SIZES, [900, 1000])
+    return BudgetedIterableDataset(
+        source, TOKENS, 160, size=size_of, window=200, collate_fn=only_numbers
+    )
+
+
+def stops(workers: int) -> int:
+    """One in so many: starting two workers takes a third of a second."""
+    if os.environ.get("TORCHBUDGET_HYPOTHESIS") == "thorough":
+        return 1
+    return 20 if workers else 4
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["iterable", "shards"])
 def test_a_run_of_500_batches_goes_on_from_each(kind: str, workers: int) -> None:
@@ -103,21 +117,27 @@ def test_a_run_of_500_batches_goes_on_from_each(kind: str, workers: int) -> None
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
     def loader() -> Any:
-        stream = BudgetedIterableDataset(
-            source_of(kind, SIZES, [900, 1000]),
-            TOKENS,
-            160,
-            size=size_of,
-            window=200,
-            collate_fn=only_numbers,
-        )
-        return stateful(stream, batch_size=None, num_workers=workers)
+        return stateful(run_of_500(kind), batch_size=None, num_workers=workers)
 
-    thorough = os.environ.get("TORCHBUDGET_HYPOTHESIS") == "thorough"
-    every = (
-        1 if thorough else 20 if workers else 4
-    )  # starting two workers takes a third of a second
-    whole = check_every_stop(loader, file=as_pickle, every=every)
+    whole = check_every_stop(loader, file=as_pickle, every=stops(workers))
+    assert len(whole) >= MOST
+    assert sorted(number for batch in whole for number in batch) == list(range(len(SIZES)))
+
+
+def as_tuple(batch: list[int]) -> tuple[int, ...]:
+    return tuple(batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["iterable", "shards", "map"])
+def test_a_tracked_run_of_500_batches_goes_on_from_each(kind: str, workers: int) -> None:
+    """In a plain `DataLoader` with a collate of its own."""
+
+    def loop(stream: BudgetedIterableDataset) -> Any:
+        loader = DataLoader(stream, batch_size=None, num_workers=workers, collate_fn=as_tuple)
+        return stream.tracked(loader)
+
+    whole = check_every_stop(lambda: run_of_500(kind), loop=loop, every=stops(workers))
     assert len(whole) >= MOST
     assert sorted(number for batch in whole for number in batch) == list(range(len(SIZES)))
 
