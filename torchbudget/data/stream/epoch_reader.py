@@ -26,11 +26,13 @@ class _Round:
     """One micro-batch for each rank.
 
     Attributes:
-        cursor: before it.
+        cursor: where the samples begin that were cut together.
+        number: of the rounds of theirs before it.
         batches: the samples of each rank.
     """
 
     cursor: StreamCursor
+    number: int
     batches: list[list[Any]]
 
 
@@ -46,7 +48,8 @@ class EpochReader(Iterator[Any]):
     Attributes:
         slot: of this process.
         began: the cursor at which the epoch's first micro-batch was read.
-        cursor: after the last micro-batch.
+        epoch: that it reads.
+        finished: whether the epoch's last micro-batch was read.
         stamps: yield each batch with the cursor after it.
         windows: that it reads.
     """
@@ -55,55 +58,61 @@ class EpochReader(Iterator[Any]):
         self, settings: Settings, slot: WorkerSlot, cursor: StreamCursor, progress: Progress
     ) -> None:
         self.slot = slot
-        self.began = self.cursor = cursor
         self.stamps = False
         self._settings = settings
         self._progress = progress
-        self._batches: Generator[tuple[StreamCursor, list[Any]]] | None = None
+        self._batches: Generator[tuple[StreamCursor, int, list[Any]]] | None = None
         self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
+        self.go_on(cursor)
+
+    def go_on(self, cursor: StreamCursor) -> None:
+        """Begin the next epoch where this one ended, with the samples that are in memory."""
+        self.began = cursor
+        self.epoch, self.finished, self._to_come = cursor.epoch, cursor.finished, cursor.to_come
+        self._samples, self._rounds_done = cursor, cursor.rounds
 
     @property
     def goes_on(self) -> bool:
         """Whether the next epoch begins where this one has ended."""
-        return self.cursor.finished and self.cursor.to_come is not None
+        return self.finished and self._to_come is not None
 
-    def go_on(self, following: StreamCursor) -> None:
-        """Begin the next epoch where this one ended, with the samples that are in memory."""
-        self.began = self.cursor = following
+    @property
+    def cursor(self) -> StreamCursor:
+        """After the last micro-batch."""
+        return replace(
+            self._samples,
+            epoch=self.epoch,
+            rounds=self._rounds_done,
+            to_come=self._to_come,
+            finished=self.finished,
+        )
 
     def __next__(self) -> Any:
-        if self.cursor.finished:
-            self._end_epoch()
-            raise StopIteration
-        if self._batches is None:
-            self._batches = self._read(self.cursor)
-        try:
-            found = next(self._batches, None)
-        except BaseException:
-            self._batches = None  # the next call meets the same error, and not the epoch's end
-            raise
+        found = None
+        if not self.finished:
+            if self._batches is None:
+                self._batches = self._read(self.cursor)
+            try:
+                found = next(self._batches, None)
+            except BaseException:
+                self._batches = None  # the next call meets the same error, and not the epoch's end
+                raise
         if found is None:
-            self.cursor = replace(self.cursor, finished=True)
             self._end_epoch()
             raise StopIteration
+        self._samples, self._rounds_done, samples = found
         self.windows.num_batches += 1
-        cursor, samples = found
-        to_come = self.cursor.to_come
-        if to_come is not None:
-            to_come -= 1
-        self.cursor = replace(
-            cursor, epoch=self.cursor.epoch, to_come=to_come, finished=to_come == 0
-        )
-        if self.cursor.finished:
-            self._end_epoch()
+        if self._to_come is not None:
+            self._to_come -= 1
+            if not self._to_come:
+                self._end_epoch()
         batch = self._settings.collate_fn(samples)
-        if self.stamps:
-            return StampedBatch(batch, self.slot.worker, self.cursor)
-        return batch
+        return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
 
     def _end_epoch(self) -> None:
-        self._progress.end(self.cursor.epoch, self.slot.worker, self.slot.workers)
-        if self.cursor.to_come is None:
+        self.finished = True
+        self._progress.end(self.epoch, self.slot.worker, self.slot.workers)
+        if self._to_come is None:
             self.close()
 
     def close(self) -> None:
@@ -113,11 +122,12 @@ class EpochReader(Iterator[Any]):
             self._batches = None
         self.windows.close()
 
-    def _read(self, start: StreamCursor) -> Generator[tuple[StreamCursor, list[Any]]]:
-        """Yield this rank's micro-batches, each with the cursor after it.
+    def _read(self, start: StreamCursor) -> Generator[tuple[StreamCursor, int, list[Any]]]:
+        """Yield this rank's micro-batches, each with where it stands after it.
 
-        With several ranks the last round of the buffered samples waits for the next ones: at the
-        end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
+        That is where the samples begin that are cut together, and how many of their rounds are
+        done. With several ranks the last round of the buffered samples waits for the next ones: at
+        the end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
         """
         rank, ranks = self.slot.sharers(self._settings.source.split)
         uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
@@ -136,29 +146,29 @@ class EpochReader(Iterator[Any]):
             if not rounds:
                 continue
             if last is not None:
-                yield buffered.cursor, last.batches[rank]
+                yield buffered.cursor, 0, last.batches[rank]
                 last = None
             begun, number = buffered.cursor, len(rounds) // ranks
             for done in range(1 + _done(begun, start), number):
-                yield replace(begun, rounds=done), rounds[(done - 1) * ranks + rank]
+                yield begun, done, rounds[(done - 1) * ranks + rank]
             if ranks > 1:
-                last = _Round(replace(begun, rounds=number - 1), rounds[-ranks:])
+                last = _Round(begun, number - 1, rounds[-ranks:])
             elif buffered.following is not None:
-                yield buffered.following, rounds[-1]
+                yield buffered.following, 0, rounds[-1]
             rounds.clear()
         end = start.next_pass()
         if uneven is None or self._settings.drop_last:
             if last is not None:
-                yield end, last.batches[rank]
+                yield end, 0, last.batches[rank]
             return
         begun, before, samples = uneven.cursor, 0, uneven.samples
         if last is not None:
-            begun, before = last.cursor, last.cursor.rounds
+            begun, before = last.cursor, last.number
             samples = [sample for batch in last.batches for sample in batch] + samples
         joined = self._rounds(BufferedSamples(begun, samples))[rank::ranks]
         for done, batch in enumerate(joined, before + 1):
             if done > _done(begun, start):
-                yield replace(begun, rounds=done), batch
+                yield begun, done, batch
 
     def _rounds(self, buffered: BufferedSamples) -> list[list[Any]]:
         """The samples of each micro-batch: those of a round's ranks, then those of the next round.

@@ -78,7 +78,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                     stacklevel=2,
                 )
             self._begin_at(epoch, None)
-        elif reader is not None and reader.cursor.epoch == epoch:
+        elif reader is not None and reader.epoch == epoch:
             self._reader = self._reader_at(reader.slot, reader.began)
         self._tracked = None
         self._progress.last_loop = 0
@@ -113,9 +113,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
         self._heed_other_processes()
         progress, epoch, reader = self._progress, self.epoch, self._reader
-        if reader is not None and reader.cursor.epoch == epoch:
+        if reader is not None and reader.epoch == epoch:
             reader = self._reader_at(reader.slot, reader.began)
-        elif reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
+        elif reader is not None and reader.goes_on and reader.epoch == epoch - 1:
             reader.go_on(self._following(reader.cursor, reader.slot))
         else:
             reader = self.reader_of(self._slot(number, workers))
@@ -271,7 +271,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return self._state_after(self._tracked)
         if reader is not None and self._process == os.getpid():
             cursor = reader.cursor
-            if cursor.finished and not in_worker:
+            if reader.finished and not in_worker:
                 cursor = self._following(cursor, reader.slot)
             return self._state_at([reader.slot], [cursor])
         return self._loaded() or self._state_at_beginning(self.epoch)
