@@ -9,13 +9,17 @@ Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     1.69        0.169  1.000      1.000
-    padded                                0.56        0.056  0.332      0.332
-    padded, len only                      0.37        0.037  0.214      0.214
-    padded, samples_per_step=4096         0.60        0.060  0.328      0.328
-    padded, rank 3 of 8                   2.86        0.286  1.708      1.738
-    padded, two axes                      3.05        0.305  1.809      1.863
-    packed                                1.76        0.176  1.047      1.077
+    torch BatchSampler(RandomSampler)     1.61        0.161  1.000      1.000
+    padded                                0.42        0.042  0.262      0.262
+    padded, len only                      0.28        0.028  0.176      0.175
+    padded, samples_per_step=4096         0.42        0.042  0.267      0.266
+    padded, rank 3 of 8                   0.49        0.049  0.305      0.305
+    padded, two axes                      1.08        0.108  0.678      0.674
+    packed                                1.12        0.112  0.701      0.700
+    padded / torch ≤ 0.3: 0.26187, holds
+    padded, len only / torch ≤ 0.2: 0.17585, holds
+    padded, rank 3 of 8 / torch ≤ 0.7: 0.3046, holds
+    padded, two axes / torch ≤ 0.7: 0.67839, holds
 
 Every repetition times each row once, in turn. The ratio is the median over repetitions of the ratio
 within each, of wall time and of CPU time; the bars are for wall time. `µs a sample` divides by all
