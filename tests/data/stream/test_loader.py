@@ -301,6 +301,44 @@ def test_the_look_ahead_is_bounded_in_bytes() -> None:
     assert 50e6 < max(rss for rss, _ in found) < 100e6 + 50e6 + 20e6
 
 
+class Wide:
+    """Samples of 20 MB, of which a transform takes a fortieth."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(300):
+            yield {"blob": torch.full((20_000_000,), number % 256, dtype=torch.uint8)}
+
+
+def crop(sample: Any) -> Any:
+    return {"blob": sample["blob"][100:500_100]}
+
+
+def crops(sample: Any) -> list[Any]:
+    return [{"blob": sample["blob"][start : start + 500_000]} for start in (0, 1_000_000)]
+
+
+@pytest.mark.parametrize("transform", [crop, transforms.expand(crops)])
+def test_crops_do_not_keep_the_whole_alive(transform: Any) -> None:
+    """In the resident memory of a real worker: 1.2 times the look-ahead, and one sample.
+
+    A window of 200 crops keeps 4 GB alive otherwise.
+    """
+    options: dict[str, Any] = {"size": blob_size, "window": 200, "transforms": [transform]}
+    stream = BudgetedIterableDataset(
+        Wide(), TOKENS, 5_000_000, look_ahead="60MB", collate_fn=measured, **options
+    )
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=1,
+        worker_init_fn=begin,
+        multiprocessing_context="spawn",
+    )
+    found = list(loader)
+    assert sum(n for _, n in found) == 300 * (1 if transform is crop else 2)
+    assert 40e6 < max(rss for rss, _ in found) < 1.2 * 60e6 + 20e6
+
+
 def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
     stream = BudgetedIterableDataset(
         Blobs(20),
