@@ -1,0 +1,57 @@
+"""What is asked of `torch.distributed`: ranks, and a group whose collectives run on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from torchbudget.distributed import is_distributed, ranks_of
+from torchbudget.errors import OptionError
+
+
+def test_without_a_process_group() -> None:
+    assert not is_distributed()
+    assert ranks_of(None, None) == (1, 0)
+    assert ranks_of(4, 3) == (4, 3)
+    with pytest.raises(OptionError, match="below num_replicas=2"):
+        ranks_of(2, 2)
+
+
+# A backend for each kind of device, as `init_process_group()` without one chooses where there is
+# CUDA: gloo stands for it here.
+GROUPS = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchbudget.distributed import host_group
+
+dist.init_process_group("cpu:gloo,cuda:gloo")
+rank = dist.get_rank()
+
+
+def least(group):
+    number = torch.tensor(rank + 1)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return int(number)
+
+
+everyone, some = host_group(), dist.new_group([1, 2])
+found = [dist.get_backend(everyone), least(everyone), host_group() is everyone]
+found.append(least(host_group(some)) if rank else None)
+plain = dist.new_group(backend="gloo")
+found.append(host_group(plain) is plain)
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.distributed
+def test_a_group_on_the_host_is_made_once(tmp_path: Path) -> None:
+    """Of the ranks of the group that is asked for; one that runs on the host already is it."""
+    found = run_ranks(GROUPS, tmp_path, 3)
+    assert found == [["gloo", 1, True, 2 if rank else None, True] for rank in range(3)]
