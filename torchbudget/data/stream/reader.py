@@ -3,67 +3,31 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.utils.data._utils.worker as torch_worker
 
 from torchbudget.data.stream.generators import ReadingGenerators
-from torchbudget.errors import SampleError, StateError
+from torchbudget.errors import SampleError
 from torchbudget.plan.permutation import Permutation, Stream
 
 
-class Reader(ABC):
-    """One pass over items.
-
-    Attributes:
-        position: of the next item.
-        disguised: while it reads, `get_worker_info` gives something else than the truth.
-    """
-
-    position = 0
-    disguised = False
-
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether the last item was read."""
-
-    @abstractmethod
-    def take(self, n: int) -> list[Any]:
-        """The next n items, or those that are left."""
-
-    @abstractmethod
-    def peek(self, n: int) -> int:
-        """How many items follow, up to n."""
-
-    @abstractmethod
-    def skip(self, n: int) -> None:
-        """Go past n items."""
-
-    @abstractmethod
-    def place(self, position: int) -> tuple[int, int]:
-        """The shard of an item that was read, by name, and its place within the shard."""
-
-    def state(self) -> dict[str, Any] | None:
-        """The source's own state, at or before the position, if it has one."""
-        return None
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go to the position of a state, before anything is read."""
-        raise StateError(f"this source has no states, and cannot go on from {state!r}")
-
-
-class IndexReader(Reader):
+class IndexReader:
     """The indices of a map-style data set; skipping is O(1), so it needs no state.
 
     Args:
         length: of the data set.
         key: of the order; `None`: ascending.
+
+    Attributes:
+        position: of the next item.
     """
+
+    disguised = False
+    position = 0
 
     def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
         self._length = length
@@ -90,12 +54,15 @@ class IndexReader(Reader):
         """How many indices follow, up to n."""
         return min(self._length - self.position, n)
 
+    def state(self) -> None:
+        """It needs none."""
+
     def skip(self, n: int) -> None:
         """Go past n indices."""
         self.position = min(self.position + n, self._length)
 
 
-class ShardReader(Reader):
+class ShardReader:
     """The items of shards, one after the other.
 
     Args:
@@ -105,6 +72,10 @@ class ShardReader(Reader):
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         seekable: what has the source's own state, if it has one.
+
+    Attributes:
+        position: of the next item.
+        disguised: while it reads, `get_worker_info` does not return the worker's own info.
     """
 
     def __init__(
@@ -130,6 +101,7 @@ class ShardReader(Reader):
         self._ahead: list[Any] = []  # read by `peek`
         self._state_before_ahead: dict[str, Any] | None = None
         self._over = not shards
+        self.position = 0
 
     @property
     def ended(self) -> bool:
@@ -223,6 +195,9 @@ class ShardReader(Reader):
         self._number += 1
         self._shard_starts.append((self._read, self._number))
         self._over = self._number == len(self._shards)
+
+
+Reader: TypeAlias = IndexReader | ShardReader
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import ReadingGenerators, SampleSeeds
 from torchbudget.data.stream.pipeline import Item, Pipeline
 from torchbudget.data.stream.progress import Progress
-from torchbudget.data.stream.reader import Reader
+from torchbudget.data.stream.reader import Reader, ShardReader
 from torchbudget.data.stream.sample_bytes import without_rest
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
@@ -122,7 +122,7 @@ class Windows:
     def _open(self, cursor: StreamCursor) -> Reader:
         source, epoch, number = self._settings.source, cursor.first_epoch, cursor.number
         reader = source.open(self._slot, self._generators, epoch=epoch, number=number)
-        if cursor.source is not None:
+        if isinstance(reader, ShardReader) and cursor.source is not None:
             reader.load(cursor.source)
         reader.skip(cursor.start - reader.position)
         if reader.position < cursor.start:
