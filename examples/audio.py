@@ -120,7 +120,6 @@ def main() -> None:
         print(f"{len(files):,} files, batches of {arguments.seconds:g} seconds")
         print("epoch  seconds  batches    hits  padding   fill  largest")
         for epoch in range(arguments.epochs):
-            stream.set_epoch(epoch)
             began, hits = time.perf_counter(), cache.hits
             sizes = [(math.prod(batch.data.shape[:2]), batch.num_tokens) for batch in loader]
             padded, frames = map(sum, zip(*sizes, strict=True))

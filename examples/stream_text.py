@@ -6,7 +6,8 @@ Every file of Python's standard library is a shard; its docstrings are the sampl
 are, and how long, is unknown until the files are read. A byte-level transformer learns them: the
 cost of a batch is traced on its training step, without running it, and `BudgetedIterableDataset`
 cuts the samples into batches whose tensors fit the budget. The run stops in the middle of the
-second epoch and resumes from the saved state: every remaining sample comes once.
+second epoch, and a new stream resumes from the saved state: every remaining sample comes once,
+although the workers of the `DataLoader` have read ahead.
 
 The table shows batches, samples, padding and the largest predicted cost of each part of the run.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from train_text import Transformer, loss_sum
 
 from torchbudget import (
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=60, help="of the standard library")
     parser.add_argument("--max-length", type=int, default=512, help="texts are cut to this many")
     parser.add_argument("--window", type=int, default=512, help="samples that are sorted together")
+    parser.add_argument("--workers", type=int, default=1, help="processes that read")
     arguments = parser.parse_args()
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))[: arguments.files]
@@ -79,9 +82,8 @@ def main() -> None:
     def make_batch(n: int, length: int) -> PaddedBatch:
         return PadCollate()([to_sample(b"a" * length, arguments.max_length)] * n)
 
-    try:
-        cost = measure_cost(step, make_batch, max_size=arguments.max_length, method="trace")
-        stream = BudgetedIterableDataset(
+    def make_stream() -> BudgetedIterableDataset:
+        return BudgetedIterableDataset(
             [partial(docstrings, file) for file in files],
             cost,
             arguments.budget,
@@ -90,6 +92,10 @@ def main() -> None:
             window=arguments.window,
             look_ahead="16MiB",
         )
+
+    try:
+        cost = measure_cost(step, make_batch, max_size=arguments.max_length, method="trace")
+        stream = make_stream()
     except TorchBudgetError as error:
         parser.error(str(error))
     print(f"{len(files)} files, {format_bytes(arguments.budget)} of tensors for each step")
@@ -113,12 +119,15 @@ def main() -> None:
         )
         return samples
 
-    whole = train("epoch 0", iter(stream))
-    stream.set_epoch(1)
-    batches = iter(stream)
-    begun = train("epoch 1, begun", islice(batches, 4))
-    stream.load_state_dict(batches.state_dict())
-    rest = train("epoch 1, the rest", iter(stream))
+    loader = DataLoader(stream, batch_size=None, num_workers=arguments.workers)
+    whole = train("epoch 0", stream.tracked(loader))
+    begun = train("epoch 1, begun", islice(stream.tracked(loader), 4))
+    state = stream.state_dict()
+
+    stream = make_stream()
+    stream.load_state_dict(state)
+    loader = DataLoader(stream, batch_size=None, num_workers=arguments.workers)
+    rest = train("epoch 1, the rest", stream.tracked(loader))
     print(f"every sample once: {begun} + {rest} = {whole}")
 
 

@@ -29,6 +29,7 @@ ALL = (
     "collate",
     "loader",
     "streams",
+    "tracked",
     "traced_cost",
     "kept_budget",
     "accumulate",
