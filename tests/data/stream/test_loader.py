@@ -228,6 +228,7 @@ def die(sample: Any) -> Any:
 
 
 def test_a_killed_worker_is_no_hang() -> None:
+    gc.collect()  # torch raises wherever this process is, in a finalizer of an earlier test too
     loader = DataLoader(make(transforms=[die]), batch_size=None, num_workers=2)
     with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
         list(loader)
@@ -368,10 +369,9 @@ from torchbudget import stop_together
 dist.init_process_group("gloo")
 shared = list(DataLoader(make(), batch_size=None, num_workers=2))
 uneven = list(stop_together(DataLoader(make(part, uneven=True), batch_size=None, num_workers=1)))
-few = stop_together(DataLoader(make(part, uneven=True), batch_size=None), every=7)
 apart = dist.new_group([dist.get_rank()])  # each rank alone: none waits for another one
 alone = stop_together(DataLoader(make(part, uneven=True), batch_size=None), group=apart)
-found = [shared, uneven, list(few), list(alone)]
+found = [shared, uneven, list(alone)]
 Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
 """
 
@@ -384,9 +384,4 @@ def test_real_ranks_and_workers(tmp_path: Path) -> None:
     assert numbers([batch for rank in shared for batch in rank]) == list(range(len(SIZES)))
     assert len(set(map(len, shared))) == 1
     assert len({len(one[1]) for one in found}) == 1
-    assert [one[2] for one in found] == [list(map(only_lists, one[1])) for one in found]
-    assert numbers([batch for one in found for batch in one[3]]) == list(range(len(SIZES)))
-
-
-def only_lists(batch: Any) -> Any:
-    return [list(sample) for sample in batch]
+    assert numbers([batch for one in found for batch in one[2]]) == list(range(len(SIZES)))

@@ -416,6 +416,24 @@ def test_a_loop_that_is_kept_alive_does_not_count() -> None:
     assert list(loader_of(following, 2)) == whole[12:]
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_that_ends_late_changes_nothing(persistent: bool) -> None:
+    """A traceback may keep it, after another loop has begun or ended."""
+    stream, whole = make(), list(loader_of(make(), 2))
+    loader = loader_of(stream, 2, persistent_workers=persistent)
+    old = stream.tracked(loader)
+    next(old)
+    assert list(stream.tracked(loader)) == whole
+    old.close()
+    assert stream.epoch == 1
+    batches = stream.tracked(loader)
+    next(batches)
+    new = stream.tracked(loader)
+    batches.close()
+    assert len(list(new)) > 30
+    assert stream.epoch == 2
+
+
 def test_a_copy_goes_on_too() -> None:
     whole, stream = begun_at(7)
     assert list(loader_of(copy.deepcopy(stream), 2)) == whole[7:]

@@ -110,7 +110,11 @@ class BudgetedIterableDataset(ResumableStream):
         OversizeError: a sample alone is over the budget and `oversize="raise"`.
         UnevenRanksError: the remaining samples cannot be dealt evenly to the ranks.
 
-    The epoch is that of `set_epoch`, which reaches persistent workers too.
+    After an epoch's last batch the stream goes on to the next epoch by itself; `set_epoch` chooses
+    one. Both reach persistent workers, too.
+
+    Attributes:
+        size_multiple: `PadCollate(size_multiple=stream)` reads it.
 
     >>> texts = [["a", "bcd", "ef"], ["ghijk"]]  # two shards
     >>> stream = BudgetedIterableDataset(

@@ -69,7 +69,8 @@ class Pipeline:
         """
         if not self._threads:
             for item in items:
-                seed_generators(item.seed)
+                if self._transforms:
+                    seed_generators(item.seed)
                 yield item.position, self._transform(item)
             return
         for item in items:

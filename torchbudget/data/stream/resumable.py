@@ -237,12 +237,16 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 yield loop.note(stamped)
             loop.ended = True
         finally:
-            self._starting, progress.tracked = 0, -number
             batches = iter(())  # ends workers that do not persist
-            if not loop.finished:
-                progress.reopen()  # workers may be done with the epoch already
-            elif self._settings.batches_per_epoch is not None:
-                self._state = self._state_after(loop)  # for workers that are started later
+            if self._tracked is loop:  # and no later loop has begun
+                self._end(loop)
+
+    def _end(self, loop: TrackedLoop) -> None:
+        self._starting, self._progress.tracked = 0, -loop.number
+        if not loop.finished:
+            self._progress.reopen()  # workers may be done with the epoch already
+        elif self._settings.batches_per_epoch is not None:
+            self._state = self._state_after(loop)  # for workers that are started later
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in plain JSON types, except for the source's own state.
