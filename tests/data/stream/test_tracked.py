@@ -434,6 +434,18 @@ def test_a_loop_that_ends_late_changes_nothing(persistent: bool) -> None:
     assert stream.epoch == 2
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_before_the_first_batch(workers: int) -> None:
+    """Workers may not have begun yet, and have begun another loop before."""
+    stream = make()
+    next(iter(loader_of(stream, workers)))
+    batches = stream.tracked(loader_of(stream, workers))
+    following = make()
+    following.load_state_dict(stream.state_dict())
+    assert list(following) == list(make())
+    assert len(list(batches)) == len(list(loader_of(make(), workers)))
+
+
 def test_a_copy_goes_on_too() -> None:
     whole, stream = begun_at(7)
     assert list(loader_of(copy.deepcopy(stream), 2)) == whole[7:]

@@ -228,7 +228,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         began = self._state_at(slots, list(map(self._beginning, slots)), turn=turn)
         progress, number = self._progress, time.monotonic_ns()
         self._tracked = loop = TrackedLoop(number, began)
-        self._starting = progress.tracked = number
+        self._starting = progress.tracked = progress.last_loop = number
         try:
             batches = stamped_batches(loader)
             self._starting = 0
