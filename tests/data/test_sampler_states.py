@@ -247,6 +247,24 @@ def test_a_tracked_loop_counts_what_came(workers: int, persistent: bool) -> None
         assert sampler.epoch == epoch + 1 == sampler.state_dict()["epoch"]
 
 
+@forks
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tracked_loop_of_exactly_len_batches_is_over(workers: int) -> None:
+    """The sampler goes on with the epoch that its state names; a look within does not count."""
+    sampler = sampler_of()
+    whole = list(sampler_of())
+    for done, batch in enumerate(sampler.tracked(loader_of(sampler, num_workers=workers)), 1):
+        assert batch == whole[done - 1]
+        if done == 3:
+            assert next(iter(sampler)) == whole[0]
+            following = sampler_of()
+            following.load_state_dict(sampler.state_dict())
+            assert list(following) == whole[3:]
+        if done == len(whole):
+            break
+    assert sampler.state_dict()["epoch"] == sampler.epoch == 1
+
+
 def test_loops_that_cannot_be_tracked() -> None:
     sampler = sampler_of()
     with pytest.raises(OptionError, match="batch_sampler"):

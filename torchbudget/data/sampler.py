@@ -149,6 +149,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         self._cursor = Cursor(epoch=0)
         self._iterator: PlanIterator | None = None
         self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
+        self._looping = False  # over it
         self._iterations = 0
         self._length: tuple[Cursor, int] | None = None
 
@@ -182,7 +183,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                     stacklevel=2,
                 )
             self._cursor = Cursor(epoch=epoch)
-        self._iterator = None
+        self._iterator, self._looping = None, False
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the epoch from its beginning, or from the loaded position.
@@ -191,10 +192,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
         self._iterations += 1
-        self._iterator = PlanIterator(
-            self.plan, self._cursor, rank=self.rank, when_finished=self._finish
-        )
-        return self._iterator
+        iterator = PlanIterator(self.plan, self._cursor, rank=self.rank, when_finished=self._finish)
+        if not self._looping:  # else it is a look within a tracked loop
+            self._iterator = iterator
+        return iterator
 
     def __len__(self) -> int:
         """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
@@ -255,21 +256,23 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return batches
 
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        self._looping = False
         batches = iter(loader)
         iterator = self._iterator
         if iterator is None:
             raise StateError("the loader began no iteration of this sampler")
-        self._tracked = iterator, 0
-        finished = False
+        self._tracked, self._looping, done = (iterator, 0), True, 0
         try:
             yield None
             for done, batch in enumerate(batches, 1):
                 self._tracked = iterator, done
                 yield batch
-            finished = True
         finally:
-            if not finished and self._iterator is iterator:
-                self._cursor = iterator.began  # it may have been read to its end, ahead of the loop
+            if self._iterator is iterator:
+                self._looping = False
+                if iterator.after(done)[1].epoch == iterator.began.epoch:
+                    # It was broken off, and may have been read to its end, ahead of the loop.
+                    self._cursor = iterator.began
 
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
         """The position in the epoch, in plain JSON types.
@@ -307,7 +310,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
         self._cursor = Cursor.decode(state_dict, self._order, self.plan.dealing)
-        self._iterator = None
+        self._iterator, self._looping = None, False
 
     def replan(self) -> float:
         """Plan later windows with the margin that `MeasuredCost.observe` has found.
@@ -349,7 +352,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        return {**self.__dict__, "_iterator": None, "_tracked": None}
+        return {**self.__dict__, "_iterator": None, "_tracked": None, "_looping": False}
 
     def _finish(self, iterator: PlanIterator) -> None:
         """Go on to the next epoch after an epoch's end."""

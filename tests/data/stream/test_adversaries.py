@@ -183,7 +183,7 @@ class Slotted:
 class Picture:
     """As Pillow's images are: their pixels are no Python object."""
 
-    width, height = 500, 400
+    width, height, mode = 500, 400, "RGB"
 
     def getbands(self) -> tuple[str, ...]:
         return ("R", "G", "B")
@@ -194,8 +194,8 @@ HOLDERS: dict[str, tuple[Any, int]] = {
     "deque": (deque([np.zeros(100_000)]), 800_000),
     "nested": ({"a": [(np.zeros(100_000),), "b"]}, 800_000),
     "bytes": (b"a" * 800_000, 800_000),
-    "memoryview": (memoryview(bytearray(800_000)), 800_000),
-    "picture": (Picture(), 600_000),
+    "memoryview": (memoryview(bytearray(800_000))[:10], 800_000),
+    "picture": (Picture(), 800_000),  # Pillow stores a pixel of several bands in 4 bytes
     "objects": (np.array([np.zeros(100_000), None], object), 800_000),
     "sparse": (torch.ones(50_000).to_sparse(), 600_000),
     "tokens": (list(range(1000, 30_000)), 29_000 * 28),

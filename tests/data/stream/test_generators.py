@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.random import mtrand
 from torch.utils.data import get_worker_info
 
 from tests.support.resuming import check_every_stop
@@ -35,6 +36,7 @@ SIZES = np.random.default_rng(4).integers(2, 60, 300)
 DRAWS = {
     "random": random.random,
     "numpy": np.random.random,
+    "normal": lambda: abs(np.random.randn()) % 1,  # noqa: NPY002  (it keeps every second one)
     "torch": lambda: float(torch.rand(())),
     "rng": lambda: float(transforms.rng().random()),
 }
@@ -176,7 +178,7 @@ class Shuffles:
 
 @pytest.mark.parametrize("look_ahead", [None, 20_000])
 @pytest.mark.parametrize("transform", [None, partial(crop, "numpy")])
-@pytest.mark.parametrize("draw", ["random", "numpy", "torch"])
+@pytest.mark.parametrize("draw", ["random", "numpy", "normal", "torch"])
 def test_a_source_that_shuffles_itself(draw: str, transform: Any, look_ahead: int | None) -> None:
     """Ranks and workers that all read it see one order: every sample once."""
     make = partial(
@@ -217,6 +219,33 @@ def test_threads_refuse_global_generators(draw: str, workers: int) -> None:
         pytest.raises(OptionError, match=rf"generator of {name}.*transforms\.rng\(\)"),
     ):
         list(loader_of(stream, workers))
+
+
+@pytest.mark.parametrize("look_ahead", [None, 30_000])
+def test_threads_refuse_draws_of_some_samples(look_ahead: int | None) -> None:
+    """A transform that crops what is too long alone: wherever in a window that is."""
+    with (
+        stream_of(crop_one, threads=4, look_ahead=look_ahead) as stream,
+        pytest.raises(OptionError, match=r"transforms\.rng"),
+    ):
+        list(stream)
+
+
+def crop_one(sample: Any) -> Any:
+    return crop("random", sample) if sample[0] == 101 else sample
+
+
+def test_another_generator_of_numpy() -> None:
+    """The process's own may be of any kind."""
+    before = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(np.random.PCG64(3))
+    try:
+        expected = np.random.random()  # noqa: NPY002
+        mtrand.set_bit_generator(np.random.PCG64(3))
+        assert numbers(list(stream_of(None))) == list(range(len(SIZES)))
+        assert np.random.random() == expected  # noqa: NPY002
+    finally:
+        mtrand.set_bit_generator(before)
 
 
 def test_threads_take_the_generator_of_the_sample() -> None:

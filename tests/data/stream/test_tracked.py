@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.resuming import as_json, check_every_stop, in_parts
+from tests.support.resuming import as_json, as_pickle, check_every_stop, in_parts
 from tests.support.streams import (
     KINDS,
     TOKENS,
@@ -446,9 +447,73 @@ def test_the_state_before_the_first_batch(workers: int) -> None:
     assert len(list(batches)) == len(list(loader_of(make(), workers)))
 
 
-def test_a_copy_goes_on_too() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, as_pickle])
+def test_a_copy_goes_on_too(copied: Any) -> None:
+    """With epochs and loops of its own, which its workers share."""
     whole, stream = begun_at(7)
-    assert list(loader_of(copy.deepcopy(stream), 2)) == whole[7:]
+    other = copied(stream)
+    assert list(loader_of(other, 2)) == whole[7:]
+    assert (other.epoch, stream.epoch) == (1, 0)
+    list(islice(other.tracked(loader_of(other, 2)), 5))
+    assert any(worker["rounds"] for worker in other.state_dict()["workers"])
+    with pytest.warns(DiscardedStateWarning):
+        stream.set_epoch(4)
+    assert other.epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_look_within_a_tracked_loop(workers: int) -> None:
+    """It sees plain batches, and does not move the position."""
+    stream, whole = make(), list(loader_of(make(), workers))
+    batches = tracked_loop(stream, workers)
+    taken = list(islice(batches, 9))
+    assert next(iter(stream)) == whole[0] or workers
+    assert isinstance(next(iter(loader_of(stream, 0))), list)
+    following = make()
+    following.load_state_dict(stream.state_dict())
+    assert taken + list(loader_of(following, workers)) == whole
+
+
+def test_persistent_workers_of_a_loop_that_was_closed_at_once() -> None:
+    stream = make()
+    loader = loader_of(stream, 2, persistent_workers=True)
+    expected = len(list(loader_of(make(), 2)))
+    for _ in range(10):
+        stream.tracked(loader).close()
+        assert len(list(stream.tracked(loader))) > expected / 2
+        stream.set_epoch(0)
+
+
+def test_plain_loops_between_tracked_ones_of_a_number_of_batches() -> None:
+    """Only the workers know where they went on: no state before a batch of each of them."""
+    stream, several = make(batches_per_epoch=12), make(batches_per_epoch=12)
+    loader = loader_of(stream, 2, persistent_workers=True)
+    whole = epochs_of(several, 2, 3, tracked=True, persistent_workers=True)
+    assert list(stream.tracked(loader)) == whole[0]
+    assert list(loader) == whole[1]
+    batches = stream.tracked(loader)
+    assert next(batches) == whole[2][0]
+    with pytest.raises(StateError, match="no batch has come yet"):
+        stream.state_dict()
+    assert next(batches) == whole[2][1]
+    following = make(batches_per_epoch=12)
+    following.load_state_dict(stream.state_dict())
+    assert list(tracked_loop(following, 2)) == whole[2][2:]
+
+
+def slow_start(worker: int) -> None:
+    time.sleep(0.5 * worker)
+
+
+def test_another_epoch_within_a_loop_is_noticed() -> None:
+    """Workers that begin after it would read that one."""
+    stream = make("map")
+    loader = loader_of(stream, 3, worker_init_fn=slow_start)
+    batches = stream.tracked(loader)
+    next(batches)
+    stream.set_epoch(1)
+    with pytest.raises(StateError, match="between loops"):
+        list(batches)
 
 
 # ---------------------------------------------------------------------- windows

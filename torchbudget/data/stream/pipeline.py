@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -52,20 +51,14 @@ class Pipeline:
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def __call__(
-        self, items: Iterator[Item], *, apart: bool
-    ) -> Iterator[tuple[int, list[Any] | SampleError]]:
+    def __call__(self, items: Iterator[Item]) -> Iterator[tuple[int, list[Any] | SampleError]]:
         """The position and the samples of each item, or the error of its transforms, in order.
 
-        At most `2 · threads` items are in progress at a time.
-
-        Args:
-            items: to transform.
-            apart: read items only while no transform runs in a thread.
+        With threads, `2 · threads` items are read, then transformed: a source is never read while a
+        transform runs, and what draws from a global generator meanwhile is a transform.
 
         Raises:
-            OptionError: with threads, the transforms of the first item drew from a global
-                generator.
+            OptionError: with threads, a transform drew from a global generator.
         """
         if not self._threads:
             for item in items:
@@ -73,28 +66,12 @@ class Pipeline:
                     seed_generators(item.seed)
                 yield item.position, self._transform(item)
             return
-        for item in items:
-            # Alone, so that draws are this one's.
-            with refuse_draws():
-                samples = self._transform(item)
-            yield item.position, samples
-            break
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
-        in_progress: deque[tuple[int, Future[list[Any] | SampleError]]] = deque()
-        try:
-            while True:
-                if not (apart and in_progress):
-                    for item in islice(items, 2 * self._threads - len(in_progress)):
-                        future = self._pool.submit(self._transform, item)
-                        in_progress.append((item.position, future))
-                if not in_progress:
-                    return
-                position, future = in_progress.popleft()
-                yield position, future.result()
-        finally:
-            for _, future in in_progress:
-                future.cancel()
+        while some := list(islice(items, 2 * self._threads)):
+            with refuse_draws():
+                made = list(self._pool.map(self._transform, some))
+            yield from zip((item.position for item in some), made, strict=True)
 
     def _transform(self, item: Item) -> list[Any] | SampleError:
         token = sample_random.set(SampleRandom(item.seed))

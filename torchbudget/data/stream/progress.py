@@ -5,7 +5,8 @@ Numbers are written by one process each, or are the same whoever writes them: no
 
 from __future__ import annotations
 
-from typing import Final
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Final
 
 import torch
 
@@ -23,6 +24,22 @@ class Progress:
     def __init__(self) -> None:
         self._numbers = torch.zeros(_HEADER, dtype=torch.int64).share_memory_()
         self._workers = torch.zeros(WORKERS, 4, dtype=torch.int64).share_memory_()
+
+    def passed_on(self) -> Progress:
+        """For a copy of the stream: the same memory for a process that is started, else another."""
+        if get_spawning_popen() is not None:
+            return self
+        other = Progress()
+        other._numbers.copy_(self._numbers)
+        other._numbers[[_TRACKED, _LAST_LOOP]] = 0
+        other._workers.copy_(self._workers)
+        return other
+
+    def __deepcopy__(self, memo: object) -> Progress:
+        return self.passed_on()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _progress, (self._numbers, self._workers)
 
     # ------------------------------------------------------------------ epochs
 
@@ -112,3 +129,10 @@ class Progress:
     def forget_skipped(self) -> None:
         """Count them anew."""
         self._workers[:, 2:] = 0
+
+
+def _progress(numbers: torch.Tensor, workers: torch.Tensor) -> Progress:
+    """Of tensors that came through a pipe, shared or not."""
+    progress = Progress()
+    progress._numbers, progress._workers = numbers.share_memory_(), workers.share_memory_()
+    return progress

@@ -26,7 +26,6 @@ class IndexReader:
         position: of the next item.
     """
 
-    disguised = False
     position = 0
 
     def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
@@ -75,7 +74,6 @@ class ShardReader:
 
     Attributes:
         position: of the next item.
-        disguised: while it reads, `get_worker_info` does not return the worker's own info.
     """
 
     def __init__(
@@ -87,8 +85,6 @@ class ShardReader:
         worker: int | None = None,
         seekable: Any = None,
     ) -> None:
-        info = torch_worker._worker_info
-        self.disguised = info is not None and info.id != worker
         self._shards = shards
         self._names = names
         self._generators = generators

@@ -119,27 +119,27 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             reader.go_on(self._following(reader.cursor, reader.slot))
         else:
             reader = self.reader_of(self._slot(number, workers))
-        progress.begin(epoch)
-        loop = self._tracked_loop()
-        progress.last_loop = 0 if get_worker_info() is None else loop or -1
+        loop, in_worker = self._tracked_loop(), get_worker_info() is not None
         reader.stamps = bool(loop)
-        self._reader = reader
         self._readers.add(reader)
+        if loop or in_worker or progress.tracked <= 0:  # else it is a look within a tracked loop
+            progress.begin(epoch)
+            progress.last_loop = loop or (-1 if in_worker else 0)
+            self._reader = reader
         return reader
 
     def _tracked_loop(self) -> int:
-        """The number of the tracked loop that this process begins; 0: it is not tracked.
-
-        A worker may be so late that its loop was broken off.
-        """
-        running = self._progress.tracked
+        """The number of the tracked loop that this process begins; 0: it is not tracked."""
         if get_worker_info() is None:
-            return max(running, 0)
-        loop = self._starting if self._begun is None else abs(running)
-        if loop == self._begun:
+            return self._starting
+        running = self._progress.tracked
+        if self._begun is None:  # its first loop, in which it was started
+            self._begun = self._starting
+        elif self._begun and (running > 0 or -running != self._begun):
+            self._begun = abs(running)  # that one may have been broken off before it came here
+        else:
             return 0
-        self._begun = loop
-        return loop
+        return self._begun
 
     def _heed_other_processes(self) -> None:
         """Follow what another process has chosen since this copy of the stream was made.
@@ -224,10 +224,16 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
         state, workers = self._loaded(), max(loader.num_workers, 1)
         slots = [replace(self._slot(), worker=n, workers=workers) for n in range(workers)]
-        turn = 0 if state is None else state.turn
-        began = self._state_at(slots, list(map(self._beginning, slots)), turn=turn)
+        # Workers that live know where the last epoch ended, also after a loop that was not tracked.
+        live = getattr(loader, "_iterator", None) is not None
+        goes_on = live and state is None and self._settings.batches_per_epoch is not None
+        with warnings.catch_warnings():
+            if goes_on:
+                warnings.simplefilter("ignore", RepeatedSamplesWarning)
+            cursors = list(map(self._beginning, slots))
+        began = self._state_at(slots, cursors, turn=0 if state is None else state.turn)
         progress, number = self._progress, time.monotonic_ns()
-        self._tracked = loop = TrackedLoop(number, began)
+        self._tracked = loop = TrackedLoop(number, began, unknown=goes_on and self.epoch > 0)
         self._starting = progress.tracked = progress.last_loop = number
         try:
             batches = stamped_batches(loader)
@@ -354,7 +360,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        return {**self.__dict__, "_reader": None, "_readers": None, "_tracked": None}
+        progress = self._progress.passed_on()
+        kept = {"_reader": None, "_readers": None, "_tracked": None, "_progress": progress}
+        return {**self.__dict__, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _readers=weakref.WeakSet())

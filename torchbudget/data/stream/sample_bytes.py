@@ -116,12 +116,20 @@ def _counted(sample: Any) -> tuple[int, bool]:
             elif dataclasses.is_dataclass(value):
                 waiting.extend(getattr(value, one.name) for one in dataclasses.fields(value))
             elif isinstance(value, memoryview):
-                total += value.nbytes
-            elif callable(getattr(value, "getbands", None)):  # an image of Pillow
-                total += value.width * value.height * len(value.getbands())
+                waiting.append(value.obj)
+            elif callable(getattr(value, "getbands", None)):
+                total += value.width * value.height * _pixel_bytes(value)
             elif not isinstance(value, (type, type(sys))):
                 waiting.extend(getattr(value, "__dict__", {}).values())
                 slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
                 names = chain.from_iterable([one] if isinstance(one, str) else one for one in slots)
                 waiting.extend(getattr(value, name, None) for name in names)
     return total, is_part
+
+
+def _pixel_bytes(image: Any) -> int:
+    """Of an image of Pillow, which stores several bands, and wide ones, in 4 bytes."""
+    mode = getattr(image, "mode", "")
+    if len(image.getbands()) > 1 or mode in ("F", "I"):
+        return 4
+    return 2 if mode.startswith("I;16") else 1

@@ -72,16 +72,31 @@ class TrackedLoop:
     Args:
         number: of the loop.
         began: where they begin.
+        unknown: only they know that.
 
     Attributes:
-        state: after the last batch that came.
         ended: whether the loop came to its end.
     """
 
-    def __init__(self, number: int, began: StreamState) -> None:
+    def __init__(self, number: int, began: StreamState, *, unknown: bool) -> None:
         self.number = number
-        self.state = began
         self.ended = False
+        self._state = began
+        self._unknown = set(range(len(began.cursors))) if unknown else set()
+
+    @property
+    def state(self) -> StreamState:
+        """After the last batch that came.
+
+        Raises:
+            StateError: no batch has come from a worker that went on from a loop not tracked.
+        """
+        if self._unknown:
+            raise StateError(
+                f"no batch has come yet from workers {sorted(self._unknown)}, which went on where "
+                "a loop that was not tracked had ended: track every loop, or save later"
+            )
+        return self._state
 
     def note(self, stamped: Any) -> Any:
         """A batch came: the batch alone.
@@ -94,16 +109,22 @@ class TrackedLoop:
                 "this batch came without its position: its worker was started by a loop that was "
                 "not tracked; use tracked(loader) in every loop over workers that persist"
             )
-        cursors = list(self.state.cursors)
+        if stamped.cursor.epoch != self._state.epoch:
+            raise StateError(
+                f"worker {stamped.worker} reads epoch {stamped.cursor.epoch}, and this loop epoch "
+                f"{self._state.epoch}: call set_epoch between loops, not within one"
+            )
+        cursors = list(self._state.cursors)
         cursors[stamped.worker] = stamped.cursor
         turn = (stamped.worker + 1) % len(cursors)
-        self.state = replace(self.state, cursors=cursors, turn=turn)
+        self._state = replace(self._state, cursors=cursors, turn=turn)
+        self._unknown.discard(stamped.worker)
         return stamped.batch
 
     @property
     def finished(self) -> bool:
         """Whether the epoch's last batch came."""
-        return self.ended or all(cursor.finished for cursor in self.state.cursors)
+        return self.ended or all(cursor.finished for cursor in self._state.cursors)
 
 
 def check_loader(loader: Any, stream: Any) -> None:

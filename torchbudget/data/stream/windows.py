@@ -161,7 +161,7 @@ class Windows:
         else:
             stop, buffered_bytes = cursor.start + left, 0
             items = self._items(reader, cursor, left)
-            for position, samples in self._pipeline(items, apart=reader.disguised):
+            for position, samples in self._pipeline(items):
                 if isinstance(samples, SampleError):
                     if not settings.skip_failed:
                         raise samples
