@@ -38,7 +38,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def now(cls) -> _Place:
-        """25 µs, most of them for NumPy's state."""
+        """In 0.07 ms, most of it for NumPy's state."""
         return cls(
             random.getstate(),
             mtrand.get_bit_generator(),
@@ -118,7 +118,7 @@ class ReadingGenerators:
 
     @contextmanager
     def of_source(self) -> Iterator[None]:
-        """Inside, they are those of the source: 20 µs."""
+        """Inside, they are those of the source: 0.1 ms."""
         self._source.restore()
         try:
             yield
