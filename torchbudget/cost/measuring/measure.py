@@ -15,7 +15,7 @@ from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.probing import margin_of, run_probes, trace_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.measuring.training_state import TrainingState, autocast_is_active
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.errors import CostError
@@ -101,6 +101,8 @@ def measure_cost(
     if device is not None and torch.device(device).type != state.device.type:
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
     subject = Subject(step, make_batch, domain, state)
+    if autocast_is_active():
+        subject.notes.append("measured inside an autocast, without its cache of casts")
     if method == "trace" or room is None:
         forms, probes, aligned = trace_probes(subject)
         least = _LEAST_TRACE_MARGIN if aligned else _LEAST_PEAKS_MARGIN

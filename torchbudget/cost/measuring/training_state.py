@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -159,6 +160,7 @@ class TrainingState:
             for saved in _containers(vars(one))
         ]
         with copied(written) as put_back, ExitStack() as stack:
+            stack.enter_context(autocast_cache_kept())
             stack.callback(RandomState.take().restore)
             for generator in self.generators:
                 stack.callback(_restoring(generator))
@@ -201,6 +203,32 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
                 tensor.copy_(read.view(tensor.dtype).view(tensor.shape))
 
         yield put_back
+
+
+def autocast_is_active() -> bool:
+    """Whether an autocast context is open, so that its cache outlives the step."""
+    outer = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return outer > 0
+
+
+@contextmanager
+def autocast_cache_kept() -> Iterator[None]:
+    """Leave the casts that an open autocast has cached as they are, and add none.
+
+    Without an open one, the contexts of the step itself clear the cache when they close.
+    """
+    if not autocast_is_active():
+        yield
+        return
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        # Contexts that were made before would enable it.
+        with patch.object(torch, "set_autocast_cache_enabled", lambda _: None):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:

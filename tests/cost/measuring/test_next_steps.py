@@ -1,0 +1,83 @@
+"""Training goes on after measuring as in a process that never measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchbudget import MeasuredCost, measure_cost
+from torchbudget.machine.host import process_memory
+
+Step = Callable[[torch.Tensor], Any]
+
+
+def make_batch(n: int, size: int) -> torch.Tensor:
+    return torch.ones(n, size, 8)
+
+
+def measure(step: Step, method: Any) -> MeasuredCost:
+    budget = process_memory().resident_bytes + 40 * 2**20
+    return measure_cost(step, make_batch, max_size=200, method=method, budget=budget)
+
+
+def full_step(module: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: torch.Tensor) -> None:
+        module(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def steps(step: Step, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What the tensors are after each of ten steps."""
+    found = []
+    for _ in range(10):
+        step(make_batch(2, 4))
+        found += [tensor.detach().clone() for tensor in tensors]
+    return found
+
+
+def network() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+METHODS = pytest.mark.parametrize("method", ["trace", "auto", "run"])
+
+
+@METHODS
+@pytest.mark.parametrize("inner", ["none", "own", "shared"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_open_autocast(method: str, inner: str, warm: bool) -> None:
+    """Its cache of casts is as before: no fake tensor in it, and none of a measured step."""
+
+    def trained(measured: bool) -> list[torch.Tensor]:
+        model, optimizer = network()
+
+        def in_own(batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(batch)
+
+        forward = {
+            "none": model,
+            "own": in_own,
+            "shared": torch.autocast("cpu", torch.bfloat16)(model),
+        }[inner]
+        step = full_step(forward, optimizer)
+        with torch.autocast("cpu", torch.bfloat16):
+            if warm:
+                step(make_batch(2, 4))
+            if measured:
+                cost = measure(step, method)
+                assert any("autocast" in note for note in cost.notes)
+            return steps(step, *model.parameters())
+
+    assert torch.is_autocast_cache_enabled()
+    assert all(map(torch.equal, trained(True), trained(False)))
+    assert torch.is_autocast_cache_enabled()
