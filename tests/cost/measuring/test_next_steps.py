@@ -42,9 +42,18 @@ def steps(step: Step, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def network() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(batch))
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = Network()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -81,3 +90,36 @@ def test_an_open_autocast(method: str, inner: str, warm: bool) -> None:
     assert torch.is_autocast_cache_enabled()
     assert all(map(torch.equal, trained(True), trained(False)))
     assert torch.is_autocast_cache_enabled()
+
+
+@METHODS
+@pytest.mark.parametrize("compiled", ["module", "in place", "function"])
+def test_what_is_compiled(method: str, compiled: str) -> None:
+    """It is compiled after measuring too, and so is anything else; its trace is of eager code."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(1)
+        return graph.forward
+
+    def trained(measured: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model, optimizer = network()
+        if compiled == "in place":
+            model.compile(backend=backend)
+        module = {
+            "module": torch.compile(model, backend=backend),
+            "in place": model,
+            "function": torch.compile(model.forward, backend=backend),
+        }[compiled]
+        step = full_step(module, optimizer)
+        if measured:
+            cost = measure(step, method)
+            eager = any("traced as eager" in note for note in cost.notes)
+            assert eager == (method != "run")
+            assert bool(graphs) == (method != "trace")
+        return steps(step, *model.parameters())
+
+    measured = trained(True)
+    assert graphs
+    assert all(map(torch.equal, measured, trained(False)))

@@ -77,6 +77,8 @@ def traces(
     """
     live = _FakeBytes(state.device)
     with state.restored(contents=False), ExitStack() as stack:
+        # The compiler would remember that it cannot compile under fake tensors.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if gc.isenabled():  # which would free tensors at a moment that differs from step to step
             gc.disable()
             stack.callback(gc.enable)

@@ -55,6 +55,7 @@ class TrainingState:
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
         generators: of random numbers, beside the global ones.
+        is_compiled: whether a module or a function is called through `torch.compile`.
         accumulators: of gradients, which must make single steps while the step is measured.
     """
 
@@ -66,6 +67,7 @@ class TrainingState:
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.helpers = [one for one in found if isinstance(one, _HELPERS)]
         self.accumulators = [one for one in found if _accumulates(one)]
+        self.is_compiled = any(map(_is_compiled, found))
         self.generators = [one for one in found if isinstance(one, _GENERATORS)]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -236,6 +238,16 @@ def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
     return issubclass(type(one), AccumulatesGradients)
 
 
+def _is_compiled(one: object) -> bool:
+    """Whether `torch.compile` has made it, or `Module.compile` was called on it."""
+    if isinstance(one, types.FunctionType):
+        return "_torchdynamo_orig_callable" in vars(one)
+    return isinstance(one, nn.Module) and any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        for part in one.modules()
+    )
+
+
 def _own(tensor: torch.Tensor) -> bool:
     """Whether no two elements share a place in memory, so that the tensor can be written to."""
     return all(step or n <= 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -269,7 +281,7 @@ def _stateful(step: Callable[..., object]) -> Iterator[Any]:
         for one in level:
             if id(one) not in seen:
                 seen.add(id(one))
-                if isinstance(one, _STATEFUL) or _accumulates(one):
+                if isinstance(one, _STATEFUL) or _accumulates(one) or _is_compiled(one):
                     yield one
                 next_level += _references(one)
         level = next_level
