@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from torchbudget import MeasuredCost, measure_cost
+from torchbudget.errors import CostError
 from torchbudget.machine.host import process_memory
 
 Step = Callable[[torch.Tensor], Any]
@@ -123,3 +125,38 @@ def test_what_is_compiled(method: str, compiled: str) -> None:
     measured = trained(True)
     assert graphs
     assert all(map(torch.equal, measured, trained(False)))
+
+
+class Kernel(torch.autograd.Function):
+    """Doubles the first number, by its address."""
+
+    pointers: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(_: Any, batch: torch.Tensor) -> torch.Tensor:
+        result = batch.clone()
+        Kernel.pointers.append(result.data_ptr())
+        if result.data_ptr():
+            ctypes.cast(result.data_ptr(), ctypes.POINTER(ctypes.c_float))[0] *= 2
+        return result
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def test_a_kernel_that_gets_a_pointer() -> None:
+    """It never gets the null pointer of a fake tensor: such a step is not traced, but run."""
+
+    def trained(measured: bool) -> list[torch.Tensor]:
+        model, optimizer = network()
+        step = full_step(lambda batch: Kernel.apply(model(batch)), optimizer)
+        if measured:
+            with pytest.raises(CostError, match="data pointer"):
+                measure(step, "trace")
+            cost = measure(step, "auto")
+            assert any("only run, not traced" in note for note in cost.notes)
+        return steps(step, *model.parameters())
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+    assert all(Kernel.pointers)

@@ -153,7 +153,9 @@ class _FakeBytes(LiveBytes):
         block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        # A kernel that the step launches itself must not get the null pointer of a fake tensor.
+        with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()
