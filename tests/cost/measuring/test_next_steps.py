@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -160,3 +163,110 @@ def test_a_kernel_that_gets_a_pointer() -> None:
 
     assert all(map(torch.equal, trained(True), trained(False)))
     assert all(Kernel.pointers)
+
+
+class Counting(torch.optim.SGD):
+    """Slows down by a count that its state has for each parameter, and a tensor of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.decay = torch.ones(1)
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        self.decay.mul_(0.9)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            parameter.sub_(parameter.grad * self.decay / state["count"])
+
+
+def test_many_parameters() -> None:
+    """The optimizer's state is restored, of however many parameters."""
+
+    def trained(measured: bool) -> list[torch.Tensor]:
+        parameters = nn.ParameterList(torch.ones(1) for _ in range(1_001))
+        optimizer = Counting(parameters)
+        step = full_step(lambda batch: batch.mean() * torch.cat([*parameters]), optimizer)
+        step(make_batch(2, 4))
+        if measured:
+            measure(step, "run")
+        return steps(step, parameters[0], parameters[-1], optimizer.decay)
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+class Average:
+    """A moving average, which makes its tensors when it is first updated."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(8)
+        self.by_name: dict[str, torch.Tensor] = {}
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total.mul_(0.9).add_(value)
+        self.last = value
+        self.by_name["total"] = self.by_name.get("total", 0) + value
+
+
+class Attributes(Network):
+    """What a module may have beside parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.zeros(1).expand(4))
+        self.register_buffer("conjugated", torch.ones(2, dtype=torch.complex64).conj())
+        self.register_buffer("negated", torch.ones(2, dtype=torch.complex64).conj().imag)
+        self.listed = [torch.zeros(8)]
+        self.named = {"a": [torch.zeros(8)]}
+        self.queued = deque([torch.zeros(8)], maxlen=3)
+
+    def tensors(self) -> list[torch.Tensor]:
+        found = [*self.parameters(), *self.buffers(), *self.listed, *self.named["a"], *self.queued]
+        return [tensor.detach().resolve_conj().resolve_neg().clone() for tensor in found]
+
+    def update(self, value: torch.Tensor) -> None:
+        self.expanded[:1].add_(value[0])
+        self.conjugated.add_(1j)
+        self.negated.mul_(0.9)
+        for tensor in (self.listed[0], self.named["a"][0], self.queued[0]):
+            tensor.mul_(0.9).add_(value)
+        self.queued.append(value)
+
+
+@METHODS
+@pytest.mark.filterwarnings("ignore:a step leaves")
+def test_what_a_step_refers_to(method: str) -> None:
+    """Tensors in attributes, containers and plain objects, and generators of every kind."""
+
+    def trained(measured: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, average, outputs, loose = Attributes(), Average(), [], torch.zeros(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        old, new, plain = np.random.RandomState(1), np.random.default_rng(1), random.Random(1)
+        noise, drawn = torch.Generator().manual_seed(1), np.random.default_rng(2).random
+
+        def step(batch: torch.Tensor) -> None:
+            draws = old.rand() + new.random() + plain.random() + drawn()
+            output = model(batch + draws + torch.rand(1, generator=noise))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weight = model.first.weight.detach().mean(0)
+            loose.add_(weight)
+            outputs[:] = [output.detach().mean((0, 1))]
+            for one in (model, average):
+                one.update(weight)
+
+        if measured:
+            measure(step, method)
+        found = []
+        for _ in range(10):
+            found += [*outputs, *average.by_name.values()]
+            step(make_batch(2, 4))
+            found += [*model.tensors(), average.total.clone(), average.last, loose.clone()]
+        return found
+
+    measured, never = trained(True), trained(False)
+    assert len(measured) == len(never)
+    assert all(map(torch.equal, measured, never))
