@@ -270,3 +270,72 @@ def test_what_a_step_refers_to(method: str) -> None:
     measured, never = trained(True), trained(False)
     assert len(measured) == len(never)
     assert all(map(torch.equal, measured, never))
+
+
+def on_meta(model: nn.Module) -> None:
+    model.second = nn.Linear(8, 8, device="meta")
+
+
+def lazy(model: nn.Module) -> None:
+    model.second = nn.LazyLinear(8)
+
+
+def buffer_on_meta(model: nn.Module) -> None:
+    model.second.register_buffer("mean", torch.ones(1, device="meta"))
+
+
+def with_quantized(model: nn.Module) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    model.second.register_buffer("mean", quantized)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize(
+    ("change", "methods", "match"),
+    [
+        (on_meta, ["trace"], "second.weight of Network is on meta, but"),
+        (on_meta, ["auto", "run"], "second.weight of Network is on the meta device"),
+        (lazy, ["trace", "auto", "run"], "second.weight of Network is uninitialized"),
+        (buffer_on_meta, ["auto", "run"], "second.mean of Network is on the meta device"),
+        (with_quantized, ["trace"], "second.mean of Network cannot be traced"),
+    ],
+)
+def test_a_model_that_cannot_be_measured(
+    change: Callable[[nn.Module], None], methods: list[str], match: str
+) -> None:
+    """The parameter or buffer is named before the step is called."""
+    model, _ = network()
+    change(model)
+    calls: list[int] = []
+
+    def step(batch: torch.Tensor) -> None:
+        calls.append(1)
+        model(batch)
+
+    for method in methods:
+        with pytest.raises(CostError, match=match):
+            measure(step, method)
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_a_quantized_buffer() -> None:
+    """Such a step is run only, and the buffer is restored."""
+
+    def trained(measured: bool) -> list[torch.Tensor]:
+        model, optimizer = network()
+        with_quantized(model)
+        plain = full_step(model, optimizer)
+
+        def step(batch: torch.Tensor) -> None:
+            plain(batch)
+            new = model.second.mean.dequantize() - 0.1
+            model.second.mean.copy_(torch.quantize_per_tensor(new, 0.1, 0, torch.qint8))
+
+        if measured:
+            measure(step, "auto")
+        return [
+            tensor.dequantize() for tensor in steps(step, model.second.mean, model.first.weight)
+        ]
+
+    assert all(map(torch.equal, trained(True), trained(False)))

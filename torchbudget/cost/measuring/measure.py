@@ -12,10 +12,11 @@ import torch
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
+from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.probing import margin_of, run_probes, trace_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
-from torchbudget.cost.measuring.training_state import TrainingState, autocast_is_active
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.padded import PaddedCost
 from torchbudget.errors import CostError
@@ -98,6 +99,7 @@ def measure_cost(
             "budget is needed to run the step, which must not exceed it; or pass method='trace'"
         )
     state = TrainingState(step)
+    state.check_parameters(contents=method != "trace")
     if device is not None and torch.device(device).type != state.device.type:
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
     subject = Subject(step, make_batch, domain, state)

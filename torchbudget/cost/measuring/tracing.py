@@ -82,8 +82,11 @@ def traces(
         if gc.isenabled():  # which would free tensors at a moment that differs from step to step
             gc.disable()
             stack.callback(gc.enable)
-        for tensor in state.tensors():
-            live.stand_in(tensor)
+        try:
+            for tensor in state.tensors():
+                live.stand_in(tensor)
+        except Exception as error:  # of fake tensors, which do not know every layout
+            raise CostError(f"{state.name_of(tensor)} cannot be traced: {error}") from error
         for number, batch in enumerate(batches):
             if not number:
                 _trace(step, state, live, batch)

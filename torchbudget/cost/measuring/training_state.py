@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
+from torchbudget.cost.measuring.autocast import autocast_cache_kept
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
 
@@ -119,6 +120,39 @@ class TrainingState:
             "def step(batch): loss_of(model, batch).backward(); optimizer.step(); …"
         )
 
+    def check_parameters(self, *, contents: bool) -> None:
+        """Check that the parameters can be measured.
+
+        Args:
+            contents: whether their values will be saved, too.
+
+        Raises:
+            CostError: one is uninitialized, without values, or on another device than the first.
+        """
+        device = self.device
+        for where, one in self._named():
+            if is_lazy(one):
+                raise CostError(f"{where} is uninitialized: call the module on a batch first")
+            if one.is_meta and contents:
+                raise CostError(
+                    f"{where} is on the meta device, without values to run the step with; pass "
+                    "method='trace', or load the values first"
+                )
+            if isinstance(one, nn.Parameter) and one.device != device:
+                raise CostError(
+                    f"{where} is on {one.device}, but the first parameter is on {device}: only the "
+                    "bytes of one device are measured; move all parameters to it"
+                )
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Which parameter or buffer of which module it is."""
+        return next((name for name, one in self._named() if one is tensor), "a tensor of the step")
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module in self.modules:
+            for name, one in [*module.named_parameters(), *module.named_buffers()]:
+                yield f"{name} of {type(module).__name__}", one
+
     @contextmanager
     def checked(self) -> Iterator[None]:
         """Check that what runs inside is a full training step.
@@ -167,7 +201,11 @@ class TrainingState:
         Args:
             contents: restore the tensors' values too, for a step that really runs. Without it only
                 the references to tensors are restored, for a step that computes nothing.
+
+        Raises:
+            CostError: before anything runs, as `check_parameters` does.
         """
+        self.check_parameters(contents=contents)
         written = {id(one): one for one in [*self.tensors(), *self.loose] if contents}
         gradients = [(p, p.grad) for p in self.parameters()]
         containers = self._saved()
@@ -221,32 +259,6 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
                 tensor.copy_(values)
 
         yield put_back
-
-
-def autocast_is_active() -> bool:
-    """Whether an autocast context is open, so that its cache outlives the step."""
-    outer = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return outer > 0
-
-
-@contextmanager
-def autocast_cache_kept() -> Iterator[None]:
-    """Leave the casts that an open autocast has cached as they are, and add none.
-
-    Without an open one, the contexts of the step itself clear the cache when they close.
-    """
-    if not autocast_is_active():
-        yield
-        return
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        # Contexts that were made before would enable it.
-        with patch.object(torch, "set_autocast_cache_enabled", lambda _: None):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
 
 
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
