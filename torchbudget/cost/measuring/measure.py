@@ -12,6 +12,7 @@ import torch
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
+from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.probing import margin_of, run_probes, trace_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
@@ -98,9 +99,12 @@ def measure_cost(
             "budget is needed to run the step, which must not exceed it; or pass method='trace'"
         )
     state = TrainingState(step)
+    state.check_parameters(contents=method != "trace")
     if device is not None and torch.device(device).type != state.device.type:
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
     subject = Subject(step, make_batch, domain, state)
+    if autocast_is_active():
+        subject.notes.append("measured inside an autocast, without its cache of casts")
     if method == "trace" or room is None:
         forms, probes, aligned = trace_probes(subject)
         least = _LEAST_TRACE_MARGIN if aligned else _LEAST_PEAKS_MARGIN

@@ -166,6 +166,10 @@ def trace_probes(subject: Subject) -> tuple[tuple[Form, ...], tuple[Probe, ...],
             yield batch
             del batch
 
+    if subject.state.is_compiled:
+        subject.notes.append(
+            "what is compiled was traced as eager code; only runs count it compiled"
+        )
     first, *others, again = traces(subject.step, subject.state, batches())
     counted = [first, *others]
     kept_bytes = max(trace.kept_bytes for trace in counted)

@@ -77,11 +77,16 @@ def traces(
     """
     live = _FakeBytes(state.device)
     with state.restored(contents=False), ExitStack() as stack:
+        # The compiler would remember that it cannot compile under fake tensors.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if gc.isenabled():  # which would free tensors at a moment that differs from step to step
             gc.disable()
             stack.callback(gc.enable)
-        for tensor in state.tensors():
-            live.stand_in(tensor)
+        try:
+            for tensor in state.tensors():
+                live.stand_in(tensor)
+        except Exception as error:  # of fake tensors, which do not know every layout
+            raise CostError(f"{state.name_of(tensor)} cannot be traced: {error}") from error
         for number, batch in enumerate(batches):
             if not number:
                 _trace(step, state, live, batch)
@@ -151,7 +156,9 @@ class _FakeBytes(LiveBytes):
         block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        # A kernel that the step launches itself must not get the null pointer of a fake tensor.
+        with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()

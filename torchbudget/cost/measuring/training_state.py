@@ -8,17 +8,20 @@ import random
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
 
+from torchbudget.cost.measuring.autocast import autocast_cache_kept
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
 
@@ -29,10 +32,19 @@ _MOST_ITEMS: Final = 1000
 _FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 
 _HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
-_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
+_GENERATORS: Final = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+)
+_CONTAINERS: Final = (dict, list, set, deque)
 _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
+_FOUND: Final = (*_STATEFUL, *_CONTAINERS, torch.Tensor)
+# What the step reads: tensors in them are not saved.
+_DATA: Final = (Dataset, DataLoader)
 # How deep containers inside an object's own are restored, such as an optimizer's state.
-_NESTED: Final = 3
+_NESTED: Final = 4
 
 
 @runtime_checkable
@@ -54,6 +66,9 @@ class TrainingState:
         optimizers: all of them.
         helpers: learning rate schedulers and gradient scalers.
         generators: of random numbers, beside the global ones.
+        loose: tensors.
+        containers: of anything, the attributes of plain objects among them.
+        is_compiled: whether a module or a function is called through `torch.compile`.
         accumulators: of gradients, which must make single steps while the step is measured.
     """
 
@@ -65,6 +80,9 @@ class TrainingState:
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.helpers = [one for one in found if isinstance(one, _HELPERS)]
         self.accumulators = [one for one in found if _accumulates(one)]
+        self.is_compiled = any(map(_is_compiled, found))
+        self.loose = [one for one in found if isinstance(one, torch.Tensor)]
+        self.containers = [one for one in found if isinstance(one, _CONTAINERS)]
         self.generators = [one for one in found if isinstance(one, _GENERATORS)]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -74,17 +92,18 @@ class TrainingState:
         return list({id(tensor): tensor for tensor in found}.values())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers, gradients, the optimizers' states and attributes, each once."""
+        """Parameters, gradients, and all in the attributes of what was found, each once."""
         found = self.parameters()
         found += [p.grad for p in found if p.grad is not None]
-        found += [b for module in self.modules for b in module.buffers()]
-        parts = [part for module in self.modules for part in module.modules()]
-        values = [value for one in [*parts, *self.helpers] for value in vars(one).values()]
-        for optimizer in self.optimizers:
-            values += tree_leaves([dict(state) for state in optimizer.state.values()])
-            values += [value for group in optimizer.param_groups for value in group.values()]
+        values = (value for container, _ in self._saved() for value in _items(container))
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
+
+    def _saved(self) -> list[tuple[Any, Any]]:
+        """All containers of modules, optimizers and helpers, each with a shallow copy."""
+        parts = [part for module in self.modules for part in module.modules()]
+        owners = [*parts, *self.optimizers, *self.helpers]
+        return [saved for one in owners for saved in _containers(vars(one))]
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +119,39 @@ class TrainingState:
             "its globals and its object, and in what these refer to; let it refer to them, as in "
             "def step(batch): loss_of(model, batch).backward(); optimizer.step(); …"
         )
+
+    def check_parameters(self, *, contents: bool) -> None:
+        """Check that the parameters can be measured.
+
+        Args:
+            contents: whether their values will be saved, too.
+
+        Raises:
+            CostError: one is uninitialized, without values, or on another device than the first.
+        """
+        device = self.device
+        for where, one in self._named():
+            if is_lazy(one):
+                raise CostError(f"{where} is uninitialized: call the module on a batch first")
+            if one.is_meta and contents:
+                raise CostError(
+                    f"{where} is on the meta device, without values to run the step with; pass "
+                    "method='trace', or load the values first"
+                )
+            if isinstance(one, nn.Parameter) and one.device != device:
+                raise CostError(
+                    f"{where} is on {one.device}, but the first parameter is on {device}: only the "
+                    "bytes of one device are measured; move all parameters to it"
+                )
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Which parameter or buffer of which module it is."""
+        return next((name for name, one in self._named() if one is tensor), "a tensor of the step")
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module in self.modules:
+            for name, one in [*module.named_parameters(), *module.named_buffers()]:
+                yield f"{name} of {type(module).__name__}", one
 
     @contextmanager
     def checked(self) -> Iterator[None]:
@@ -149,16 +201,17 @@ class TrainingState:
         Args:
             contents: restore the tensors' values too, for a step that really runs. Without it only
                 the references to tensors are restored, for a step that computes nothing.
+
+        Raises:
+            CostError: before anything runs, as `check_parameters` does.
         """
-        written = [tensor for tensor in self.tensors() if contents and _own(tensor)]
+        self.check_parameters(contents=contents)
+        written = {id(one): one for one in [*self.tensors(), *self.loose] if contents}
         gradients = [(p, p.grad) for p in self.parameters()]
-        parts = [part for one in self.modules for part in one.modules()]
-        containers = [
-            saved
-            for one in [*parts, *self.optimizers, *self.helpers]
-            for saved in _containers(vars(one))
-        ]
-        with copied(written) as put_back, ExitStack() as stack:
+        containers = self._saved()
+        others = [(one, copy.copy(one)) for one in self.containers]
+        with copied([*written.values()]) as put_back, ExitStack() as stack:
+            stack.enter_context(autocast_cache_kept())
             stack.callback(RandomState.take().restore)
             for generator in self.generators:
                 stack.callback(_restoring(generator))
@@ -167,6 +220,7 @@ class TrainingState:
             try:
                 yield
             finally:
+                containers += [saved for saved in others if _changed(*saved)]
                 for container, items in containers:
                     _refill(container, items)
                 for parameter, gradient in gradients:
@@ -182,15 +236,17 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     reading take the memory of one tensor at a time.
 
     Args:
-        tensors: without elements that share a place in memory.
+        tensors: may be expanded.
 
     Yields:
         A function that copies the values back into the tensors.
     """
-    tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes to view
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]  # empty ones have no bytes
+    odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
+    tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
     with tempfile.TemporaryFile() as file:
         for tensor in tensors:
-            values = tensor.detach().cpu().contiguous().reshape(-1)
+            values = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             values.view(torch.uint8).numpy().tofile(file)
 
         @torch.no_grad()
@@ -199,6 +255,8 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
             for tensor in tensors:
                 read = torch.from_numpy(np.fromfile(file, np.uint8, tensor.nbytes))
                 tensor.copy_(read.view(tensor.dtype).view(tensor.shape))
+            for tensor, values in odd:
+                tensor.copy_(values)
 
         yield put_back
 
@@ -208,40 +266,70 @@ def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
     return issubclass(type(one), AccumulatesGradients)
 
 
-def _own(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share a place in memory, so that the tensor can be written to."""
-    return all(step or n <= 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+def _is_compiled(one: object) -> bool:
+    """Whether `torch.compile` has made it, or `Module.compile` was called on it."""
+    if isinstance(one, types.FunctionType):
+        return "_torchdynamo_orig_callable" in vars(one)
+    return isinstance(one, nn.Module) and any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        for part in one.modules()
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of each element once, which can be written to."""
+    for axis in reversed(range(tensor.dim())):
+        if not tensor.stride(axis) and tensor.shape[axis] > 1:
+            tensor = tensor.select(axis, 0)
+    return tensor
 
 
 def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
     """A container, and the containers in it, each with a shallow copy."""
     yield container, copy.copy(container)
-    if nested == _NESTED or len(container) > _MOST_ITEMS:
+    if nested == _NESTED:
         return
-    for value in container.values() if isinstance(container, dict) else container:
-        if isinstance(value, (dict, list, set)):
+    for value in _items(container):
+        if isinstance(value, _CONTAINERS):
             yield from _containers(value, nested + 1)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _changed(container: Any, items: Any) -> bool:
+    """Whether other tensors are in the container than before."""
+    now, before = (
+        [id(one) for one in _items(some) if isinstance(one, torch.Tensor)]
+        for some in (container, items)
+    )
+    return now != before
 
 
 def _refill(container: Any, items: Any) -> None:
     """Restore the items of a container in place, since others may refer to it."""
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         container.extend(items)
     else:
         container.update(items)
 
 
 def _stateful(step: Callable[..., object]) -> Iterator[Any]:
-    """Everything stateful that is reachable from `step`, each once, breadth first."""
-    seen: set[int] = set()
+    """Everything that is reachable from `step` and may change, each once, breadth first."""
+    seen: dict[int, Any] = {}  # which keeps them, so that no other gets the same id
     level: list[Any] = [step]
     for _ in range(_DEPTH):
         next_level: list[Any] = []
         for one in level:
             if id(one) not in seen:
-                seen.add(id(one))
-                if isinstance(one, _STATEFUL) or _accumulates(one):
+                seen[id(one)] = one
+                if isinstance(one, _FOUND) or _accumulates(one) or _is_compiled(one):
                     yield one
                 next_level += _references(one)
         level = next_level
@@ -255,16 +343,19 @@ def _references(one: Any) -> list[Any]:
         return [one.__self__, one.__func__]
     if isinstance(one, types.FunctionType):
         return _of_function(one)
-    if isinstance(one, (list, tuple, set, frozenset, dict)):
-        items = one.values() if isinstance(one, dict) else one
-        return list(items) if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, types.BuiltinMethodType):
+        return [one.__self__]
+    if isinstance(one, (*_CONTAINERS, tuple, frozenset)):
+        return list(_items(one)) if len(one) <= _MOST_ITEMS else []
     if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
         return []
     slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
     values = [getattr(one, name, None) for name in slots if not name.startswith("__")]
     attributes = getattr(one, "__dict__", {})
+    if isinstance(one, _DATA):
+        return [value for value in attributes.values() if isinstance(value, _STATEFUL + _DATA)]
     if not isinstance(one, nn.Module):
-        return [*values, *attributes.values()]
+        return [*values, *attributes.values(), attributes]  # themselves a container
     values += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
     return [*values, *one._modules.values()]
 
