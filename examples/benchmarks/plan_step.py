@@ -8,7 +8,24 @@ Command: python examples/benchmarks/plan_step.py [--samples N] [--seeds K] [--js
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
-    to be recorded: python examples/benchmarks/record.py plan_step
+    cost       ranks  micro-batches  mean excess  worst excess  over  unequal    ms
+    padded         8             69       0.0003        0.0022     0        0  2.60
+    packed         8             64       0.0005        0.0005     0        0  4.13
+    quadratic      8             26       0.0017        0.0086     0        0  3.30
+    padded        64            102       0.0105        0.0238     0        0  6.81
+    packed        64             64       0.0005        0.0005     0        0  4.01
+    quadratic     64             64       0.0000        0.0000     0        0  2.21
+    padded, 8 ranks, worst excess ≤ 0.003: 0.0021781, holds
+    padded, 8 ranks, ms ≤ 5: 2.5979, holds
+    packed, 8 ranks, worst excess ≤ 0.003: 0.00050018, holds
+    packed, 8 ranks, ms ≤ 5: 4.1255, holds
+    quadratic, 8 ranks, worst excess ≤ 0.01: 0.0086019, holds
+    quadratic, 8 ranks, ms ≤ 5: 3.2987, holds
+    padded, 64 ranks, worst excess ≤ 0.02: 0.023765, DOES NOT HOLD
+    packed, 64 ranks, worst excess ≤ 0.02: 0.00050354, holds
+    quadratic, 64 ranks, worst excess ≤ 0.02: 0, holds
+    micro-batches over the budget ≤ 0: 0, holds
+    unequal numbers of micro-batches ≤ 0: 0, holds
 
 The padded and the packed cost have a budget of 16,384 units, the quadratic one of 2 × 4,096².
 `excess` is the cost of the costliest rank / the mean over ranks, minus the least that this can be:
