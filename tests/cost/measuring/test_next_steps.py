@@ -234,6 +234,9 @@ class Attributes(Network):
         self.queued.append(value)
 
 
+named = torch.zeros(8)
+
+
 @METHODS
 @pytest.mark.filterwarnings("ignore:a step leaves")
 def test_what_a_step_refers_to(method: str) -> None:
@@ -245,26 +248,36 @@ def test_what_a_step_refers_to(method: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         old, new, plain = np.random.RandomState(1), np.random.default_rng(1), random.Random(1)
         noise, drawn = torch.Generator().manual_seed(1), np.random.default_rng(2).random
+        bound = unbound = None
 
         def step(batch: torch.Tensor) -> None:
+            nonlocal bound, unbound
+            global named
             draws = old.rand() + new.random() + plain.random() + drawn()
             output = model(batch + draws + torch.rand(1, generator=noise))
             output.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             weight = model.first.weight.detach().mean(0)
+            bound = weight if bound is None else 0.9 * bound + weight
+            unbound, named = weight.clone(), 0.9 * named + weight
             loose.add_(weight)
             outputs[:] = [output.detach().mean((0, 1))]
             for one in (model, average):
                 one.update(weight)
 
+        global named  # noqa: PLW0603
+        named = torch.zeros(8)
         if measured:
             measure(step, method)
+            assert bound is None
+            assert unbound is None
         found = []
         for _ in range(10):
             found += [*outputs, *average.by_name.values()]
             step(make_batch(2, 4))
             found += [*model.tensors(), average.total.clone(), average.last, loose.clone()]
+            found += [bound, unbound, named]
         return found
 
     measured, never = trained(True), trained(False)

@@ -9,40 +9,28 @@ import tempfile
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Dataset
 
 from torchbudget.cost.measuring.autocast import autocast_cache_kept
+from torchbudget.cost.measuring.reachable import (
+    CONTAINERS,
+    GENERATORS,
+    HELPERS,
+    names_of,
+    reachable,
+    values_of,
+)
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
 
-# Deep enough for a trainer with a context with a model; large containers are not searched.
-_DEPTH: Final = 8
-_MOST_ITEMS: Final = 1000
-# Functions of these packages do not refer to a user's model.
-_FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
-
-_HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
-_GENERATORS: Final = (
-    torch.Generator,
-    np.random.Generator,
-    np.random.RandomState,
-    random.Random,
-)
-_CONTAINERS: Final = (dict, list, set, deque)
-_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
-_FOUND: Final = (*_STATEFUL, *_CONTAINERS, torch.Tensor)
-# What the step reads: tensors in them are not saved.
-_DATA: Final = (Dataset, DataLoader)
 # How deep containers inside an object's own are restored, such as an optimizer's state.
 _NESTED: Final = 4
 
@@ -73,17 +61,18 @@ class TrainingState:
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
-        found = list(_stateful(step))
+        found = list(reachable(step))
         modules = [one for one in found if isinstance(one, nn.Module)]
         inner = {id(part) for one in modules for part in one.modules() if part is not one}
         self.modules = [one for one in modules if id(one) not in inner]
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
-        self.helpers = [one for one in found if isinstance(one, _HELPERS)]
+        self.helpers = [one for one in found if isinstance(one, HELPERS)]
         self.accumulators = [one for one in found if _accumulates(one)]
         self.is_compiled = any(map(_is_compiled, found))
         self.loose = [one for one in found if isinstance(one, torch.Tensor)]
-        self.containers = [one for one in found if isinstance(one, _CONTAINERS)]
-        self.generators = [one for one in found if isinstance(one, _GENERATORS)]
+        self.containers = [one for one in found if isinstance(one, CONTAINERS)]
+        self.generators = [one for one in found if isinstance(one, GENERATORS)]
+        self.functions = [one for one in found if isinstance(one, types.FunctionType)]
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
@@ -95,7 +84,7 @@ class TrainingState:
         """Parameters, gradients, and all in the attributes of what was found, each once."""
         found = self.parameters()
         found += [p.grad for p in found if p.grad is not None]
-        values = (value for container, _ in self._saved() for value in _items(container))
+        values = (value for container, _ in self._saved() for value in values_of(container))
         found += [value for value in values if isinstance(value, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
@@ -210,6 +199,7 @@ class TrainingState:
         gradients = [(p, p.grad) for p in self.parameters()]
         containers = self._saved()
         others = [(one, copy.copy(one)) for one in self.containers]
+        names = [(one, one.value) for function in self.functions for one in names_of(function)]
         with copied([*written.values()]) as put_back, ExitStack() as stack:
             stack.enter_context(autocast_cache_kept())
             stack.callback(RandomState.take().restore)
@@ -223,6 +213,9 @@ class TrainingState:
                 containers += [saved for saved in others if _changed(*saved)]
                 for container, items in containers:
                     _refill(container, items)
+                for name, value in names:
+                    if _changed([name.value], [value]):
+                        name.value = value
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
@@ -293,19 +286,15 @@ def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
     yield container, copy.copy(container)
     if nested == _NESTED:
         return
-    for value in _items(container):
-        if isinstance(value, _CONTAINERS):
+    for value in values_of(container):
+        if isinstance(value, CONTAINERS):
             yield from _containers(value, nested + 1)
-
-
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _changed(container: Any, items: Any) -> bool:
     """Whether other tensors are in the container than before."""
     now, before = (
-        [id(one) for one in _items(some) if isinstance(one, torch.Tensor)]
+        [id(one) for one in values_of(some) if isinstance(one, torch.Tensor)]
         for some in (container, items)
     )
     return now != before
@@ -318,62 +307,6 @@ def _refill(container: Any, items: Any) -> None:
         container.extend(items)
     else:
         container.update(items)
-
-
-def _stateful(step: Callable[..., object]) -> Iterator[Any]:
-    """Everything that is reachable from `step` and may change, each once, breadth first."""
-    seen: dict[int, Any] = {}  # which keeps them, so that no other gets the same id
-    level: list[Any] = [step]
-    for _ in range(_DEPTH):
-        next_level: list[Any] = []
-        for one in level:
-            if id(one) not in seen:
-                seen[id(one)] = one
-                if isinstance(one, _FOUND) or _accumulates(one) or _is_compiled(one):
-                    yield one
-                next_level += _references(one)
-        level = next_level
-
-
-def _references(one: Any) -> list[Any]:
-    """What an object refers to that may be, or lead to, something stateful."""
-    if isinstance(one, functools.partial):
-        return [one.func, *one.args, *one.keywords.values()]
-    if isinstance(one, types.MethodType):
-        return [one.__self__, one.__func__]
-    if isinstance(one, types.FunctionType):
-        return _of_function(one)
-    if isinstance(one, types.BuiltinMethodType):
-        return [one.__self__]
-    if isinstance(one, (*_CONTAINERS, tuple, frozenset)):
-        return list(_items(one)) if len(one) <= _MOST_ITEMS else []
-    if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
-        return []
-    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
-    values = [getattr(one, name, None) for name in slots if not name.startswith("__")]
-    attributes = getattr(one, "__dict__", {})
-    if isinstance(one, _DATA):
-        return [value for value in attributes.values() if isinstance(value, _STATEFUL + _DATA)]
-    if not isinstance(one, nn.Module):
-        return [*values, *attributes.values(), attributes]  # themselves a container
-    values += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
-    return [*values, *one._modules.values()]
-
-
-def _of_function(function: types.FunctionType) -> list[Any]:
-    if (function.__module__ or "").partition(".")[0] in _FOREIGN:
-        return []
-    found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a name that is not bound yet
-            found.append(cell.cell_contents)
-    codes = [function.__code__]
-    for code in codes:  # which grows: functions inside the function
-        found += [
-            function.__globals__[name] for name in code.co_names if name in function.__globals__
-        ]
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*found, *vars(function).values()]
 
 
 def _restoring(generator: Any) -> Callable[[], object]:
