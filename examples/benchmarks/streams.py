@@ -10,33 +10,33 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Nu
 infinibatch 0.1.1, lhotse 1.33.0.
 
     stream                            samples  batches  padding    fill  over  µs a sample
-    lengths, reading                1,000,000        –        –       –     –        0.060
-    lengths, torchbudget            1,000,000    4,219   2.600%  0.9899     0        0.299
-    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.379
-    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.480
-    lengths, torchbudget, fewer       100,000      423   2.795%  0.9876     0        0.305
-    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4       14.847
-    docstrings, reading                66,040        –        –       –     –        0.052
-    docstrings, torchbudget            66,040    1,720   0.544%  0.9702     0        0.372
-    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.372
-    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.397
-    docstrings, torchbudget, fewer     66,040    1,720   0.544%  0.9702     0        0.392
-    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       19.341
-    lengths: padding / that of by hand ≤ 1: 0.9723, holds
-    lengths: fill / that of by hand ≥ 1: 1.0023, holds
-    lengths: padding / that of infinibatch ≤ 1: 0.90961, holds
-    lengths: fill / that of infinibatch ≥ 1: 1.0004, holds
-    lengths: padding / that of lhotse, fewer ≤ 1: 0.36274, holds
-    lengths: fill / that of lhotse, fewer ≥ 1: 1.0168, holds
-    lengths: speed / the fastest one's ≥ 1.5: 1.3963, DOES NOT HOLD
+    lengths, reading                1,000,000        –        –       –     –        0.032
+    lengths, torchbudget            1,000,000    4,232   2.858%  0.9895     0        0.148
+    lengths, by hand                1,000,000    4,232   2.674%  0.9876     0        0.208
+    lengths, infinibatch            1,000,000    4,232   2.858%  0.9895     0        0.215
+    lengths, torchbudget, fewer       100,000      422   2.906%  0.9911     0        0.178
+    lengths, lhotse, fewer            100,000      453   7.705%  0.9712     4        6.969
+    docstrings, reading                66,040        –        –       –     –        0.046
+    docstrings, torchbudget            66,040    1,722   0.557%  0.9692     0        0.234
+    docstrings, by hand                66,040    1,722   0.567%  0.9693     0        0.255
+    docstrings, infinibatch            66,040    1,722   0.557%  0.9692     0        0.269
+    docstrings, torchbudget, fewer     66,040    1,722   0.557%  0.9692     0        0.227
+    docstrings, lhotse, fewer          66,040    1,845   6.639%  0.9635     9       10.761
+    lengths: padding / that of by hand ≤ 1: 1.0689, DOES NOT HOLD
+    lengths: fill / that of by hand ≥ 1: 1.0019, holds
+    lengths: padding / that of infinibatch ≤ 1: 1, holds
+    lengths: fill / that of infinibatch ≥ 1: 1, holds
+    lengths: padding / that of lhotse, fewer ≤ 1: 0.37719, holds
+    lengths: fill / that of lhotse, fewer ≥ 1: 1.0204, holds
+    lengths: speed / the fastest one's ≥ 1.5: 1.3924, DOES NOT HOLD
     lengths: batches over the budget ≤ 0: 0, holds
-    docstrings: padding / that of by hand ≤ 1: 0.95952, holds
-    docstrings: fill / that of by hand ≥ 1: 1.0009, holds
-    docstrings: padding / that of infinibatch ≤ 1: 0.97677, holds
-    docstrings: fill / that of infinibatch ≥ 1: 1.001, holds
-    docstrings: padding / that of lhotse, fewer ≤ 1: 0.081922, holds
-    docstrings: fill / that of lhotse, fewer ≥ 1: 1.0069, holds
-    docstrings: speed / the fastest one's ≥ 1.5: 1.0327, DOES NOT HOLD
+    docstrings: padding / that of by hand ≤ 1: 0.98234, holds
+    docstrings: fill / that of by hand ≥ 1: 0.9999, DOES NOT HOLD
+    docstrings: padding / that of infinibatch ≤ 1: 1, holds
+    docstrings: fill / that of infinibatch ≥ 1: 1, holds
+    docstrings: padding / that of lhotse, fewer ≤ 1: 0.08387, holds
+    docstrings: fill / that of lhotse, fewer ≥ 1: 1.0059, holds
+    docstrings: speed / the fastest one's ≥ 1.5: 1.1155, DOES NOT HOLD
     docstrings: batches over the budget ≤ 0: 0, holds
 
 `lengths` are log-normal(3.2, 0.8), clipped to 1 to 1,024; `docstrings` are those of Python's
