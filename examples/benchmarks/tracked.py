@@ -15,10 +15,10 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, Nu
     stream, tracked             2   10,000       10,276     9,129  0.9410     0.9536  -114.67
     sampler, tracked            0   10,000          671       698  0.9940     0.9935     2.71
     sampler, tracked            2   10,000        8,562     8,967  1.0283     1.1430    40.58
-    stream, a transform         0  100,000           19     1,099       –          –    10.80
-    stream, a look-ahead        0  100,000           18     3,138       –          –    31.20
-    stream, both                0  100,000           19     3,271       –          –    32.53
-    seeds by hand               –  100,000            –       744       –          –     7.44
+    stream, a transform         0   30,000            8       355       –          –    11.58
+    stream, a look-ahead        0   30,000            8     1,830       –          –    60.73
+    stream, both                0   30,000            8     2,095       –          –    69.58
+    seeds by hand               –   30,000            –       225       –          –     7.51
     stream, tracked, 0 workers: with / without ≤ 1.05: 1.0197, holds
     stream, tracked, 2 workers: with / without ≤ 1.05: 0.94097, holds
     sampler, tracked, 0 workers: with / without ≤ 1.05: 0.99403, holds
@@ -30,6 +30,7 @@ repetitions' own ratios, `two alike` that of two loops without `tracked`: what t
 leaves uncertain. `µs each` is the difference of the medians for each batch, in the last rows for
 each sample. There `without` is a stream of numbers without transforms and look-ahead, and the
 transform returns the number as it is. `by hand` seeds the three generators and does nothing else.
+The rows of samples are from a later run, with `--samples 30000 --repetitions 1`.
 """
 
 from __future__ import annotations
