@@ -257,12 +257,30 @@ def test_a_tracked_loop_of_exactly_len_batches_is_over(workers: int) -> None:
         assert batch == whole[done - 1]
         if done == 3:
             assert next(iter(sampler)) == whole[0]
+            with pytest.raises(StateError, match="unclear which one counts"):
+                sampler.state_dict()
+        if done == 4:
             following = sampler_of()
             following.load_state_dict(sampler.state_dict())
-            assert list(following) == whole[3:]
+            assert list(following) == whole[4:]
         if done == len(whole):
             break
     assert sampler.state_dict()["epoch"] == sampler.epoch == 1
+
+
+@forks
+def test_a_tracked_loop_that_is_kept_is_no_longer_the_sampler() -> None:
+    """As by a traceback: a plain loop after it advances the epoch, and its steps are those."""
+    sampler, plain = sampler_of(samples_per_step=50), sampler_of(samples_per_step=50)
+    kept = sampler.tracked(loader_of(sampler))
+    next(kept)
+    assert list(loader_of(sampler)) == list(plain)
+    assert list(sampler.steps) == list(plain.steps)
+    assert sampler.epoch == 1
+    sampler.set_epoch(1)
+    kept.close()
+    assert list(sampler) == list(plain)
+    assert sampler.state_dict()["epoch"] == 2
 
 
 def test_loops_that_cannot_be_tracked() -> None:

@@ -149,7 +149,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         self._cursor = Cursor(epoch=0)
         self._iterator: PlanIterator | None = None
         self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
-        self._looping = False  # over it
+        self._looping = False  # over it: it is not closed
         self._iterations = 0
         self._length: tuple[Cursor, int] | None = None
 
@@ -183,7 +183,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                     stacklevel=2,
                 )
             self._cursor = Cursor(epoch=epoch)
-        self._iterator, self._looping = None, False
+        self._iterator, self._tracked, self._looping = None, None, False
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the epoch from its beginning, or from the loaded position.
@@ -193,8 +193,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         self._iterations += 1
         iterator = PlanIterator(self.plan, self._cursor, rank=self.rank, when_finished=self._finish)
-        if not self._looping:  # else it is a look within a tracked loop
-            self._iterator = iterator
+        self._iterator = iterator
         return iterator
 
     def __len__(self) -> int:
@@ -256,7 +255,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return batches
 
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        self._looping = False
         batches = iter(loader)
         iterator = self._iterator
         if iterator is None:
@@ -265,14 +263,20 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         try:
             yield None
             for done, batch in enumerate(batches, 1):
-                self._tracked = iterator, done
+                if self._is_tracked(iterator):
+                    # Also after a look at the sampler within the loop.
+                    self._tracked, self._iterator = (iterator, done), iterator
                 yield batch
         finally:
-            if self._iterator is iterator:
+            if self._is_tracked(iterator) and self._iterator is iterator:
                 self._looping = False
                 if iterator.after(done)[1].epoch == iterator.began.epoch:
                     # It was broken off, and may have been read to its end, ahead of the loop.
                     self._cursor = iterator.began
+
+    def _is_tracked(self, iterator: PlanIterator) -> bool:
+        """Whether no other tracked loop, and no other epoch, was begun since."""
+        return self._tracked is not None and self._tracked[0] is iterator
 
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
         """The position in the epoch, in plain JSON types.
@@ -285,12 +289,20 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
         Raises:
             OptionError: `batches_done` is more than were yielded.
+            StateError: another loop began within a tracked one.
         """
         plan, cursor = self.plan, self._cursor
         if self._iterator is not None:
             if batches_done is None and self._tracked is not None:
                 iterator, done = self._tracked
-                batches_done = done if iterator is self._iterator else None
+                if iterator is self._iterator:
+                    batches_done = done
+                elif self._looping:
+                    raise StateError(
+                        "another loop over this sampler began while a tracked one was open, so "
+                        "that it is unclear which one counts: save after the tracked loop's next "
+                        "batch, begin a tracked loop, or give batches_done"
+                    )
             plan, cursor = self._iterator.after(
                 None if batches_done is None else natural("batches_done", batches_done)
             )
@@ -310,7 +322,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
         self._cursor = Cursor.decode(state_dict, self._order, self.plan.dealing)
-        self._iterator, self._looping = None, False
+        self._iterator, self._tracked, self._looping = None, None, False
 
     def replan(self) -> float:
         """Plan later windows with the margin that `MeasuredCost.observe` has found.

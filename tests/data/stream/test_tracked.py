@@ -463,15 +463,42 @@ def test_a_copy_goes_on_too(copied: Any) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_look_within_a_tracked_loop(workers: int) -> None:
-    """It sees plain batches, and does not move the position."""
+    """It sees plain batches; where the stream stands is unclear until the loop's next batch."""
     stream, whole = make(), list(loader_of(make(), workers))
     batches = tracked_loop(stream, workers)
     taken = list(islice(batches, 9))
-    assert next(iter(stream)) == whole[0] or workers
     assert isinstance(next(iter(loader_of(stream, 0))), list)
+    assert isinstance(next(iter(stream)), list)
+    with pytest.raises(StateError, match="unclear which one counts"):
+        stream.state_dict()
+    taken.append(next(batches))
     following = make()
     following.load_state_dict(stream.state_dict())
     assert taken + list(loader_of(following, workers)) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_tracked_loop_that_is_kept_is_no_longer_the_stream(workers: int, chosen: bool) -> None:
+    """As by a traceback: later loops are whole, advance the epoch, and say where they stand."""
+    stream = make()
+    kept = tracked_loop(stream, workers)
+    next(kept)
+    if chosen:
+        stream.set_epoch(2)
+    expected, first = make(), stream.epoch
+    expected.set_epoch(first)
+    assert list(loader_of(stream, 0)) == list(expected)
+    assert stream.epoch == first + 1
+    if not chosen:
+        with pytest.raises(StateError, match="unclear"):
+            stream.state_dict()
+        stream.set_epoch(3)
+    list(islice(stream, 4))
+    assert stream.state_dict()["workers"][0]["rounds"]
+    kept.close()
+    assert stream.state_dict()["workers"][0]["rounds"]
+    assert stream.epoch == 3
 
 
 def test_persistent_workers_of_a_loop_that_was_closed_at_once() -> None:

@@ -51,8 +51,19 @@ class Progress:
         done = bool(workers) and bool((self._workers[:workers, :2] == last).all())
         return epoch + done
 
+    def advance(self) -> int:
+        """A process begins a loop: the epoch that it reads.
+
+        Nothing is written but for the step from one epoch to the next, at once: a late worker of an
+        old loop must not undo what `set_epoch` has chosen meanwhile.
+        """
+        epoch = self.epoch
+        if epoch > int(self._numbers[_EPOCH]):
+            self._numbers[_EPOCH] = epoch
+        return epoch
+
     def begin(self, epoch: int) -> None:
-        """A process reads an epoch, before it or another one is done with it."""
+        """A worker with a state of its own reads this epoch."""
         self._numbers[_EPOCH] = epoch
 
     def was_read(self, epoch: int, worker: int) -> bool:

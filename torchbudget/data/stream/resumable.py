@@ -112,7 +112,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
         self._heed_other_processes()
-        progress, epoch, reader = self._progress, self.epoch, self._reader
+        progress, reader = self._progress, self._reader
+        epoch = progress.advance()
         if reader is not None and reader.epoch == epoch:
             reader = self._reader_at(reader.slot, reader.began)
         elif reader is not None and reader.goes_on and reader.epoch == epoch - 1:
@@ -122,10 +123,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         loop, in_worker = self._tracked_loop(), get_worker_info() is not None
         reader.stamps = bool(loop)
         self._readers.add(reader)
-        if loop or in_worker or progress.tracked <= 0:  # else it is a look within a tracked loop
-            progress.begin(epoch)
-            progress.last_loop = loop or (-1 if in_worker else 0)
-            self._reader = reader
+        self._reader = reader
+        progress.last_loop = loop or (-1 if in_worker else 0)
         return reader
 
     def _tracked_loop(self) -> int:
@@ -240,15 +239,20 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             self._starting = 0
             yield None
             for stamped in batches:
-                yield loop.note(stamped)
+                batch = loop.note(stamped)
+                if self._tracked is loop:
+                    progress.last_loop = number  # also after a look at the stream within the loop
+                yield batch
             loop.ended = True
         finally:
             batches = iter(())  # ends workers that do not persist
-            if self._tracked is loop:  # and no later loop has begun
+            if progress.tracked == number:  # and no later one has begun
+                self._starting, progress.tracked = 0, -number
+            if self._tracked is loop and progress.last_loop == number:
                 self._end(loop)
 
     def _end(self, loop: TrackedLoop) -> None:
-        self._starting, self._progress.tracked = 0, -loop.number
+        loop.closed = True
         if not loop.finished:
             self._progress.reopen()  # workers may be done with the epoch already
         elif self._settings.batches_per_epoch is not None:
@@ -263,22 +267,28 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         (`"skipping"`).
 
         Raises:
-            StateError: workers read, and the loop is not tracked.
+            StateError: workers read, and the loop is not tracked; or another loop began within a
+                tracked one.
         """
         settings = self._settings
         return self._position().to_plain(settings.order, seeks=settings.source.has_states)
 
     def _position(self) -> StreamState:
-        in_worker, reader, last = get_worker_info() is not None, self._reader, 0
-        if not in_worker:
-            last = self._progress.last_loop
+        in_worker, reader, loop = get_worker_info() is not None, self._reader, self._tracked
+        last = 0 if in_worker else self._progress.last_loop
+        if loop is not None and last == loop.number:
+            return self._state_after(loop)
         if last:
-            if self._tracked is None or self._tracked.number != last:
-                raise StateError(
-                    "workers read this stream, ahead of what the loop has taken: loop over "
-                    "stream.tracked(loader), use a StatefulDataLoader, or set_epoch first"
-                )
-            return self._state_after(self._tracked)
+            raise StateError(
+                "workers read this stream, ahead of what the loop has taken: loop over "
+                "stream.tracked(loader), use a StatefulDataLoader, or set_epoch first"
+            )
+        if loop is not None and not loop.closed and not in_worker:
+            raise StateError(
+                "another loop over this stream began while a tracked one was open, so that it is "
+                "unclear which one counts: save after the tracked loop's next batch, or begin a "
+                "tracked loop"
+            )
         if reader is not None and self._process == os.getpid():
             cursor = reader.cursor
             if reader.finished and not in_worker:

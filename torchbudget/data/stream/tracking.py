@@ -76,11 +76,12 @@ class TrackedLoop:
 
     Attributes:
         ended: whether the loop came to its end.
+        closed: whether it is over, and was the last one until then.
     """
 
     def __init__(self, number: int, began: StreamState, *, unknown: bool) -> None:
         self.number = number
-        self.ended = False
+        self.ended = self.closed = False
         self._state = began
         self._unknown = set(range(len(began.cursors))) if unknown else set()
 
