@@ -9,10 +9,12 @@ keeps the interpreter: neither goes on. So scripts do not destroy their group, a
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -71,12 +74,14 @@ def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[An
     for process in processes:
         process.start()
     try:
-        _wait_for_all(processes, timeout_s=240)
+        if not _have_ended(processes, timeout_s=240):
+            _ask_where(processes)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    errors = [error.read_text() for error in sorted(folder.glob("*.error"))]
+    files = [*sorted(folder.glob("*.error")), *sorted(folder.glob("*.where"))]
+    errors = [f"{file.name}: {file.read_text()}" for file in files]
     codes = [process.exitcode for process in processes]
     assert not any(codes), f"exit codes {codes}\n" + "\n".join(errors)
     return _results(folder, ranks)
@@ -100,15 +105,24 @@ def _results(folder: Path, ranks: int) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _wait_for_all(processes: list[Any], timeout_s: float) -> None:
-    """Return when all have ended well, the first has failed, or time is up."""
+def _have_ended(processes: list[Any], timeout_s: float) -> bool:
+    """Return when all have ended well, the first has failed, or, with False, time is up."""
     end = time.monotonic() + timeout_s
     running = list(processes)
     while running and (left := end - time.monotonic()) > 0:
         wait([process.sentinel for process in running], timeout=left)
         if any(process.exitcode for process in running):
-            return
+            return True
         running = [process for process in running if process.exitcode is None]
+    return not running
+
+
+def _ask_where(processes: list[Any]) -> None:
+    """Have ranks that go on for ever, and their workers, write where they are to their files."""
+    for rank in (psutil.Process(one.pid) for one in processes if one.exitcode is None):
+        for process in [rank, *rank.children(recursive=True)]:
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
 
 
 def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
@@ -122,10 +136,13 @@ def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of the process that started the ranks
     }
     sys.argv = argv
+    # Workers inherit the file, and the handler, which needs no interpreter.
+    told = Path(argv[1], f"{rank}.where").open("w")
+    faulthandler.register(signal.SIGUSR1, told, all_threads=True)
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # workers of loaders start as anywhere else
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except Exception:  # noqa: BLE001  (passed on as text)
-        Path(argv[1], f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        Path(argv[1], f"{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
