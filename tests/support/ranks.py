@@ -137,7 +137,7 @@ def _run_rank(argv: list[str], rank: int, ranks: int, port: int) -> None:
     }
     sys.argv = argv
     # Workers inherit the file, and the handler, which needs no interpreter.
-    told = Path(argv[1], f"{rank}.where").open("w")
+    told = Path(argv[1], f"{rank}.where").open("w")  # noqa: SIM115  (until the process ends)
     faulthandler.register(signal.SIGUSR1, told, all_threads=True)
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # workers of loaders start as anywhere else
