@@ -24,15 +24,20 @@ Batches: TypeAlias = list[list[int]]
 
 def options(doc: str | None, **defaults: int) -> argparse.Namespace:
     """The command line: `--json PATH`, and an int for every default."""
-    parser = argparse.ArgumentParser(
+    return parser(doc, **defaults).parse_args()
+
+
+def parser(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
+    """The parser of `options`, to which a benchmark adds its own."""
+    made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    made.add_argument("--json", type=Path, help="also write the numbers to this file")
     for name, value in defaults.items():
-        parser.add_argument(
+        made.add_argument(
             "--" + name.replace("_", "-"), type=int, default=value, help=f"default {value:,}"
         )
-    return parser.parse_args()
+    return made
 
 
 def lognormal(samples: int, mean: float, sigma: float, low: int, high: int) -> Sizes:

@@ -48,7 +48,7 @@ from _common import Results, options, timed
 
 from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost
-from torchbudget.cost.measuring.tracing import traces
+from torchbudget.cost.measuring.tracing import tracing
 from torchbudget.cost.measuring.training_state import TrainingState
 
 
@@ -60,12 +60,11 @@ def other_shapes(largest: tuple[int, ...], count: int) -> tuple[list[int], list[
 
 
 def traced_peaks(training: Training, n: list[int], sizes: list[tuple[int, ...]]) -> list[int]:
-    batches = (
-        training.make_batch(number, size if len(size) > 1 else size[0])
-        for number, size in zip(n, sizes, strict=True)
-    )
-    step = training.step
-    return [trace.peak_bytes for trace in traces(step, TrainingState(step), batches)]
+    with tracing(training.step, TrainingState(training.step)) as trace:
+        return [
+            trace(training.make_batch(number, size if len(size) > 1 else size[0])).peak_bytes
+            for number, size in zip(n, sizes, strict=True)
+        ]
 
 
 def main() -> None:

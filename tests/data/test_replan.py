@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.costs import measured
 from tests.support.ranks import run_ranks
 from tests.support.strategies import problems
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost
@@ -27,7 +28,7 @@ def cases(draw: st.DrawFn) -> Any:
     window = draw(st.integers(ranks, max(len(sizes), ranks)))
     options = {draw(st.sampled_from(["window", "samples_per_step"])): window}
     options["shuffle"] = draw(st.booleans())
-    cost = MeasuredCost(forms=(form,), margin=0.01)
+    cost = measured(form, margin=0.01)
     return sizes, cost, max(budget, int(cost.batch_bytes(1, largest(sizes)))), ranks, options
 
 
@@ -124,17 +125,13 @@ def test_ranks_that_drew_unequally_far_stay_together(
     assert len({len(epoch) for epoch in epochs}) == 1
 
 
-def measured() -> MeasuredCost:
-    return MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
-
-
 def test_a_resumed_window_is_replanned() -> None:
     """A position inside a window, loaded and then corrected, still brings what is left."""
     sizes = np.arange(1, 200)
-    sampler = MemoryBudgetBatchSampler(sizes, measured(), 500_000, window=100)
+    sampler = MemoryBudgetBatchSampler(sizes, measured(margin=0.01), 500_000, window=100)
     batches = iter(sampler)
     seen = [index for _ in range(3) for index in next(batches)]
-    cost = measured()
+    cost = measured(margin=0.01)
     again = MemoryBudgetBatchSampler(sizes, cost, 500_000, window=100)
     again.load_state_dict(sampler.state_dict())
     observe_more(cost, 100, 1.5)
@@ -144,7 +141,7 @@ def test_a_resumed_window_is_replanned() -> None:
 
 
 def test_the_next_epoch_has_the_corrected_cost() -> None:
-    cost = measured()
+    cost = measured(margin=0.01)
     sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)
     assert {len(batch) for batch in sampler} == {4}
     observe_more(cost, 100, 1.5)
@@ -154,7 +151,7 @@ def test_the_next_epoch_has_the_corrected_cost() -> None:
 
 
 def test_nothing_observed_changes_nothing() -> None:
-    cost = measured()
+    cost = measured(margin=0.01)
     sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)
     plan = sampler.plan
     assert sampler.replan() == 0.01
@@ -164,7 +161,7 @@ def test_nothing_observed_changes_nothing() -> None:
 def test_what_cannot_be_corrected() -> None:
     with pytest.raises(OptionError, match="only a measured cost"):
         MemoryBudgetBatchSampler([3], PaddedCost(unit_bytes=1), 10).replan()
-    apart = MemoryBudgetBatchSampler([3, 4], measured(), 10**6, num_replicas=2, rank=0)
+    apart = MemoryBudgetBatchSampler([3, 4], measured(margin=0.01), 10**6, num_replicas=2, rank=0)
     with pytest.raises(OptionError, match="must agree on a margin"):
         apart.replan()
 
@@ -179,12 +176,13 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PaddedCost
+from tests.support.costs import measured
+from torchbudget import MemoryBudgetBatchSampler
 
 warnings.simplefilter("ignore")
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+cost = measured(margin=0.01)
 sizes = np.random.default_rng(0).integers(1, 300, 2000)
 sampler = MemoryBudgetBatchSampler(sizes, cost, 1_000_000, window=200)
 iterator, epoch, margins = iter(sampler), [], []

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, PackedCost, PaddedCost
+from tests.support.costs import measured
+from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import OptionError
@@ -20,9 +21,7 @@ PROBES = tuple(
     Probe(n, (length,), 1000 * n * length, False, "run", 1e-6 * n * length**2)
     for n, length in SHAPES
 )
-COST = MeasuredCost(
-    forms=(PaddedCost(unit_bytes=1000),), margin=0, time_form=fit_time(PROBES), probes=PROBES
-)
+COST = measured(time_form=fit_time(PROBES), probes=PROBES)
 
 
 def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSampler]:

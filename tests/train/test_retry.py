@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.costs import measured
 from tests.support.large_steps import Data, loss_sum, make_model
 from tests.support.ranks import run_ranks
-from torchbudget import GradAccumulator, MeasuredCost, PaddedCost
+from torchbudget import GradAccumulator, PaddedCost
 from torchbudget.errors import OptionError, StepError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
@@ -327,7 +328,7 @@ def test_what_cannot_be_split() -> None:
     accumulator = GradAccumulator(optimizer, model)
     with pytest.raises(OptionError, match="not made of tensors"):
         accumulator.run_or_split(print, (torch.zeros(2), ["a", "b"]))
-    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1),), margin=0)
+    cost = measured(PaddedCost(unit_bytes=1))
     with pytest.raises(OptionError, match="padded_size"):
         accumulator.run_or_split(print, torch.zeros(2), cost=cost)
     with pytest.raises(StepError, match="opened no micro_batch"):

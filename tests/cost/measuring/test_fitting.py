@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget import PaddedCost
-from torchbudget.cost.measuring.fitting import fit_peaks, fit_time, non_negative
-from torchbudget.cost.models.padded import num_coefficients
+from torchbudget import MeasuredCost, PaddedCost
+from torchbudget.cost.measuring.fitting import fit_peaks, fit_time, non_negative, powers_of
 from torchbudget.cost.models.probe import Probe
 
 
@@ -17,7 +16,7 @@ from torchbudget.cost.models.probe import Probe
 def test_non_negative_least_squares(axes: int, seed: int) -> None:
     """Kuhn and Tucker's conditions hold: no coefficient could move and make the error smaller."""
     rng = np.random.default_rng(seed)
-    columns = num_coefficients(axes)
+    columns = len(powers_of(axes))
     matrix = rng.random((columns + 3, columns))
     target = matrix @ (rng.random(columns) * (rng.random(columns) < 0.5)) + rng.normal(
         0, 0.1, columns + 3
@@ -43,9 +42,9 @@ def test_peaks_of_the_form_are_found_again(seed: int) -> None:
     )
     n = np.array([1, 8, 300, 50, 200, 16, 400])
     sizes = np.array([4, 8, 100, 512, 300, 2000, 64])
-    [found] = fit_peaks(n, sizes, truth.batch_bytes(n, sizes))
+    found = MeasuredCost(forms=fit_peaks(n, sizes, truth.batch_bytes(n, sizes)), margin=0)
     grid = np.meshgrid([1, 5, 20, 500], [10, 60, 250, 1000, 2000])
-    assert found.batch_bytes(*grid) == pytest.approx(truth.batch_bytes(*grid), rel=1e-3)
+    assert found.fitted_bytes(*grid) == pytest.approx(truth.batch_bytes(*grid), rel=1e-3)
 
 
 def test_time_is_fitted_to_what_was_run() -> None:

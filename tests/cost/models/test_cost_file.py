@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import training_cases
+from tests.support.costs import forms_of, measured
 from tests.support.training_cases import CASES
 from torchbudget import (
     MeasuredCost,
@@ -19,6 +20,7 @@ from torchbudget import (
     measure_cost,
 )
 from torchbudget.cost.models.probe import Probe
+from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, MeasureWarning
 
 
@@ -50,24 +52,28 @@ def test_forms_time_and_probes_are_saved(tmp_path: Path) -> None:
     table = TableCost(numbers=(8, 2), sizes=((100, 3), (500, 4)), peak_bytes=(1000, 1200))
     formulas = PaddedCost(unit_bytes=(1, 2), floor_bytes=7), PaddedCost(unit_bytes=(3, 0.5))
     probes = (Probe(8, (100, 3), 1000, False, "run", 0.25), Probe(2, (9, 9), 7, True, "trace"))
-    for forms in ((table,), formulas):
+    vouched = VouchedRange(sizes=((1, 1), (9, 9)), peak_bytes=(5, 6))
+    forms = tuple(form for cost in formulas for form in forms_of(cost))
+    for far, rows in ((None, None), (vouched, table)):
         cost = MeasuredCost(
             forms=forms,
             margin=0.1,
+            vouched=far,
+            table=rows,
             time_form=PaddedCost(sample_bytes=3),
             probes=probes,
             notes=("a note",),
         )
         cost.save(tmp_path / "cost.json")
         loaded = load_cost(tmp_path / "cost.json")
-        assert loaded.forms == forms
+        assert (loaded.forms, loaded.vouched, loaded.table) == (forms, far, rows)
         assert (loaded.margin, loaded.time, loaded.probes) == (0.1, cost.time, probes)
         assert loaded.notes == cost.notes
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    MeasuredCost(forms=(PaddedCost(unit_bytes=1),), margin=0).save(path)
+    measured().save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    with pytest.raises(CostError, match="format 1 is not 2; measure again"):
+    with pytest.raises(CostError, match="format 1 is not 3; measure again"):
         load_cost(path)

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.costs import forms_of, measured
 from torchbudget import MeasuredCost, PaddedCost, TableCost
+from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.peaks import Peak
+from torchbudget.units import MAX_BYTES
 
 
 @st.composite
 def costs(draw: st.DrawFn) -> MeasuredCost:
-    number = st.integers(0, 10**6)
-    forms = draw(
-        st.lists(
-            st.builds(
-                PaddedCost,
-                fixed_bytes=number,
-                sample_bytes=st.integers(1, 10**4),
-                unit_bytes=number,
-                pair_bytes=st.integers(0, 100),
-                floor_bytes=number,
-            ),
-            min_size=1,
-            max_size=4,
-        )
+    """Forms with terms without n and in n², and maybe a range or a table."""
+    powers = st.integers(0, 2)
+    some = st.builds(Term, st.integers(0, 10**5), powers, st.tuples(powers))
+    grows = st.builds(Term, st.integers(1, 10**4), st.just(1), st.tuples(st.just(0)))
+    form = st.builds(
+        lambda terms, one: Form(terms=(*terms, one)), st.lists(some, max_size=5), grows
     )
-    return MeasuredCost(forms=tuple(forms), margin=draw(st.floats(0, 0.5)))
+    forms = draw(st.lists(form, min_size=1, max_size=4))
+    rows = st.tuples(st.integers(1, 300), st.integers(1, 5000), st.integers(1, 10**11))
+    table = vouched = None
+    if probes := draw(st.lists(rows, max_size=4)):
+        n, sizes, peaks = zip(*probes, strict=True)
+        vouched = VouchedRange(sizes=tuple((size,) for size in sizes), peak_bytes=peaks)
+        if draw(st.booleans()):
+            table = TableCost(numbers=n, sizes=vouched.sizes, peak_bytes=peaks)
+    margin = draw(st.floats(0, 0.5))
+    return MeasuredCost(forms=tuple(forms), margin=margin, vouched=vouched, table=table)
 
 
 @given(costs(), st.integers(0, 5000), st.integers(0, 2**40))
 def test_capacity_is_exact_with_a_margin(cost: MeasuredCost, size: int, budget: int) -> None:
-    """As many samples as fit, and not one more, whatever the margin."""
+    """As many samples as fit, and not one more, whatever the margin, the range and the table."""
     n = int(cost.capacity(size, budget))
     assert n == 0 or cost.batch_bytes(n, size) <= budget
     assert cost.batch_bytes(n + 1, size) > budget
@@ -42,12 +49,44 @@ def test_capacity_is_exact_with_a_margin(cost: MeasuredCost, size: int, budget: 
 
 @given(costs(), st.integers(1, 100), st.integers(1, 1000))
 def test_the_margin_is_added(cost: MeasuredCost, n: int, size: int) -> None:
+    cost = replace(cost, vouched=None, table=None)
     fitted = int(cost.fitted_bytes(n, size))
     assert (
         fitted * (1 + cost.margin)
         <= int(cost.batch_bytes(n, size))
         <= (fitted * (1 + cost.margin + 2**-13) + 2**14)
     )
+
+
+@given(costs())
+def test_more_or_longer_samples_never_cost_less(cost: MeasuredCost) -> None:
+    """Beyond what was measured, too."""
+    n, sizes = np.arange(0, 400, 7), np.arange(0, 5500, 90)
+    bytes_ = cost.batch_bytes(n[:, None], sizes)
+    assert (np.diff(bytes_, axis=0) >= 0).all()
+    assert (np.diff(bytes_, axis=1) >= 0).all()
+
+
+@given(costs(), st.integers(1, 400), st.integers(1, 5500))
+def test_nothing_is_predicted_beyond_what_was_reached(
+    cost: MeasuredCost, n: int, size: int
+) -> None:
+    """A prediction has a batch of a shorter and one of a longer size that reached it.
+
+    Or that of a larger batch has. The oracle looks at each larger size that was measured.
+    """
+    if cost.vouched is None:
+        return
+    probes = list(zip(cost.vouched.sizes, cost.vouched.peak_bytes, strict=True))
+    starts = {max(size, low) for (low,), _ in probes}
+    reached = [
+        max((b for (s,), b in probes if s <= start), default=0) >= fitted
+        and max((b for (s,), b in probes if s >= start), default=0) >= fitted
+        for start in starts
+        for fitted in [int(cost.fitted_bytes(n, start))]
+    ]
+    table = MAX_BYTES if cost.table is None else int(cost.table.batch_bytes(n, size))
+    assert (cost.batch_bytes(n, size) == MAX_BYTES) == (not any(reached) and table == MAX_BYTES)
 
 
 @given(st.integers(0, 2**32))
@@ -62,22 +101,35 @@ def test_packed_is_above_every_form(seed: int) -> None:
         )
         for _ in range(3)
     ]
-    cost = MeasuredCost(forms=tuple(forms), margin=0.05)
+    together = tuple(form for cost in forms for form in forms_of(cost))
+    cost = MeasuredCost(forms=together, margin=0.05)
     sizes = rng.integers(1, 100, (20, 2))
     n = np.arange(1, 21)
     exact = np.stack([form.batch_bytes(n, sizes) for form in forms]).max(axis=0) * 1.05
     assert (cost.packed().batch_bytes(n, sizes) >= exact - 1).all()
 
 
-def test_a_table_is_not_packed() -> None:
+def test_what_is_not_packed() -> None:
+    """A table, terms of the size without n, terms in n²."""
     table = TableCost(numbers=(8,), sizes=((100,),), peak_bytes=(1000,))
     with pytest.raises(CostError, match="what each sample costs"):
-        MeasuredCost(forms=(table,), margin=0).packed()
+        measured(table=table).packed()
+    for term in (Term(1, 0, (1,)), Term(1, 2, (0,))):
+        with pytest.raises(CostError, match="terms without n, in n²"):
+            MeasuredCost(forms=(Form(terms=(term,)),), margin=0).packed()
+
+
+def test_a_larger_margin_raises_the_table_too() -> None:
+    table = TableCost(numbers=(80,), sizes=((100,),), peak_bytes=(100_000,))
+    cost = measured(table=table, margin=0.1)
+    with pytest.warns(MeasureWarning):
+        cost.observe(10, 100, 150_000)
+    assert 150_000 <= cost.with_observed_margin().batch_bytes(10, 100) <= 151_000
 
 
 def test_observed_steps_correct_the_margin() -> None:
     """One warning for all that is over; the cost with the observed margin covers it."""
-    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+    cost = measured(margin=0.01)
     cost.observe(10, 100, 900_000)
     assert cost.with_observed_margin() is cost
     with pytest.warns(MeasureWarning, match=r"needed .*with_observed_margin"):
@@ -89,7 +141,7 @@ def test_observed_steps_correct_the_margin() -> None:
 
 def test_a_caching_allocator_keeps_what_the_largest_step_took() -> None:
     """A small step under what a large one left reserved is no surprise; more than that is."""
-    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+    cost = measured(margin=0.01)
     cost.observe(100, 100, Peak(bytes=10_000_000, allocated_bytes=9_000_000))
     cost.observe(1, 100, Peak(bytes=10_000_000, allocated_bytes=90_000))
     assert cost.with_observed_margin() is cost
@@ -100,7 +152,7 @@ def test_a_caching_allocator_keeps_what_the_largest_step_took() -> None:
 
 def test_allocations_that_were_tried_again_raise_the_margin() -> None:
     """What such a step needed is unknown: each margin grows by 0.02, with one warning."""
-    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1000),), margin=0.01)
+    cost = measured(margin=0.01)
     with pytest.warns(MeasureWarning, match="did not get the memory"):
         cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, retries=1))
     once = cost.with_observed_margin().margin
@@ -115,7 +167,7 @@ def test_allocations_that_were_tried_again_raise_the_margin() -> None:
 def test_a_cost_that_was_only_traced_has_no_time() -> None:
     """The error says how to get one."""
     time = PaddedCost(sample_bytes=7)
-    cost = MeasuredCost(forms=(PaddedCost(unit_bytes=1),), margin=0, time_form=time)
+    cost = measured(time_form=time)
     assert cost.time is time
     with pytest.raises(CostError, match=r"no time: .* method='auto' or 'run'"):
-        MeasuredCost(forms=cost.forms, margin=0).time  # noqa: B018
+        measured().time  # noqa: B018

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torchbudget import TableCost
 from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
 
 tables = st.lists(
     st.tuples(st.integers(1, 100), st.integers(1, 500), st.integers(1, 10**9)),
@@ -21,20 +22,17 @@ tables = st.lists(
 
 @given(tables, st.integers(1, 500), st.integers(0, 10**10))
 def test_a_table_is_exact_and_monotone(rows: Any, size: int, budget: int) -> None:
+    """And predicts nothing for batches that no measured one covers."""
     n, sizes, peaks = zip(*rows, strict=True)
     table = TableCost(numbers=n, sizes=tuple((s,) for s in sizes), peak_bytes=peaks)
     fits = int(table.capacity(size, budget))
-    if size > max(sizes):
-        assert fits == 0
-        with pytest.raises(CostError, match="larger than all that were measured"):
-            table.batch_bytes(1, size)
-        return
     assert fits == 0 or table.batch_bytes(fits, size) <= budget
     assert table.batch_bytes(fits + 1, size) > budget
-    numbers = np.arange(1, 200)
-    lengths = np.arange(1, max(sizes) + 1)
-    assert (np.diff(table.batch_bytes(numbers, size)) >= 0).all()
-    assert (np.diff(table.batch_bytes(7, lengths)) >= 0).all()
+    covering = [p for m, s, p in rows if m >= 7 and s >= size]
+    assert table.batch_bytes(7, size) == min(covering, default=MAX_BYTES)
+    lengths = np.arange(1, max(sizes) + 9)
+    assert (np.diff(table.batch_bytes(np.arange(1, 200), size) - MAX_BYTES) >= 0).all()
+    assert (np.diff(table.batch_bytes(7, lengths) - MAX_BYTES) >= 0).all()
 
 
 def test_columns_of_one_length() -> None:

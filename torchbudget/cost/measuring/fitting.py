@@ -1,39 +1,98 @@
-"""Costs fitted to measured steps.
+"""Forms fitted to measured steps.
 
-The bytes that live at one moment of a step are `fixed + n·(sample + unit·L + pair·L²)`, with
-coefficients of at least 0: what lives then is made of tensors, and their shapes are products of n
-and the sizes. The peak is the largest moment: a *maximum* of such forms, of which the optimizer's
-step, which does not depend on the batch, is one.
+The bytes that live at one moment of a step are a polynomial of n and the sizes with coefficients of
+at least 0: what lives then is made of tensors, and their shapes are products of n and the sizes.
+The peak is the largest moment: a *maximum* of such forms, of which the optimizer's step, which does
+not depend on the batch, is one.
 
 Where every operation of the step was seen, each moment is fitted by itself, and those that are
 never the largest are left out. Loops whose number of turns is the length share their first and last
 moments. Where only the peaks were seen, one form and a floor are fitted.
+
+A moment gets as few terms as explain it: a constant and shares of n; then higher powers of several
+sizes, as in attention over an image; then terms of the sizes without n; then terms in n². What
+explains it is judged on each step by a fit to all the others, so that terms which only follow
+rounding are not taken in. And since layers with strides round sizes up or down, what a fit misses
+from below counts more than what it misses from above.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, Final
+from itertools import product
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.measuring.tracing import Trace
-from torchbudget.cost.models.padded import (
-    FloatArray,
-    PaddedCost,
-    coefficients_of,
-    cost_of,
-    features,
-)
+from torchbudget.cost.models.form import FloatArray, Form, Term
+from torchbudget.cost.models.padded import PaddedCost, cost_options
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.errors import CostError
 
-# A fit counts as better only if its largest error is smaller by more than this.
-_AS_GOOD: Final = 1e-4
-# A coefficient whose part of every measured peak is below this is rounding.
+_Columns: TypeAlias = npt.NDArray[np.intp]
+Powers: TypeAlias = tuple[int, tuple[int, ...]]
+
+# A relative error below this is explained: blocks that are rounded up, workspaces.
+_EXPLAINED: Final = 5e-4
+# More terms must leave less than this share of the error without them.
+_BETTER: Final = 0.3
+# A moment that the fit to the other steps misses by more is no polynomial of the shape.
+_POLYNOMIAL: Final = 0.05
+# Nor is one of a loop, which only seems to be the same moment in steps of other lengths.
+_LOOP_POLYNOMIAL: Final = 2e-3
+# Steps whose numbers of operations differ by more have such loops.
+_LOOPS: Final = 1.3
+# A form that is nowhere larger than the others by more than this is left out.
+_REDUNDANT: Final = 2e-4
+# A coefficient whose part of the peak is nowhere above this is rounding.
 _NEGLIGIBLE: Final = 1e-9
+_CHUNK: Final = 64  # points of the domain at once
+# What a fit misses from below counts as often as this from above.
+_BELOW: Final = 30.0
+# Where only peaks are known, the form must be above nearly all of them.
+_BELOW_PEAKS: Final = 1000.0
+
+
+def powers_of(axes: int) -> list[Powers]:
+    """The powers of n and of the sizes on d axes that a form may have.
+
+    For each power of n, first of the sizes: 1, Lᵢ, LᵢLⱼ for i ≤ j, and the product of all; on two
+    axes then L₁²L₂, L₁L₂² and L₁²L₂².
+    """
+    units = np.eye(axes, dtype=int)
+    sizes = [np.zeros(axes, int), *units]
+    sizes += [units[i] + units[j] for i in range(axes) for j in range(i, axes)]
+    if axes == 2:
+        sizes += [np.array(one) for one in ((2, 1), (1, 2), (2, 2))]
+    if axes > 2:
+        sizes.append(np.ones(axes, int))
+    return [(n, tuple(map(int, one))) for n in range(3) for one in sizes]
+
+
+def features(n: npt.ArrayLike, sizes: npt.ArrayLike, powers: Sequence[Powers]) -> FloatArray:
+    """What the coefficients of a form are multiplied by.
+
+    Args:
+        n: numbers of samples, shape `(k,)`.
+        sizes: padded sizes, shape `(k,)` or `(k, d)`.
+        powers: of n and of the sizes, c of them.
+
+    Returns:
+        Shape `(k, c)`.
+    """
+    number = np.asarray(n, np.float64)
+    length = np.asarray(sizes, np.float64).reshape(len(number), -1)
+    columns = [number**p * np.prod(length ** np.array(q), axis=1) for p, q in powers]
+    return np.stack(columns, axis=1)
+
+
+def plain_powers(axes: int) -> list[Powers]:
+    """Those of a `PaddedCost`: 1, n, n·Lᵢ and n·LᵢLⱼ."""
+    return [(0, (0,) * axes), *(one for one in powers_of(axes) if one[0] == 1 and sum(one[1]) < 3)]
 
 
 def non_negative(matrix: FloatArray, target: FloatArray) -> FloatArray:
@@ -72,43 +131,80 @@ def non_negative(matrix: FloatArray, target: FloatArray) -> FloatArray:
 
 
 def fit_traces(
-    n: npt.ArrayLike, sizes: npt.ArrayLike, traces: Sequence[Trace], largest: npt.ArrayLike
-) -> tuple[PaddedCost, ...] | None:
+    n: npt.ArrayLike, sizes: npt.ArrayLike, traces: Sequence[Trace], domain: FloatArray
+) -> tuple[Form, ...] | None:
     """The forms whose maximum is the peak, from steps of which every operation was seen.
 
     Args:
         n: numbers of samples, shape `(k,)`.
-        sizes: padded sizes, shape `(k,)` or `(k, d)`.
+        sizes: padded sizes, shape `(k, d)`.
         traces: one of each shape.
-        largest: the largest size on every axis, shape `(d,)`.
+        domain: the smallest and the largest size on every axis, shape `(2, d)`.
 
     Returns:
         Forms whose maximum is the peak; `None` where the moments of the peaks are not in every
-        trace.
+        trace, or are no polynomials.
     """
-    matrix = features(n, sizes)
+    matrix = features(n, sizes, powers_of(len(domain[0])))
+    peaks = np.array([trace.peak_bytes for trace in traces], np.float64)
     operations, times = Counter(trace.operations for trace in traces).most_common(1)[0]
-    if times >= matrix.shape[1]:  # enough traces of the same operations to solve for all moments
+    if times > len(plain_powers(len(domain[0]))):  # enough of the same operations
         alike = np.array([trace.operations == operations for trace in traces])
-        matrix = matrix[alike]
-        history = np.stack([t.live_bytes for t, same in zip(traces, alike, strict=True) if same])
-    else:
-        history = _common_moments(traces)
-        peaks = np.array([trace.peak_bytes for trace in traces])
-        if not history.size or (history.max(axis=1) < (1 - _AS_GOOD) * peaks).any():
-            return None
-    # Relative errors count: each trace is divided by its peak. Plain least squares, which fit all
-    # moments at once, find those that are the peak somewhere; only these are fitted with x ≥ 0.
-    weight = 1 / history.max(axis=1, keepdims=True)
-    moments = np.linalg.lstsq(matrix * weight, history * weight, rcond=None)[0]
-    decisive = np.unique((features(*_grid(largest)) @ moments).argmax(axis=1))
-    forms = [non_negative(matrix * weight, history[:, m] * weight[:, 0]) for m in decisive]
-    return _costs(np.stack(forms), matrix, history.max(axis=1))
+        rows = [t.live_bytes for t, same in zip(traces, alike, strict=True) if same]
+        forms = _fit_moments(matrix[alike], peaks[alike], np.stack(rows), domain, _POLYNOMIAL)
+        if forms is not None or times == len(traces):
+            return forms
+    lengths = np.array([len(trace.operations) for trace in traces])
+    if lengths.max() < _LOOPS * lengths.min():
+        return _fit_moments(matrix, peaks, _common_moments(traces), domain, _POLYNOMIAL)
+    # Loops of a turn or two have few moments in common with long ones.
+    for least in (0.0, lengths.max() / 8, lengths.max() / 4):
+        long = lengths >= least
+        if long.sum() <= len(plain_powers(len(domain[0]))):
+            break
+        history = _common_moments([t for t, one in zip(traces, long, strict=True) if one])
+        forms = _fit_moments(matrix[long], peaks[long], history, domain, _LOOP_POLYNOMIAL)
+        if forms is not None:
+            return forms
+    return None
 
 
-def fit_peaks(
-    n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike
-) -> tuple[PaddedCost, ...]:
+def _fit_moments(
+    matrix: FloatArray,
+    peaks: FloatArray,
+    history: npt.NDArray[np.int64],
+    domain: FloatArray,
+    polynomial: float,
+) -> tuple[Form, ...] | None:
+    """The forms of the moments that are ever the peak.
+
+    Args:
+        matrix: features, shape `(k, c)`.
+        peaks: bytes, shape `(k,)`.
+        history: live bytes at moments that all of these traces have, shape `(k, moments)`.
+        domain: the smallest and the largest size on every axis, shape `(2, d)`.
+        polynomial: a moment that is missed by more is none.
+    """
+    if not history.size or (history.max(axis=1) < (1 - _EXPLAINED) * peaks).any():
+        return None
+    powers = powers_of(len(domain[0]))
+    shares = np.unique(history, axis=1) / peaks[:, None]  # relative errors count
+    matrix = matrix / peaks[:, None]
+    terms, coefficients, errors = _explain(matrix, shares, _choices(powers))
+    # Not all are polynomials: where a loop has fewer turns elsewhere, its k-th one may be the last.
+    good = np.flatnonzero(errors < polynomial)
+    if not len(good) or (shares[:, good].max(axis=1) < 1 - _EXPLAINED).any():
+        return None
+    points = features(*_grid(domain), powers)
+    decisive = {*_largest(points, coefficients[:, good]), *shares[:, good].argmax(axis=1).tolist()}
+    forms = np.zeros((len(decisive), matrix.shape[1]))
+    for form, moment in zip(forms, good[sorted(decisive)], strict=True):
+        used = terms[moment]
+        form[used] = _from_above(matrix[:, used], shares[:, moment], _BELOW)
+    return _forms(forms, np.concatenate([points, matrix * peaks[:, None]]), powers)
+
+
+def fit_peaks(n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike) -> tuple[Form, ...]:
     """One form and a floor, from peaks alone.
 
     The floor is one of the measured peaks: each is tried, and the peaks above it are fitted.
@@ -118,22 +214,21 @@ def fit_peaks(
         sizes: padded sizes, shape `(k,)` or `(k, d)`.
         peaks: bytes, shape `(k,)`.
     """
-    matrix = features(n, sizes)
-    peak = np.asarray(peaks, np.float64)
-    order = np.argsort(peak)
+    powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
+    matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
     best: tuple[float, FloatArray] | None = None
-    # Peaks on the floor differ a little when they are read off a machine.
-    for on_floor in range(1, len(peak) + 1):
-        floor, above = peak[order[on_floor - 1]], order[on_floor:]
-        constant = np.zeros(matrix.shape[1])
-        constant[0] = floor
-        form = non_negative(matrix[above] / peak[above, None], np.ones(len(above)))
-        error = float(np.abs(np.maximum(floor, matrix @ form) / peak - 1).max())
-        if best is None or error < best[0] - _AS_GOOD:
-            best = error, np.stack([form, constant])
-    if best is None:
+    for used in _choices(powers):
+        if best is not None and len(peak) < len(used) + 2:
+            break  # too few to tell
+        form, floor = _form_and_floor(matrix[:, used], peak, _BELOW_PEAKS)
+        error = _left_out_error(matrix[:, used], peak, floor)
+        if best is None or error < min(_BETTER * best[0], best[0] - _EXPLAINED):
+            both = np.zeros((2, matrix.shape[1]))
+            both[0, used], both[1, 0] = form, floor
+            best = error, both
+    if best is None or not len(peak):
         raise CostError("there are no peaks to fit")
-    return _costs(best[1], matrix, peak)
+    return _forms(best[1], matrix, powers)
 
 
 def fit_time(probes: Sequence[Probe]) -> PaddedCost | None:
@@ -142,26 +237,159 @@ def fit_time(probes: Sequence[Probe]) -> PaddedCost | None:
     if not timed:
         return None
     n, sizes, _ = columns(timed)
-    [fitted] = fit_peaks(n, sizes, [round(1e9 * (probe.seconds or 0)) for probe in timed])
-    return fitted
+    matrix = features(n, sizes, plain_powers(len(sizes[0])))
+    seconds = np.array([probe.seconds for probe in timed], np.float64)
+    form, floor = _form_and_floor(matrix, np.maximum(1e9 * seconds, 1))
+    options = cost_options(form)
+    if not form[1:].any():
+        options["sample_bytes"] = 1.0  # next to nothing, but a sample must cost something
+    return PaddedCost(**options, floor_bytes=floor)
 
 
-def total_cost(cost: PaddedCost, offset: float, factor: float, beside: FloatArray) -> PaddedCost:
-    """The cost `offset + factor·cost + beside`.
+def total_form(form: Form, offset: float, factor: float, beside: Sequence[Term]) -> Form:
+    """The form `offset + factor·form + beside`.
 
     Args:
-        cost: of the tensors.
+        form: of the tensors.
         offset: bytes that do not depend on the batch; may be negative.
         factor: what the tensors' bytes are multiplied by.
-        beside: coefficients, without the fixed one, of what the batch needs beside its tensors;
-            may be empty.
+        beside: what the batch needs beside its tensors.
     """
-    form = factor * coefficients_of(cost)
-    form[0] = max(form[0] + offset, 0)
-    if len(beside):
-        form[1:] += beside
-    # The optimizer steps after the batch's activations are freed: `beside` is not in the floor.
-    return cost_of(form, max(offset + factor * cost.floor_bytes, 0) if cost.floor_bytes else 0)
+    total: defaultdict[Powers, float] = defaultdict(float)
+    for term in form.terms:
+        total[term.samples, term.sizes] += factor * term.bytes
+    constant = 0, (0,) * form.axes
+    total[constant] = max(total[constant] + offset, 0)
+    # The optimizer steps after the batch's activations are freed: `beside` is not in that form.
+    if any(term.samples for term in form.terms):
+        for term in beside:
+            total[term.samples, term.sizes] += term.bytes
+    return form_of(list(total.values()), list(total))
+
+
+def form_of(coefficients: Sequence[float], powers: Sequence[Powers]) -> Form:
+    """The form of the coefficients that are not 0."""
+    pairs = zip(coefficients, powers, strict=True)
+    terms = tuple(Term(float(bytes_), n, sizes) for bytes_, (n, sizes) in pairs if bytes_ > 0)
+    return Form(terms=terms or (Term(0.0, *powers[0]),))
+
+
+def _choices(powers: Sequence[Powers]) -> list[_Columns]:
+    """Which terms a form may have, from the simplest choice on, as indices of `powers`."""
+    axes = len(powers[0][1])
+
+    def is_plain(sizes: tuple[int, ...]) -> bool:
+        return sum(sizes) < 3 or (axes > 2 and max(sizes) == 1)
+
+    def is_one(sizes: tuple[int, ...]) -> bool:
+        return not any(sizes)
+
+    def is_any(_: tuple[int, ...]) -> bool:
+        return True
+
+    def is_none(_: tuple[int, ...]) -> bool:
+        return False
+
+    # For each power of n, which powers of the sizes come with it.
+    choices: dict[tuple[int, ...], _Columns] = {}
+    for allowed in product([is_one, is_plain], [is_plain, is_any], [is_none, is_one, is_plain]):
+        choice = [at for at, (n, sizes) in enumerate(powers) if allowed[n](sizes)]
+        choices[tuple(choice)] = np.array(choice)  # on one axis there are no higher powers
+    return sorted(choices.values(), key=len)
+
+
+def _from_above(matrix: FloatArray, target: FloatArray, below: float) -> FloatArray:
+    """Non-negative least squares where an error from below weighs `below` times as much.
+
+    Newey and Powell, "Asymmetric least squares estimation and testing" (1987), by weighting anew.
+    """
+    weights = np.ones(len(target))
+    for _ in range(10):
+        x = non_negative(matrix * weights[:, None], target * weights)
+        before, weights = weights, np.where(matrix @ x < target, math.sqrt(below), 1.0)
+        if (weights == before).all():
+            break
+    return x
+
+
+def _form_and_floor(
+    matrix: FloatArray, peak: FloatArray, below: float = 1.0
+) -> tuple[FloatArray, float]:
+    """A form, and the floor of peaks."""
+    order = np.argsort(peak)
+    best: tuple[float, FloatArray, float] | None = None
+    # Peaks on the floor differ a little when they are read off a machine.
+    for on_floor in range(1, len(peak) + 1):
+        floor, above = float(peak[order[on_floor - 1]]), order[on_floor:]
+        form = _from_above(matrix[above] / peak[above, None], np.ones(len(above)), below)
+        error = float(np.abs(np.maximum(floor, matrix @ form) / peak - 1).max())
+        if best is None or error < best[0] - 1e-4:
+            best = error, form, floor
+    if best is None:
+        raise CostError("there are no peaks to fit")
+    return best[1:]
+
+
+def _left_out_error(matrix: FloatArray, peak: FloatArray, floor: float) -> float:
+    """The largest relative error of a peak by the form that is fitted to the others."""
+    above = np.flatnonzero(peak > floor)
+    worst = 0.0
+    for at in above:
+        others = above[above != at]
+        form = _from_above(matrix[others] / peak[others, None], np.ones(len(others)), _BELOW_PEAKS)
+        worst = max(worst, abs(max(floor, float(matrix[at] @ form)) / float(peak[at]) - 1))
+    return worst
+
+
+def _explain(
+    matrix: FloatArray, history: FloatArray, choices: Sequence[_Columns]
+) -> tuple[list[_Columns], FloatArray, FloatArray]:
+    """The terms of each moment and its coefficients, by plain least squares for all at once.
+
+    Args:
+        matrix: features over peaks, shape `(k, c)`.
+        history: bytes over peaks, shape `(k, moments)`.
+        choices: columns that a moment may use, from the simplest choice on.
+
+    Returns:
+        The columns that each moment uses, coefficients of shape `(c, moments)`, and the largest
+        error on any step of a fit to the others.
+    """
+    moments = history.shape[1]
+    chosen = np.zeros(moments, np.intp)
+    coefficients = np.zeros((matrix.shape[1], moments))
+    worst = np.full(moments, np.inf)
+    for number, used in enumerate(choices):
+        if number and len(matrix) <= len(used):
+            continue
+        solved, errors = _left_out_errors(matrix[:, used], history)
+        better = (worst > _EXPLAINED) & (errors < _BETTER * worst)
+        better |= number == 0
+        chosen[better] = number
+        worst = np.where(better, errors, worst)
+        coefficients[:, better] = 0
+        coefficients[np.ix_(used, better)] = solved[:, better]
+    return [choices[number] for number in chosen.tolist()], coefficients, worst
+
+
+def _left_out_errors(matrix: FloatArray, target: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Least squares, and the largest error of each column on a row by the fit to the other rows.
+
+    The error on row i by the fit without it is its residual over 1 − hᵢ, where hᵢ is the diagonal
+    of the projection onto the columns (Allen, "The relationship between variable selection and data
+    augmentation and a method for prediction", 1974).
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1
+    left, singular, right = np.linalg.svd(matrix / scale, full_matrices=False)
+    kept = singular > singular[0] * 1e-12
+    left, singular, right = left[:, kept], singular[kept], right[kept]
+    projected = left.T @ target
+    solved = (right.T @ (projected / singular[:, None])) / scale[:, None]
+    leverage = np.square(left).sum(axis=1, keepdims=True)
+    residual = np.abs(target - left @ projected)
+    errors = (residual / np.maximum(1 - leverage, 1e-9)).max(axis=0)
+    return solved, errors
 
 
 def _common_moments(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
@@ -186,20 +414,41 @@ def _common_moments(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
     return np.array([[moments[key] for key in common] for moments in keyed], np.int64)
 
 
-def _costs(forms: FloatArray, matrix: FloatArray, peaks: FloatArray) -> tuple[PaddedCost, ...]:
-    """Costs of coefficients, shape `(forms, c)`; one that does not depend on n is a floor."""
-    forms = np.where(forms * matrix.max(axis=0) < _NEGLIGIBLE * peaks.max(), 0, forms)
-    grows = forms[:, 1:].any(axis=1)
-    floor = float(forms[~grows, 0].max(initial=0))
-    # Where no form grows with the batch, the largest constant stands in for one.
-    growing = forms[grows] if grows.any() else forms[forms[:, 0].argmax()][None]
-    return tuple(cost_of(form, floor) for form in np.unique(growing, axis=0))
+def _largest(points: FloatArray, coefficients: FloatArray) -> list[int]:
+    """The moments that are the largest somewhere."""
+    found: set[int] = set()
+    for start in range(0, len(points), _CHUNK):
+        found.update((points[start : start + _CHUNK] @ coefficients).argmax(axis=1).tolist())
+    return sorted(found)
 
 
-def _grid(largest: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+def _forms(rows: FloatArray, points: FloatArray, powers: Sequence[Powers]) -> tuple[Form, ...]:
+    """The forms of coefficients, shape `(forms, c)`, without those that nowhere matter.
+
+    Args:
+        rows: coefficients.
+        points: features of the domain, shape `(points, c)`.
+        powers: of the features.
+    """
+    top = (points @ rows.T).max(axis=1)
+    parts = (points / top[:, None]).max(axis=0)  # the largest part of the peak that each can be
+    rows = np.where(rows * parts < _NEGLIGIBLE, 0, rows)
+    bytes_ = points @ rows.T
+    top = bytes_.max(axis=1)
+    left = list(np.argsort(-np.bincount(bytes_.argmax(axis=1), minlength=len(rows)), kind="stable"))
+    chosen = [left.pop(0)]
+    while left and (short := bytes_[:, chosen].max(axis=1) < (1 - _REDUNDANT) * top).any():
+        best = max(left, key=lambda one: (bytes_[short, one] >= top[short]).sum())
+        left.remove(best)
+        chosen.append(best)
+    return tuple(form_of(row, powers) for row in rows[sorted(chosen)])
+
+
+def _grid(domain: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Numbers of samples and sizes over the whole domain, evenly in their logarithms."""
-    ends = np.atleast_1d(np.asarray(largest, np.float64))
-    per_axis = 48 if len(ends) == 1 else 12 if len(ends) == 2 else 6
-    axes = [np.geomspace(1, 4096, 25), *(np.geomspace(1, max(e, 1), per_axis) for e in ends)]
+    lowest, highest = np.asarray(domain, np.float64)
+    per_axis = {1: 40, 2: 10, 3: 5}.get(len(highest), 3)
+    axes = [np.geomspace(1, 65536, 33)]
+    axes += [np.geomspace(low, high, per_axis) for low, high in zip(lowest, highest, strict=True)]
     points = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)
     return points[:, 0], points[:, 1:]

@@ -2,73 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.cost.models.padded import num_coefficients
 from torchbudget.errors import CostError, MeasureWarning
 
 Size: TypeAlias = tuple[int, ...]
-_Runs: TypeAlias = tuple[tuple[float, float | tuple[float, float], bool], ...]
 
-# Short sizes of probes are one more than a multiple of this: layers with strides of 2, 4, …, 32
-# round such sizes up most, so that the fit includes the most that rounding adds to a sample.
-_STRIDE: Final = 32
-# Number of samples, and size as a fraction of the largest one, on every axis. No two have the same
-# n·L, so that packed batches of n samples differ in shape.
-_TRACED_1: Final = ((2, 1 / 16), (3, 1.0), (8, 1 / 4), (16, 1 / 2), (5, 0.7), (25, 1 / 8))
-_TRACED_2: Final = (
-    (2, (1 / 8, 1 / 8)),
-    (3, (1.0, 1.0)),
-    (4, (1.0, 1 / 4)),
-    (5, (1 / 4, 1.0)),
-    (16, (1 / 2, 1 / 2)),
-    (8, (1 / 3, 1 / 6)),
-    (8, (1 / 8, 1 / 2)),
-    (24, (1.0, 1 / 2)),
-)
-# As many as there are primes in `traced_shapes`.
+# Short sizes of probes are one more than a multiple of the largest of these that is at most half of
+# them: layers with strides of 2, 4, …, 32 round such sizes up most, so that the fit includes the
+# most that rounding adds to a sample.
+_STRIDES: Final = (32, 16, 8, 4)
 _MOST_AXES: Final = 8
-_HELD_OUT: Final = ((12, 1 / 3), (4, 0.85))
-# Share of the budget that a run aims at, fraction of the largest size, and whether it is held out.
-# The first one shows, at a safe distance, how the machine's bytes relate to the trace's.
-_RUN_1: Final[_Runs] = (
-    (0.4, 1 / 2, False),
-    (0.9, 1.0, False),
-    (0.9, 1 / 8, False),
-    (0.65, 1 / 3, False),
-    (0.9, 1 / 2, True),
-    (0.95, 1 / 5, True),
-)
-# For several axes: the fractions of every second axis, and of the others.
-_RUN_2: Final[_Runs] = (
-    (0.4, (1 / 2, 1 / 2), False),
-    (0.9, (1.0, 1.0), False),
-    (0.9, (1.0, 1 / 8), False),
-    (0.9, (1 / 8, 1.0), False),
-    (0.9, (1 / 3, 1 / 4), True),
-    (0.95, (1 / 3, 1.0), True),
-)
-# For several axes without a trace. No sample needs more than one of the largest size, so the first
-# run bounds the number of samples in the next ones, and each of these the number in a later, larger
-# batch of its own size.
-_CLIMB_2: Final[_Runs] = (
-    (0.05, (1.0, 1.0), False),
-    (0.6, (1.0, 1.0), False),
-    (0.6, (1.0, 1 / 8), False),
-    (0.6, (1 / 8, 1.0), False),
-    (0.6, (1 / 3, 1 / 4), False),
-    (0.9, (1.0, 1 / 8), False),
-    (0.9, (1 / 8, 1.0), True),
-)
+# The smallest size of probes, as a share of the largest one.
+_SMALLEST: Final = 1 / 64
+# A batch of a probe takes at most this.
+_BATCH_BYTES: Final = 2**28
+_MOST_SAMPLES: Final = 2**16
+# Fractions of the range of sizes, on a logarithmic scale, at which a fit is judged.
+_JUDGED: Final = (0.0, 0.35, 0.6, 0.8, 1.0)
 
 
 class BatchError(CostError):
@@ -80,43 +43,100 @@ class Domain:
     """The sizes that probes may have.
 
     Attributes:
+        smallest: the smallest size on every axis.
         largest: the largest size on every axis.
         multiple: sizes are multiples of it.
+        judged: sizes at which a fit is judged, from short to long.
     """
 
+    smallest: Size
     largest: Size
     multiple: int
+    judged: tuple[Size, ...] = ()
 
     @classmethod
-    def of(cls, max_size: int | Sequence[int], multiple: int) -> Domain:
-        """The domain up to `max_size`, rounded up to a multiple.
+    def of(
+        cls,
+        max_size: int | Sequence[int] | None,
+        multiple: int,
+        *,
+        min_size: int | Sequence[int] | None = None,
+        sizes: npt.ArrayLike | None = None,
+    ) -> Domain:
+        """The domain from `min_size` to `max_size`, rounded up to a multiple.
 
         Raises:
-            CostError: `max_size` is not an int of at least 1, or several.
+            CostError: a size is not an int of at least 1, or several; they differ in their axes;
+                or neither the largest size nor sizes are given.
         """
-        largest = tuple(max_size) if isinstance(max_size, Sequence) else (max_size,)
-        if not 1 <= len(largest) <= _MOST_AXES or not all(is_int(n) and n >= 1 for n in largest):
-            raise CostError(
-                f"max_size must be an int of at least 1, or one for each of at most {_MOST_AXES} "
-                f"axes, got {max_size!r}"
-            )
-        return cls(tuple(-(-int(one) // multiple) * multiple for one in largest), multiple)
+        known = None if sizes is None else _sizes_array(sizes)
+        if max_size is None:
+            if known is None:
+                raise CostError("give max_size, or the data set's sizes")
+            max_size = known.max(axis=0).tolist()
+        largest = _rounded(_size_of("max_size", max_size), multiple)
+        if min_size is not None:
+            smallest = _size_of("min_size", min_size)
+        elif known is not None:
+            smallest = tuple(np.maximum(known.min(axis=0), 1).tolist())
+        else:
+            smallest = tuple(max(round(_SMALLEST * one), 1) for one in largest)
+        smallest = _rounded(smallest, multiple)
+        if len(smallest) != len(largest) or (known is not None and known.shape[1] != len(largest)):
+            raise CostError("max_size, min_size and sizes must have the same number of axes")
+        if any(low > high for low, high in zip(smallest, largest, strict=True)):
+            raise CostError(f"the smallest size, {smallest}, is above the largest one, {largest}")
+        domain = cls(smallest, largest, multiple)
+        if known is None:
+            judged = [domain.between(fraction) for fraction in _JUDGED]
+            if len(largest) > 1:  # sizes of any shape
+                judged[1:1] = [domain.between((1.0, 0.0)), domain.between((0.0, 1.0))]
+        else:
+            ordered = known[np.argsort(np.log(np.maximum(known, 1)).sum(axis=1), kind="stable")]
+            rows = ordered[np.linspace(0, len(ordered) - 1, len(_JUDGED)).astype(int)]
+            top = np.maximum(np.array(smallest), np.minimum(rows, largest))
+            judged = [_rounded(tuple(row), multiple) for row in top.tolist()]
+        judged = sorted(set(judged), key=lambda size: (math.prod(size), size))
+        return replace(domain, judged=tuple(judged))
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.largest)
 
     def at(self, fractions: float | Sequence[float]) -> Size:
-        """The size at a fraction of the largest one on every axis; several take turns."""
-        each = np.resize(fractions, len(self.largest)).tolist()
-        return tuple(self._snap(*one) for one in zip(each, self.largest, strict=True))
+        """The size at a fraction of the largest one, at least the smallest; axes take turns."""
+        each = np.resize(fractions, self.axes).tolist()
+        ends = zip(each, self.smallest, self.largest, strict=True)
+        return tuple(self._snap(fraction * high, low, high) for fraction, low, high in ends)
 
-    def _snap(self, fraction: float, largest: int) -> int:
-        size = max(round(fraction * largest), 1)
+    def between(self, fractions: npt.ArrayLike) -> Size:
+        """The size so far from the smallest to the largest one, on a logarithmic scale."""
+        each = np.resize(np.asarray(fractions), self.axes).tolist()
+        ends = zip(each, self.smallest, self.largest, strict=True)
+        return tuple(
+            self._snap(low * (high / low) ** share, low, high) for share, low, high in ends
+        )
+
+    def above(self, size: int) -> Domain:
+        """The part of the domain with at least this size on every axis."""
+        ends = zip(self.smallest, self.largest, strict=True)
+        return replace(self, smallest=tuple(min(max(low, size), high) for low, high in ends))
+
+    def up_to(self, largest: Size) -> Domain:
+        """The part of the domain up to a size."""
+        judged = tuple(s for s in self.judged if all(map(operator.le, s, largest)))
+        return replace(self, largest=largest, judged=judged)
+
+    def _snap(self, wanted: float, smallest: int, largest: int) -> int:
+        size = min(max(round(wanted), smallest), largest)
         if self.multiple > 1:
             return min(-(-size // self.multiple) * self.multiple, largest)
-        if 2 * _STRIDE < size <= largest / 4:
-            size -= (size - 1) % _STRIDE
-        return size
+        stride = next((one for one in _STRIDES if 2 * one < size <= largest / 4), 1)
+        return max(size - (size - 1) % stride, smallest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Subject:
     """A training step and the batches to measure it on.
 
@@ -126,6 +146,7 @@ class Subject:
         domain: the range of sizes.
         state: what the step trains.
         notes: what the user should know; appended to while measuring.
+        depends_on_values: whether the step's memory depends on the values in its batch.
     """
 
     step: Callable[[Any], object]
@@ -133,6 +154,7 @@ class Subject:
     domain: Domain
     state: TrainingState
     notes: list[str] = field(default_factory=list)
+    depends_on_values: bool = False
 
     def batch(self, n: int, size: Size) -> Any:
         """A batch of n samples of a size, which is an int for `make_batch` if it has one axis."""
@@ -142,39 +164,6 @@ class Subject:
         """Note it, and warn of it."""
         self.notes.append(text)
         warnings.warn(text, MeasureWarning, stacklevel=4)
-
-
-def traced_shapes(domain: Domain) -> list[tuple[int, Size, bool]]:
-    """Samples, size, and whether it is held out, of each traced shape."""
-    axes = len(domain.largest)
-    wanted: list[tuple[int, Any, bool]]
-    if axes <= 2:
-        wanted = [(n, where, False) for n, where in (_TRACED_1 if axes == 1 else _TRACED_2)]
-    else:
-        # Evenly spread: the fractional parts of multiples of square roots of primes.
-        steps = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19][:axes])
-        spread = np.outer(np.arange(1, num_coefficients(axes) + 3), steps) % 1
-        wanted = [(2 + i % 7, 2.0 ** (3 * where - 3), False) for i, where in enumerate(spread)]
-    wanted += [(n, where, True) for n, where in _HELD_OUT]
-    found: dict[tuple[int, Size], bool] = {}
-    for n, where, held_out in wanted:
-        found.setdefault((n, domain.at(where)), held_out)
-    return [(*shape, held_out) for shape, held_out in found.items()]
-
-
-def run_shapes(domain: Domain, *, traced: bool) -> list[tuple[float, Size, bool]]:
-    """Share of the budget, size, and whether it is held out, of each shape to run.
-
-    Args:
-        domain: the range of sizes.
-        traced: whether a trace has shown how bytes grow; otherwise the runs go up step by step.
-    """
-    one_axis = len(domain.largest) == 1
-    shapes = _RUN_1 if one_axis else _RUN_2 if traced else _CLIMB_2
-    runs = [(share, domain.at(where), held_out) for share, where, held_out in shapes]
-    if one_axis and not traced:  # a second small batch, for a first fit
-        runs = sorted([(0.4, domain.at(1 / 8), False), *runs], key=lambda one: one[1])
-    return runs
 
 
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:
@@ -189,3 +178,53 @@ def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]
             f"make_batch ignores what it is asked for: n={before[0]}, size={before[1]} and n={n}, "
             f"size={size} both gave tensors of the shapes {list(shapes)}"
         )
+
+
+class BatchLimit:
+    """How many samples a probe's batch may have: so many that it takes 256 MiB.
+
+    Judged by two batches of two samples, as a power of the product of the sizes.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        domain = subject.domain
+        low, self._high = domain.smallest, domain.at(1 / 4)
+        batches = [subject.batch(2, size) for size in (low, self._high)]
+        less, self._bytes = (max(batch_bytes(batch), 1) / 2 for batch in batches)
+        ratio = np.prod(self._high) / np.prod(low)
+        power = math.log(self._bytes / less) / math.log(ratio) if ratio > 1 else 1.0
+        self._power = min(max(power, 0.0), 2.0)
+
+    def most_samples(self, size: Size) -> int:
+        """The most samples of a size, at least 2."""
+        each = self._bytes * (np.prod(size) / np.prod(self._high)) ** self._power
+        return min(max(int(_BATCH_BYTES / each), 2), _MOST_SAMPLES)
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the tensors in a batch; 0 for a type of the user's own."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _size_of(name: str, size: int | Sequence[int]) -> Size:
+    each = tuple(size) if isinstance(size, Sequence) else (size,)
+    if not 1 <= len(each) <= _MOST_AXES or not all(is_int(n) and n >= 1 for n in each):
+        raise CostError(
+            f"{name} must be an int of at least 1, or one for each of at most {_MOST_AXES} "
+            f"axes, got {size!r}"
+        )
+    return tuple(map(int, each))
+
+
+def _rounded(size: Size, multiple: int) -> Size:
+    return tuple(-(-one // multiple) * multiple for one in size)
+
+
+def _sizes_array(sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    array = np.asarray(sizes)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not len(array):
+        raise CostError(
+            f"sizes must be integers of shape (N,) or (N, d), got {array.dtype} {array.shape}"
+        )
+    return array.reshape(len(array), -1).astype(np.int64)

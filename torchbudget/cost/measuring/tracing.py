@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,6 +26,8 @@ from torchbudget.errors import CostError
 # What an allocator rounds a block up to: CUDA's caching one, and torch's on the CPU.
 _CUDA_BLOCK: Final = 512
 _CPU_BLOCK: Final = 64
+# Two steps on one shape that differ by no more do not depend on values.
+_ROUNDING: Final = 4096
 
 # A gradient scaler's: are the gradients finite, which the trace assumes, and the next scale.
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -41,41 +47,69 @@ class Trace:
         operations: which operations they were.
         kept_bytes: bytes that live after the step and did not before.
         assumed: how often the step asked a tensor for a truth value, and got `False`.
+        integers: how often it asked a tensor for an integer, and got 1.
     """
 
     live_bytes: IntArray
     operations: tuple[Any, ...]
     kept_bytes: int
     assumed: int
+    integers: int
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that lived at once."""
         return int(self.live_bytes.max())
 
+    def check_same(self, other: Trace) -> None:
+        """Check that another value of the integers that were read gave the same memory.
 
-def traces(
-    step: Callable[[Any], object], state: TrainingState, batches: Iterable[Any]
-) -> Iterator[Trace]:
-    """Trace the user's own step on each batch, with the user's own model and optimizer.
+        Raises:
+            ValueDependentError: it did not: such an integer is a shape, or a number of turns.
+        """
+        if self.integers and (
+            self.operations != other.operations
+            or np.abs(self.live_bytes - other.live_bytes).max() > _ROUNDING
+        ):
+            raise ValueDependentError(
+                "an integer that the step reads from a tensor, as in int(lengths.max()), becomes a "
+                "shape or a number of turns, which a trace cannot know; take it from a shape, or "
+                "measure_cost(method='run')"
+            )
+
+
+class ValueDependentError(CostError):
+    """What the step allocates depends on the values of tensors, not only on their shapes."""
+
+
+@contextmanager
+def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Callable[..., Trace]]:
+    """Trace the user's own step, with the user's own model and optimizer.
 
     Every operation gets fake tensors instead of real ones, so that nothing is computed and no
     tensor changes; the references to tensors in modules and optimizers are restored at the end.
-    Exhaust or close the iterator: only then is everything restored.
-
-    One step on the first batch comes first and does not count, since optimizers allocate their
-    state in it.
 
     Args:
         step: the full training step on a batch.
         state: what it trains.
-        batches: may be made lazily.
 
-    Raises:
-        CostError: the step has no parameters, whose device is to be traced; it does not run on
-            fake tensors; or it is no full training step.
+    Yields:
+        A function that traces the step on a batch; its argument `integer` is what integers are that
+        the step reads from tensors. The first batch is stepped on twice, since optimizers allocate
+        their state in the first step. It raises a `CostError` if the step has no parameters, whose
+        device is to be traced, does not run on fake tensors, or is no full training step.
     """
     live = _FakeBytes(state.device)
+    warm = False
+
+    def trace(batch: Any, integer: int = 1) -> Trace:
+        nonlocal warm
+        live.integer = integer
+        if not warm:
+            _trace(step, state, live, batch)
+            warm = True
+        return _trace(step, state, live, batch)
+
     with state.restored(contents=False), ExitStack() as stack:
         # The compiler would remember that it cannot compile under fake tensors.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -87,11 +121,7 @@ def traces(
                 live.stand_in(tensor)
         except Exception as error:  # of fake tensors, which do not know every layout
             raise CostError(f"{state.name_of(tensor)} cannot be traced: {error}") from error
-        for number, batch in enumerate(batches):
-            if not number:
-                _trace(step, state, live, batch)
-            yield _trace(step, state, live, batch)
-            del batch
+        yield trace
 
 
 def _trace(
@@ -104,6 +134,11 @@ def _trace(
             step(batch)
     except CostError:
         raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ValueDependentError(
+            f"the shapes in the step depend on values of tensors ({error.func}), and a trace has "
+            "only shapes; measure_cost(method='run') runs the real step"
+        ) from error
     except Exception as error:
         raise CostError(
             "the step does not run on fake tensors, which have shapes but no values; "
@@ -111,7 +146,7 @@ def _trace(
         ) from error
     kept_bytes = live.num_bytes - before - live.arrived_bytes
     history = np.asarray(live.history, np.int64)
-    return Trace(history, tuple(live.operations), kept_bytes, live.assumed)
+    return Trace(history, tuple(live.operations), kept_bytes, live.assumed, live.integers)
 
 
 def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
@@ -123,8 +158,9 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     the allocator keeps beside living tensors, are not counted.
 
     In the trace, `item()` of a floating-point tensor is 1.0, and of a boolean one `False`, as in
-    `if loss.isnan()` or `if mask.all()`. A step that depends on other values (lengths, indexing by
-    a boolean mask) cannot be traced.
+    `if loss.isnan()` or `if mask.all()`. An integer may be computed with, as in
+    `loss / int(mask.sum())`, but if it becomes a shape, the step cannot be traced, nor can one that
+    indexes by a boolean mask.
 
     Args:
         step: the full training step: forward, loss, backward, optimizer step, gradients cleared.
@@ -145,8 +181,20 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     >>> trace_peak_bytes(step, torch.zeros(1000, 100)) // 1000  # the batch alone is 400,000 bytes
     444
     """
-    [trace] = traces(step, TrainingState(step), [batch])
-    return trace.peak_bytes
+    with tracing(step, TrainingState(step)) as trace:
+        return check_values(trace, batch).peak_bytes
+
+
+def check_values(trace: Callable[..., Trace], batch: Any) -> Trace:
+    """Trace a step, and check that its memory does not depend on values.
+
+    Raises:
+        ValueDependentError: it does.
+    """
+    traced: Trace = trace(batch)
+    if traced.integers:
+        trace(batch, integer=2).check_same(traced)
+    return traced
 
 
 class _FakeBytes(LiveBytes):
@@ -156,6 +204,7 @@ class _FakeBytes(LiveBytes):
         block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
+        self.integer = 1
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -168,7 +217,7 @@ class _FakeBytes(LiveBytes):
         self.history = []
         self.operations: list[Any] = []
         self.arrived_bytes = 0
-        self.assumed = 0
+        self.assumed = self.integers = 0
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, which counts as long as the real one lives."""
@@ -190,6 +239,9 @@ class _FakeBytes(LiveBytes):
             if args[0].dtype is torch.bool:
                 self.assumed += 1
                 return False  # is a loss NaN, does a mask hide nothing
+            if not args[0].dtype.is_complex:
+                self.integers += 1
+                return self.integer  # how many tokens are not padding
         if func is _UPDATE_SCALE:
             return args[0]
         kwargs = kwargs or {}
@@ -199,4 +251,24 @@ class _FakeBytes(LiveBytes):
         if func is _UNSCALE:
             self._no_infinity[args[1].untyped_storage()] = True
         self.operations.append(func)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(_WITHOUT_VALUES.get(func, func), types, args, kwargs)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shapes of `F.ctc_loss`, for targets that are as long as their padding."""
+    turns, n = log_probs.shape[0], log_probs[0, ..., 0].numel()
+    length = targets.shape[1] if targets.dim() > 1 else -(-targets.numel() // n)
+    return log_probs.new_empty(n), log_probs.new_empty(n, turns, 2 * length + 1)
+
+
+def _ctc_loss_backward(_: torch.Tensor, log_probs: torch.Tensor, *__: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+# Operations whose shapes torch's own fake tensors take from values.
+_WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}

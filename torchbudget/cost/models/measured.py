@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from torchbudget.cost.models.form import Form, Term
 from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
+from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, MeasureWarning, MissingExtraError
 from torchbudget.machine.peaks import Peak
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Form: TypeAlias = PaddedCost | TableCost
 
 # A margin is counted in parts of this: integer arithmetic, exact in both directions.
 _PARTS: Final = 2**14
@@ -32,10 +32,8 @@ _PARTS: Final = 2**14
 _MOST_MARGIN: Final = 1000
 # What a margin grows by when an allocation was retried.
 _RETRIED: Final = 0.02
-_FORMAT: Final = 2  # of files
+_FORMAT: Final = 3  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>8}  {}"  # of reports
-
-_Bytes = TypeVar("_Bytes", int, IntArray)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +57,15 @@ class _Observations:
 class MeasuredCost:
     """Peak bytes of a training step, as `measure_cost` measured them.
 
+    The largest of the forms, with the margin; `MAX_BYTES` where that was measured nowhere near; and
+    no more than the table, where there is one.
+
     Attributes:
-        forms: formulas whose maximum counts, or a single table.
+        forms: formulas whose maximum counts.
         margin: what is added to every prediction, as a share of it.
+        vouched: how far the forms may be used; `None`: everywhere, since each moment of the step
+            was seen and fitted.
+        table: measured batches, where no formula fits well: at each shape the smaller one counts.
         time_form: see `time`; `None` where no step was timed.
         probes: what was measured.
         measured_on: model, device, torch and more, by name.
@@ -70,6 +74,8 @@ class MeasuredCost:
 
     forms: tuple[Form, ...]
     margin: float
+    vouched: VouchedRange | None = None
+    table: TableCost | None = None
     time_form: PaddedCost | None = None
     probes: tuple[Probe, ...] = ()
     measured_on: Mapping[str, str] = field(default_factory=dict)
@@ -108,40 +114,55 @@ class MeasuredCost:
         return math.ceil(self.margin * _PARTS)
 
     def fitted_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """What was fitted, without the margin; see `CostModel.batch_bytes`."""
+        """The largest of the forms, without the margin; see `CostModel.batch_bytes`."""
         return reduce(np.maximum, (form.batch_bytes(n, padded_size) for form in self.forms))
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; the margin is included."""
-        return self._add_margin(self.fitted_bytes(n, padded_size))
+        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing vouches for a prediction."""
+        if self.vouched is None:
+            fitted = self.fitted_bytes(n, padded_size)
+        else:
+            fitted = self.vouched.batch_bytes(self.fitted_bytes, n, padded_size)
+        beyond = fitted == MAX_BYTES
+        known = np.where(beyond, 0, fitted)
+        total: IntArray = known + (known // _PARTS + 1) * self._parts
+        total = np.where(beyond, MAX_BYTES, total)
+        if self.table is not None:
+            total = np.minimum(total, self.table.batch_bytes(n, padded_size))
+        return total
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
-        # The inverse of `_add_margin`: whole parts first, then the rest of one.
+        # The inverse of adding the margin: whole parts first, then the rest of one.
         budget = np.asarray(budget_bytes, np.int64) - self._parts
         whole = budget // (_PARTS + self._parts)
         rest = np.minimum(budget - whole * (_PARTS + self._parts), _PARTS - 1)
         fitted = whole * _PARTS + rest
-        return reduce(np.minimum, (form.capacity(padded_size, fitted) for form in self.forms))
+        if self.vouched is None:
+            n = self._fitted_capacity(padded_size, fitted)
+        else:
+            n = self.vouched.capacity(self._fitted_capacity, padded_size, fitted)
+        if self.table is None:
+            return n
+        more: IntArray = np.maximum(n, self.table.capacity(padded_size, budget_bytes))
+        return more
 
-    def _add_margin(self, fitted: _Bytes) -> _Bytes:
-        return fitted + (fitted // _PARTS + 1) * self._parts
+    def _fitted_capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        return reduce(np.minimum, (form.capacity(padded_size, budget_bytes) for form in self.forms))
 
     def packed(self) -> PackedCost:
         """This cost for batches without padding, where `make_batch` made such ones.
 
         Their probes have n samples of one size; in a packed batch each sample costs by its own
-        size. The margin is included. It is additive, hence above every form that was fitted, and
-        above the floor.
+        size. The margin is included. It is additive, hence above every form that was fitted.
 
         Raises:
-            CostError: no formula fitted: what a sample costs depends on the others, as where packed
-                samples are attended to under one mask.
+            CostError: what a sample costs depends on the others (a table, terms in n²), or not
+                only on the samples (terms without n).
         """
-        formulas = [form for form in self.forms if isinstance(form, PaddedCost)]
-        if len(formulas) < len(self.forms):
-            raise CostError("a table of batches does not show what each sample costs")
-        return additive_bound(formulas, 1 + self.margin)
+        if self.table is not None:
+            raise CostError("measured batches without a formula do not show what each sample costs")
+        return additive_bound(self.forms, 1 + self.margin)
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
         """Compare what a step really needed with what was predicted.
@@ -169,11 +190,12 @@ class MeasuredCost:
         observed = self._observed
         observed.steps += 1
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
-        observed.largest_bytes = fitted = max(int(self.fitted_bytes(n, size)), reserved_for)
-        predicted = self._add_margin(fitted)
+        predicted = max(int(self.batch_bytes(n, size)), reserved_for)
+        observed.largest_bytes = predicted
         if peak.bytes <= predicted and not peak.retries:
             return
-        first, margin = observed.margin <= self.margin, peak.bytes / fitted - 1
+        first = observed.margin <= self.margin
+        margin = (1 + self.margin) * peak.bytes / predicted - 1
         if peak.retries:  # its need is unknown, but more than there was
             margin = max(margin, max(self.margin, observed.planned_margin) + _RETRIED)
         observed.margin = max(observed.margin, margin)
@@ -196,18 +218,27 @@ class MeasuredCost:
         steps = self._observed.steps
         note = f"the margin was {self.margin:.2%} before {steps:,} steps were observed"
         margin = min(self._observed.margin + 1e-3, _MOST_MARGIN)
-        return replace(self, margin=margin, notes=(*self.notes, note), _observed=_Observations())
+        notes = (*self.notes, note)
+        return replace(self._with(margin), notes=notes, _observed=_Observations())
 
     def with_margin(self, margin: float) -> MeasuredCost:
         """This cost with another margin, to plan with; both share what they observe."""
         self._observed.planned_margin = margin
-        return replace(self, margin=margin)
+        return self._with(margin)
+
+    def _with(self, margin: float) -> MeasuredCost:
+        table = self.table
+        if table is not None:  # which is as far off as the rest
+            factor = (1 + margin) / (1 + self.margin)
+            table = replace(
+                table, peak_bytes=tuple(math.ceil(factor * b) for b in table.peak_bytes)
+            )
+        return replace(self, margin=margin, table=table)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with what it was measured on; `load_cost` reads it."""
-        kind = "table" if isinstance(self.forms[0], TableCost) else "formula"
         attributes = {k: value for k, value in asdict(self).items() if not k.startswith("_")}
-        written = {"format": _FORMAT, "kind": kind, **attributes}
+        written = {"format": _FORMAT, **attributes}
         Path(path).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
     def errors(self) -> list[float]:
@@ -234,6 +265,14 @@ class MeasuredCost:
             )
         lines += [f"form: {form}" for form in self.forms]
         lines.append(f"margin: {self.margin:.3%}")
+        if self.vouched is not None:
+            most = format_bytes(max(self.vouched.peak_bytes))
+            lines.append(
+                f"vouched for: sizes up to {max(self.vouched.sizes)}, and where the batches of a "
+                f"shorter and a longer size took as much; at most {most}"
+            )
+        if self.table is not None:
+            lines.append("table: at each shape the cheapest measured batch of at least that size")
         lines += [f"{name}: {value}" for name, value in self.measured_on.items()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -301,11 +340,19 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
 
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
     """The cost of what a file contains."""
-    make = _table if read["kind"] == "table" else PaddedCost
-    time_form = read["time_form"]
+    table, vouched, time_form = (read[name] for name in ("table", "vouched", "time_form"))
     return MeasuredCost(
-        forms=tuple(make(**form) for form in read["forms"]),
+        forms=tuple(
+            Form(
+                terms=tuple(
+                    Term(**term | {"sizes": tuple(term["sizes"])}) for term in form["terms"]
+                )
+            )
+            for form in read["forms"]
+        ),
         margin=read["margin"],
+        vouched=None if vouched is None else VouchedRange(**_tuples(vouched)),
+        table=None if table is None else TableCost(**_tuples(table)),
         time_form=None if time_form is None else PaddedCost(**time_form),
         probes=tuple(Probe(**p | {"size": tuple(p["size"])}) for p in read["probes"]),
         measured_on=read["measured_on"],
@@ -313,7 +360,8 @@ def _from_file(read: dict[str, Any]) -> MeasuredCost:
     )
 
 
-def _table(numbers: list[int], sizes: list[list[int]], peak_bytes: list[int]) -> TableCost:
-    return TableCost(
-        numbers=tuple(numbers), sizes=tuple(map(tuple, sizes)), peak_bytes=tuple(peak_bytes)
-    )
+def _tuples(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    return {
+        name: tuple(map(tuple, column)) if name == "sizes" else tuple(column)
+        for name, column in columns.items()
+    }

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
-from torchbudget.errors import CostError, CostOverflowError
+from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES
 
 
@@ -17,8 +17,9 @@ class TableCost:
     """Bytes of the cheapest measured batch that is at least as large.
 
     A batch of n samples of size L costs at most what a measured one of n' ≥ n samples of L' ≥ L (on
-    every axis) cost. More samples than in any such batch cost in proportion. Monotone, and above
-    the true cost wherever that is monotone; coarse where measurements are few.
+    every axis) cost. What no measured batch covers, in samples or in size, costs `MAX_BYTES`, which
+    is over every budget. Monotone, and above the true cost wherever that is monotone; coarse where
+    measurements are few.
 
     Attributes:
         numbers: samples of each measured batch.
@@ -29,10 +30,10 @@ class TableCost:
         CostError: the three differ in length, or are empty.
 
     >>> table = TableCost(numbers=(8, 2), sizes=((100,), (500,)), peak_bytes=(1000, 1200))
-    >>> table.batch_bytes([1, 8, 2, 4], [50, 100, 500, 500]).tolist()
-    [1000, 1000, 1200, 2400]
-    >>> table.capacity([100, 500], 1400).tolist()
-    [11, 2]
+    >>> table.batch_bytes([1, 8, 2], [50, 100, 500]).tolist()
+    [1000, 1000, 1200]
+    >>> table.capacity([100, 500, 501], 1400).tolist()
+    [8, 2, 0]
     """
 
     numbers: tuple[int, ...]
@@ -51,29 +52,17 @@ class TableCost:
         return len(self.sizes[0])
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; a size beyond every measured one raises `CostError`."""
+        """See `CostModel.batch_bytes`; `MAX_BYTES` beyond what was measured."""
         covers = self._covers(padded_size)
-        if not covers.any(axis=-1).all():
-            raise CostError(
-                f"a padded size is larger than all that were measured, {self.sizes}; measure with "
-                "a larger max_size"
-            )
-        numbers, peaks = np.array(self.numbers), np.array(self.peak_bytes)
-        number = np.maximum(np.asarray(n, np.int64)[..., None], numbers)
-        if number.size and float(number.max()) * float(peaks.max()) >= MAX_BYTES:
-            raise CostOverflowError("this batch costs too much for 64 bits to count")
-        each = -(-number * peaks // numbers)  # rounded up, which capacity inverts
-        total: IntArray = np.where(covers, each, MAX_BYTES).min(axis=-1)
+        covers = covers & (np.asarray(n, np.int64)[..., None] <= np.array(self.numbers))
+        total: IntArray = np.where(covers, np.array(self.peak_bytes), MAX_BYTES).min(axis=-1)
         return total
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; 0 for a size beyond every measured one."""
-        numbers, peaks = np.array(self.numbers), np.array(self.peak_bytes)
-        budget = np.asarray(budget_bytes, np.int64)[..., None]
-        # In two parts, so that no product wraps.
-        n = budget // peaks * numbers + budget % peaks * numbers // peaks
-        n = np.where(budget >= peaks, n, 0)
-        most: IntArray = np.where(self._covers(padded_size), n, 0).max(axis=-1)
+        """See `CostModel.capacity`; at most as many samples as were measured."""
+        fits = np.asarray(budget_bytes, np.int64)[..., None] >= np.array(self.peak_bytes)
+        covers = self._covers(padded_size) & fits
+        most: IntArray = np.where(covers, np.array(self.numbers), 0).max(axis=-1)
         return most
 
     def _covers(self, padded_size: ArrayLike) -> npt.NDArray[np.bool_]:

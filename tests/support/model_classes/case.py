@@ -1,0 +1,91 @@
+"""A model of a class, with its training step and the box of shapes that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.support.training_cases import (
+    ADAMW,
+    VOCABULARY,
+    Batch,
+    MakeBatch,
+    MakeOptimizer,
+    Training,
+    training,
+)
+
+
+@dataclass(frozen=True)
+class Case(Training):
+    """A `Training` that steps on 1 to `max_n` samples of `min_size` to `max_size`.
+
+    Attributes:
+        min_size: the smallest size on every axis.
+        max_n: the most samples to compare; fewer where the step loops over them.
+    """
+
+    min_size: int = 1
+    max_n: int = 256
+
+
+def case(
+    model: nn.Module,
+    loss_of: Callable[[Any, Batch], torch.Tensor],
+    make_batch: MakeBatch,
+    max_size: int | tuple[int, ...],
+    optimizer: MakeOptimizer = ADAMW,
+    *,
+    autocast: bool = False,
+    min_size: int = 1,
+    max_n: int = 256,
+) -> Case:
+    made = training(model, loss_of, make_batch, max_size, optimizer, autocast=autocast)
+    return Case(made.model, made.optimizer, made.step, made.make_batch, max_size, min_size, max_n)
+
+
+def lengths(n: int, longest: int) -> torch.Tensor:
+    """Random lengths of n samples, at least one of which is the longest, shape `(n,)`."""
+    drawn = torch.randint(1, longest + 1, (n,))
+    drawn[0] = longest
+    return drawn
+
+
+def masked_tokens(n: int, length: int) -> Batch:
+    x = torch.randint(0, VOCABULARY, (n, length))
+    return {"x": x, "lengths": lengths(n, length)}
+
+
+def mask_of(batch: Batch) -> torch.Tensor:
+    """True where a sample has elements, shape `(n, L)`."""
+    return torch.arange(batch["x"].shape[1]) < batch["lengths"][:, None]
+
+
+def masked_loss(logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over all elements that are no padding."""
+    each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    mask = mask.flatten()
+    return (each * mask).sum() / mask.sum()
+
+
+def counted_loss(logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The same, divided by an int of Python."""
+    each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    mask = mask.flatten()
+    return (each * mask).sum() / int(mask.sum())
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.outer(F.gelu(self.inner(self.norm(x)))))

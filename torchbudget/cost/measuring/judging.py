@@ -1,0 +1,81 @@
+"""How far a fit can be trusted: its margin, its range, and a table where no formula fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from torchbudget.cost.measuring.shapes import Subject
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.cost.models.table import TableCost
+from torchbudget.cost.models.vouched import VouchedRange
+from torchbudget.units import format_bytes
+
+# A form that predicts less than a probe by more is not the step's, nor one that predicts more by
+# more: layers round short sizes down.
+_UNDER: Final = 0.1
+_OVER: Final = 0.3
+
+
+def judged_cost(
+    forms: tuple[Form, ...],
+    probes: Sequence[Probe],
+    least: float,
+    subject: Subject,
+    *,
+    everywhere: bool,
+) -> MeasuredCost:
+    """The cost of forms, with the margin that they need.
+
+    Args:
+        forms: whose maximum counts.
+        probes: what was measured.
+        least: the least margin.
+        subject: what was measured; is warned of a form that does not fit.
+        everywhere: whether the forms hold beyond what the probes have reached.
+    """
+    n, sizes, peaks = columns(probes)
+    fitted = MeasuredCost(forms=forms, margin=0, probes=tuple(probes))
+    table, margin = None, margin_of(fitted, least)
+    if not fits(fitted):
+        errors = fitted.errors()
+        worst = max(errors, key=abs)
+        probe = probes[errors.index(worst)]
+        subject.warn(
+            f"no formula fits: {probe.n} samples of size {probe.size} took "
+            f"{format_bytes(probe.peak_bytes)}, the fitted form is off by {worst:+.1%}; where a "
+            "table of the measured batches says less, it is used, which is safe but coarse"
+        )
+        most = tuple(math.ceil((1 + least) * peak) for peak in peaks)
+        table = TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=most)
+        everywhere = False
+    return MeasuredCost(
+        forms=forms,
+        margin=margin,
+        # A prediction that is off by no more than the margin counts as reached.
+        vouched=None
+        if everywhere
+        else VouchedRange(
+            sizes=tuple(sizes), peak_bytes=tuple(math.ceil((1 + margin) * peak) for peak in peaks)
+        ),
+        table=table,
+        probes=tuple(probes),
+    )
+
+
+def fits(cost: MeasuredCost) -> bool:
+    """Whether the forms are near every probe."""
+    return all(-_UNDER <= error <= _OVER for error in cost.errors())
+
+
+def margin_of(cost: MeasuredCost, least: float) -> float:
+    """The margin that a fit needs.
+
+    Twice the largest underestimate of a probe that was held out, and at least the largest of any.
+    """
+    under = [max(1 / (1 + error) - 1, 0) for error in cost.errors()]
+    held_out = [u for u, probe in zip(under, cost.probes, strict=True) if probe.held_out]
+    return max([least, *under, *(2 * one for one in held_out)])

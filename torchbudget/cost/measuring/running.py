@@ -1,0 +1,366 @@
+"""The shapes that a step is run on, and the forms that fit its peaks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import torch
+
+from torchbudget.cost.measuring.fitting import (
+    features,
+    fit_peaks,
+    non_negative,
+    plain_powers,
+    total_form,
+)
+from torchbudget.cost.measuring.shapes import BatchLimit, Size, Subject
+from torchbudget.cost.models.form import FloatArray, Form, Term
+from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.errors import CostError
+from torchbudget.machine.allocators import is_out_of_memory, trim_malloc
+from torchbudget.machine.host import process_memory
+from torchbudget.machine.peaks import Peak, peak_memory
+from torchbudget.units import format_bytes
+
+# Less than this is lost in what a process gains and loses by itself.
+_SEEN_BYTES: Final = 2**24
+# Two runs of one size that differ by less do not show how bytes grow.
+_NOISE_BYTES: Final = 2**21
+# Traced forms that an offset and a factor bring this near to the runs need no further terms.
+_SCALED: Final = 0.01
+# A prediction that is further off becomes a probe.
+_EXACT: Final = 0.01
+# Without a trace, several runs climb to the largest batch of a size.
+_MOST_RUNS: Final = 8
+_MOST_BLIND_RUNS: Final = 14
+_MOST_CLIMBS: Final = 4
+# A run that reached this share of its target needs no larger one of its size.
+_REACHED: Final = 0.9
+# Memory that grows no faster than this times the number of samples is linear in it.
+_LINEAR: Final = 1.15
+# Shares of the budget that runs aim at. The first one shows, at a safe distance, how the machine's
+# bytes relate to the trace's.
+_SAFE: Final = 0.4
+_NEAR: Final = 0.95
+# Batches of a shape where the step's memory depends on their values.
+_REPEATED: Final = 3
+
+
+class ProbeOutOfMemoryError(Exception):
+    """A probe did not fit into the device's or the process's memory."""
+
+
+class StepRunner:
+    """Runs the step and reads its peak; to be used inside `TrainingState.restored(contents=True)`.
+
+    Args:
+        subject: the step and its batches.
+
+    Attributes:
+        idle_bytes: memory in use while no step runs.
+        sampled: whether a peak was only sampled.
+        not_finite: whether a step returned a number that is not finite.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._state = subject.state
+        self._device = subject.state.device
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks that earlier work left reserved do not count
+        with peak_memory(self._device) as idle:
+            pass
+        self.idle_bytes = idle.bytes
+        self._resident_bytes: list[int] = []  # before the second step of each probe
+        # The peak of the largest batch, whose blocks stay reserved under smaller ones.
+        self._largest: Peak | None = None
+        self.sampled = False
+        self.not_finite = False
+        self._limit = BatchLimit(subject)
+
+    def most_samples(self, size: Size) -> int:
+        """The most samples of a size that a batch of a probe may have."""
+        return self._limit.most_samples(size)
+
+    def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
+        """Step twice on batches of one shape; the first step loads kernels and fills caches.
+
+        Where the step's memory depends on values, on more batches, of which the worst counts.
+
+        Raises:
+            ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
+        """
+        try:
+            return self._run(n, size, held_out=held_out)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside the handler, the exception's frames no longer keep the step's tensors alive.
+        for parameter in self._state.parameters():
+            parameter.grad = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise ProbeOutOfMemoryError
+
+    def _run(self, n: int, size: Size, *, held_out: bool) -> Probe:
+        gc.collect()
+        with self._state.checked(), peak_memory(self._device) as peak:
+            for _ in range(1 + _REPEATED if self._subject.depends_on_values else 2):
+                resident_bytes = self._read_resident_bytes()
+                batch = self._subject.batch(n, size)
+                self._wait()
+                start_s = time.perf_counter()
+                result = self._subject.step(batch)
+                self._check_finite(result)
+                self._wait()
+                seconds = time.perf_counter() - start_s
+                del batch, result
+        if peak.retries:
+            raise ProbeOutOfMemoryError
+        self.sampled |= peak.sampled
+        self._resident_bytes.append(resident_bytes)
+        peak_bytes = self._without_reserve(peak)
+        return Probe(n, size, peak_bytes, held_out, "run", seconds)
+
+    def settled(self, probes: Sequence[Probe]) -> list[Probe]:
+        """All probes so far, as if resident memory had been from the start what it is now.
+
+        While probes are run, kernels are compiled for new shapes, and the heap gets gaps.
+        """
+        now_bytes = self._read_resident_bytes()
+        return [
+            replace(probe, peak_bytes=probe.peak_bytes + max(now_bytes - then_bytes, 0))
+            for probe, then_bytes in zip(probes, self._resident_bytes, strict=True)
+        ]
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _read_resident_bytes(self) -> int:
+        cpu = self._device.type == "cpu"
+        return process_memory().resident_bytes if cpu else 0
+
+    def _check_finite(self, result: object) -> None:
+        value = result.detach() if isinstance(result, torch.Tensor) else result
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            self.not_finite = True
+
+    def _without_reserve(self, peak: Peak) -> int:
+        """On CUDA, the peak had its blocks been reserved for it alone.
+
+        The ratio of reserved to allocated bytes is taken to be that of the largest batch.
+        """
+        if not peak.allocated_bytes:
+            return peak.bytes
+        largest = self._largest
+        if largest is None or peak.allocated_bytes > largest.allocated_bytes:
+            self._largest = largest = peak
+        share = peak.allocated_bytes / largest.allocated_bytes
+        return peak.bytes - peak.reserved_bytes + round(share * largest.reserved_bytes)
+
+
+def run_probes(
+    subject: Subject, room: int, traced: tuple[Form, ...]
+) -> tuple[tuple[Form, ...], tuple[Probe, ...]]:
+    """Run the step on a few shapes, and fit its peaks; everything is restored.
+
+    The shapes lie where the budget is filled, from the smallest size to the largest. The last ones
+    are predicted first; what is off by more than a percent becomes a probe, and the fit is made
+    again.
+
+    Args:
+        subject: the step and its batches.
+        room: bytes that no probe may exceed.
+        traced: the forms that a trace has found; none if nothing is known.
+
+    Returns:
+        The forms whose maximum counts, and what was run.
+    """
+    if subject.state.device.type == "cpu" and not trim_malloc():
+        subject.notes.append(
+            "this C library keeps freed memory: the peak depends on the shapes before"
+        )
+    with subject.state.restored(contents=True):
+        runner = StepRunner(subject)
+        runs = _Runs(subject, runner, room, traced)
+        runs.run_all()
+        probes = runner.settled(runs.probes)
+    if runner.sampled:
+        subject.notes.append(
+            "the peak of resident memory was sampled: /proc/self/clear_refs is not writable"
+        )
+    if runner.not_finite:
+        subject.warn(
+            "the step returned a loss that is not finite; does make_batch make a valid batch?"
+        )
+    return fit_runs([p for p in probes if not p.held_out], traced), tuple(probes)
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Runs of shapes so far, none of which was predicted to exceed the budget."""
+
+    subject: Subject
+    runner: StepRunner
+    room: int
+    traced: tuple[Form, ...]
+    probes: list[Probe] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """How many more shapes may be run."""
+        return (_MOST_RUNS if self.traced else _MOST_BLIND_RUNS) - len(self.probes)
+
+    def run_all(self) -> None:
+        """Run one small batch, then at each size one that nearly fills the budget."""
+        judged = self.subject.domain.judged
+        smallest, largest, middle = judged[0], judged[-1], judged[len(judged) // 2]
+        self._run_first(smallest)
+        self._reach_for(_SAFE, middle)
+        fitted = list(dict.fromkeys([middle, largest, smallest, *judged[1::2]]))
+        for size in fitted:
+            self._reach_for(_NEAR, size)
+        for size in judged:
+            if size not in fitted:
+                self._reach_for(_NEAR, size, held_out=True)
+        # What was predicted badly is fitted to, while something is left to judge the fit by.
+        while off := self._badly_predicted():
+            for at in off:
+                self.probes[at] = replace(self.probes[at], held_out=False)
+            if self.left < 1:
+                break
+            between = self.subject.domain.between((3 - math.sqrt(5)) / 2 * len(self.probes) % 1)
+            self._reach_for(_NEAR, between, held_out=True)
+
+    def _run_first(self, smallest: Size) -> None:
+        try:
+            first = self.runner.run(1, smallest)
+        except ProbeOutOfMemoryError as error:
+            raise CostError(f"one sample of size {smallest} does not fit into memory") from error
+        if first.peak_bytes > self.room:
+            raise CostError(
+                "model, gradients, optimizer state and all else in the process need "
+                f"{format_bytes(first.peak_bytes)} with one sample of size {smallest}; the budget "
+                f"is {format_bytes(self.room)}"
+            )
+        self.probes.append(first)
+
+    def _reach_for(self, share: float, size: Size, *, held_out: bool = False) -> None:
+        """Run batches of a size until one takes this share of the budget, or may not be larger."""
+        floor = self.probes[0].peak_bytes
+        for _ in range(1 if self.traced else _MOST_CLIMBS):
+            target = int(floor + share * (self.room - floor))
+            n = min(self._most_samples(size, target), self.runner.most_samples(size))
+            if n < 1 or self.left < 1 or any((p.n, p.size) == (n, size) for p in self.probes):
+                return
+            try:
+                probe = self.runner.run(n, size, held_out=held_out)
+            except ProbeOutOfMemoryError:
+                # There is less memory than the budget: later probes aim at half as much.
+                self.subject.notes.append(
+                    f"out of memory at {n} samples of size {size}, below the budget"
+                )
+                self.room -= (self.room - floor) // 2
+                return
+            self.probes.append(probe)
+            if probe.peak_bytes - floor >= _REACHED * (target - floor):
+                return
+
+    def _most_samples(self, size: Size, target: int) -> int:
+        so_far = MeasuredCost(forms=self._guess(), margin=0)
+        n = int(so_far.capacity(size if len(size) > 1 else size[0], target))
+        # A form fitted to few points is unreliable far beyond them.
+        return n if self.traced else min(n, self._reach(size, target))
+
+    def _guess(self) -> tuple[Form, ...]:
+        """The forms to choose the next shape by, from the runs so far."""
+        if self.traced and len(self.probes) == 1:
+            # A third on top of the tensors, for what kernels may need.
+            [first] = self.probes
+            offset = first.peak_bytes - 4 / 3 * _predicted(self.traced, self.probes)[0]
+            return tuple(total_form(form, offset, 4 / 3, []) for form in self.traced)
+        return fit_runs(self.probes, self.traced)
+
+    def _reach(self, size: Size, target: int) -> int:
+        """The most samples that cannot need more than the target, judged by runs alone.
+
+        Two runs of this size show how bytes grow with n, which is taken to be as n² until a third
+        one has shown that it is linear. Runs of other sizes bound the first one of this size: with
+        coefficients of at least 0, bytes grow at most by the factor of the feature that grows most.
+        All that is allocated during a step is attributed to the samples; with few of them that is
+        too much, so the bound rises from run to run.
+        """
+        same = [probe for probe in self.probes if probe.size == size]
+        if len(same) > 1:
+            few, many = same[-2:]
+            power = 1 if self._is_linear() else 2
+            grown = max(many.peak_bytes - few.peak_bytes, _NOISE_BYTES)
+            times = (target - many.peak_bytes) / grown
+            most: float = many.n**power + times * (many.n**power - few.n**power)
+            return int(max(most, 1) ** (1 / power))
+        most, idle = 1, self.runner.idle_bytes  # one sample must fit, to be trained on
+        for probe in self.probes:
+            growth = (target - idle) / max(probe.peak_bytes - idle, _SEEN_BYTES)
+            new, old = features([1, 1], [size, probe.size], plain_powers(len(size))[1:])
+            growth /= float((new / old).max())  # how much more one sample may need
+            most = max(most, probe.n * (growth if growth < 1 or self._is_linear() else growth**0.5))
+        return int(most)
+
+    def _is_linear(self) -> bool:
+        """Whether three runs of one size lie on a line, and no three lie above one."""
+        found = []
+        for size in {probe.size for probe in self.probes}:
+            same = [probe for probe in self.probes if probe.size == size]
+            for one, two, three in zip(same, same[1:], same[2:], strict=False):
+                slope = (two.peak_bytes - one.peak_bytes) / (two.n - one.n)
+                if two.peak_bytes - one.peak_bytes > _NOISE_BYTES:
+                    later = (three.peak_bytes - two.peak_bytes) / (three.n - two.n)
+                    found.append(later <= _LINEAR * slope)
+        return bool(found) and all(found)
+
+    def _badly_predicted(self) -> list[int]:
+        held_out = [at for at, probe in enumerate(self.probes) if probe.held_out]
+        if not held_out:
+            return []
+        forms = fit_runs([p for p in self.probes if not p.held_out], self.traced)
+        errors = MeasuredCost(forms=forms, margin=0, probes=tuple(self.probes)).errors()
+        return [at for at in held_out if abs(errors[at]) > _EXACT]
+
+
+def fit_runs(probes: Sequence[Probe], traced: tuple[Form, ...]) -> tuple[Form, ...]:
+    """The traced forms with an offset, a scale, and what kernels need beside tensors, all ≥ 0."""
+    n, sizes, peaks = columns(probes)
+    if not traced:
+        return fit_peaks(n, sizes, peaks)
+    target = np.array(peaks, np.float64)
+    tensors = _predicted(traced, probes)
+    powers = plain_powers(traced[0].axes)[1:]
+    shape = features(n, sizes, powers)
+    # The tensors are certain: only what comes on top of them is fitted. The simplest explanation,
+    # an offset and a scale, is tried first; more terms only where it does not fit.
+    above = np.stack([np.ones(len(target)), tensors], axis=1)
+    for used in (0, len(powers)):
+        matrix = np.concatenate([above, shape[:, :used]], axis=1)
+        offset, share, *terms = x = non_negative(matrix / target[:, None], 1 - tensors / target)
+        if np.abs((tensors + matrix @ x) / target - 1).max() < _SCALED:
+            break
+    beside = [Term(bytes_, *power) for bytes_, power in zip(terms, powers, strict=False)]
+    totals = (total_form(form, offset, 1 + share, beside) for form in traced)
+    return tuple(dict.fromkeys(totals))  # they may have become equal
+
+
+def _predicted(forms: tuple[Form, ...], probes: Sequence[Probe]) -> FloatArray:
+    n, sizes, _ = columns(probes)
+    several = np.array(sizes) if len(sizes[0]) > 1 else np.array(sizes)[:, 0]
+    return MeasuredCost(forms=forms, margin=0).fitted_bytes(n, several).astype(np.float64)

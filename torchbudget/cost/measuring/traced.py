@@ -1,0 +1,313 @@
+"""The shapes that a step is traced on, and the forms that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces, plain_powers
+from torchbudget.cost.measuring.judging import fits
+from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
+from torchbudget.cost.measuring.tracing import Trace, tracing
+from torchbudget.cost.models.form import FloatArray, Form
+from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.errors import CostError
+from torchbudget.units import format_bytes
+
+Shape: TypeAlias = tuple[int, Size]
+_Shares: TypeAlias = tuple[tuple[int, float | tuple[float, float]], ...]
+
+# Traces in all, the first one and the repeated one included.
+_MOST_TRACES: Final = {1: 16, 2: 30}
+# A prediction that is further off becomes a probe.
+_EXACT: Final = 2e-3
+# Two steps on one shape that differ by less do not depend on values.
+_ROUNDED: Final = 1e-4
+_FEW: Final = 2
+_MANY: Final = 256
+# Activations must outweigh what is fixed: a larger peak than that of few samples by this.
+_OUTWEIGHS: Final = 1.5
+# A step of more operations is traced on shorter samples only: about half a second.
+_OPERATIONS: Final = 6000
+_TURNS: Final = 4
+# Shapes that a fit is made to: samples (0: many), and the fraction of the largest size.
+_FIT_1: Final[_Shares] = ((_FEW, 1.0), (0, 0.0), (0, 1.0), (16, 1 / 2))
+_FIT_2: Final[_Shares] = (
+    (_FEW, (1.0, 1.0)),
+    (0, (0.0, 0.0)),
+    (0, (1.0, 1.0)),
+    (_FEW, (1.0, 0.0)),
+    (0, (1.0, 0.0)),
+    (_FEW, (0.0, 1.0)),
+    (0, (0.0, 1.0)),
+    (16, (1 / 2, 1.0)),
+    (24, (1.0, 1 / 2)),
+    (32, (1 / 4, 1 / 2)),
+    (8, (1 / 2, 1 / 4)),
+    (12, (0.7, 0.3)),
+)
+# Without a budget, samples of the shapes that a fit is judged at; their sizes are spread.
+_JUDGED: Final = (12, 0, 5, 100, 40, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What traces have shown.
+
+    Attributes:
+        forms: whose maximum counts.
+        probes: what was traced.
+        aligned: whether each moment of the step was fitted, otherwise only the peaks.
+    """
+
+    forms: tuple[Form, ...]
+    probes: tuple[Probe, ...]
+    aligned: bool
+
+
+def trace_probes(subject: Subject, room: int | None) -> Traced:
+    """Trace the step on a few shapes, and fit its live bytes.
+
+    A shape whose bytes are not predicted to a percent becomes a probe, and others are predicted,
+    until all are, or there were enough traces.
+
+    Args:
+        subject: the step and its batches.
+        room: the budget, on whose frontier predictions are judged; `None`: all over the domain.
+
+    Raises:
+        BatchError: `make_batch` ignores its arguments.
+        CostError: the step cannot be traced.
+    """
+    if subject.state.is_compiled:
+        subject.notes.append(
+            "what is compiled was traced as eager code; only runs count it compiled"
+        )
+    with tracing(subject.step, subject.state) as trace:
+        tracer = _Tracer(subject, trace)
+        first = tracer.explore()
+        tracer.fit_shapes()
+        traced = tracer.judge(room)
+        before = tracer.traces[first]
+        again = trace(subject.batch(*first), integer=2)
+    again.check_same(before)
+    kept_bytes = max(one.kept_bytes for one in tracer.traces.values())
+    if kept_bytes > 0:
+        subject.warn(
+            f"a step leaves up to {format_bytes(kept_bytes)} allocated when it ends: a leak?"
+        )
+    elif abs(again.peak_bytes - before.peak_bytes) > _ROUNDED * before.peak_bytes:
+        subject.warn(
+            f"two steps on one shape took {format_bytes(before.peak_bytes)} and "
+            f"{format_bytes(again.peak_bytes)}: the step's memory does not depend on shapes alone"
+        )
+    if before.assumed:
+        subject.notes.append(
+            f"the step asked tensors for {before.assumed} truth values; the trace assumes that "
+            "all of them are False"
+        )
+    return traced
+
+
+@dataclass(slots=True)
+class _Tracer:
+    """Traces of shapes so far, in their order, and which of them a fit is made to."""
+
+    subject: Subject
+    trace: Callable[..., Trace]
+    domain: Domain = field(init=False)
+    limit: BatchLimit = field(init=False)
+    traces: dict[Shape, Trace] = field(default_factory=dict)
+    held_out: set[Shape] = field(default_factory=set)
+    many: int = _MANY
+    _shapes: dict[Any, Shape] = field(default_factory=dict)
+    _spread: Iterator[FloatArray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.domain = self.subject.domain
+        self.limit = BatchLimit(self.subject)
+        self._spread = _spread(self.domain.axes)
+
+    @property
+    def left(self) -> int:
+        """How many more shapes may be traced; the first and the repeated step count, too."""
+        axes = self.domain.axes
+        most = _MOST_TRACES.get(axes, 3 * len(plain_powers(axes)) + 8)
+        return most - 2 - len(self.traces)
+
+    def add(self, n: int, size: Size, *, held_out: bool = False) -> Trace | None:
+        """Trace a shape, unless it is known already, or there were enough."""
+        n = max(min(n, self.limit.most_samples(size)), 1)
+        if (n, size) in self.traces or self.left < 1:
+            return self.traces.get((n, size))
+        batch = self.subject.batch(n, size)
+        check_shape(batch, n, size, self._shapes)
+        traced = self.traces[n, size] = self.trace(batch)
+        if held_out:
+            self.held_out.add((n, size))
+        return traced
+
+    def explore(self) -> Shape:
+        """Find how many samples outweigh what is fixed, and how long they may be.
+
+        Returns:
+            The first shape that was traced.
+        """
+        low, mid = self.domain.smallest, self.domain.at(1 / 16)
+        first = _FEW, low
+        short, longer = self.add(*first), self.add(_FEW, mid)
+        if short is not None and longer is not None:
+            self._limit_sizes(low, mid, len(short.operations), len(longer.operations))
+        mid = self.domain.at(1 / 4)
+        few, many = self.add(_FEW, mid), self.add(self.many, mid)
+        if few is None or many is None:
+            return first
+        turns = (len(many.operations) - len(few.operations)) / (self.many - _FEW)
+        if turns * self.many > _OPERATIONS:  # a loop over the samples
+            self.many = max(int(_OPERATIONS / turns), 4 * _FEW)
+        for _ in range(3):
+            if many is None or many.peak_bytes > _OUTWEIGHS * few.peak_bytes:
+                break
+            self.many = min(8 * self.many, self.limit.most_samples(mid))
+            many = self.add(self.many, mid)
+        return first
+
+    def _limit_sizes(self, low: Size, mid: Size, short: int, longer: int) -> None:
+        """Leave out sizes whose loops over the length take too many turns, or too few to tell."""
+        turns = (longer - short) / max(sum(mid) - sum(low), 1)
+        if turns * sum(mid) > longer / 2:  # most operations are in loops
+            self.domain = self.domain.above(_TURNS)
+            self.held_out |= {(_FEW, size) for size in (low, mid) if min(size) < _TURNS}
+        if turns * sum(self.domain.largest) > _OPERATIONS:
+            share = _OPERATIONS / turns / sum(self.domain.largest)
+            self.domain = self.domain.up_to(self.domain.at(max(share, 1 / 16)))
+
+    def fit_shapes(self) -> None:
+        """Trace the shapes that a fit is made to."""
+        if self.domain.axes > 2:
+            for number in range(2 * len(plain_powers(self.domain.axes))):
+                n = (_FEW, self.many, 24)[number % 3]
+                self.add(n, self.domain.between(next(self._spread)))
+        for n, fractions in {1: _FIT_1, 2: _FIT_2}.get(self.domain.axes, ()):
+            self.add(n or self.many, self.domain.at(fractions))
+
+    def judge(self, room: int | None) -> Traced:
+        """Fit, predict other shapes, and fit to those, too, that are predicted badly."""
+        best = self._fit(self.held_out)
+        if not best.aligned and self.domain != self.subject.domain:
+            # Loops of other lengths do not line up: they must be seen as long as they are.
+            self.domain = self.subject.domain
+            self.fit_shapes()
+            best = self._fit(self.held_out)
+        if not best.aligned:
+            self._try_one_sample()
+        wanted = iter(self._to_judge(room, best.forms))
+        while True:
+            for n, size in wanted:
+                self.add(n, size, held_out=True)
+            best = self._fit(self.held_out)
+            # Operations that differ with the shape may yet be found alike in more traces.
+            off = _badly_predicted(best) if best.aligned else set(self.held_out)
+            if not off:
+                break
+            # Sizes that layers round down fit no polynomial: they are safe where they are.
+            trial = self._fit(self.held_out - off)
+            if trial.aligned >= best.aligned and _badness(trial) < _badness(best):
+                best, self.held_out = trial, self.held_out - off
+            if self.left < 1:
+                break
+            wanted = islice(self._more_to_judge(room, best.forms), len(off))
+        if best.aligned and not fits(_cost(best)):
+            best = self._fit_peaks(self.held_out)  # moments that only seemed to be the same
+        if not best.aligned:
+            self.subject.notes.append(
+                "the step's operations depend on the shape: fitted to the peaks alone"
+            )
+        return best
+
+    def _try_one_sample(self) -> None:
+        """Trace one sample of the largest size, unless the step refuses that, as batch norm may."""
+        try:
+            self.add(1, self.domain.largest)
+        except CostError as error:
+            self.subject.notes.append(f"one sample could not be traced: {error}")
+
+    def _fit(self, held_out: set[Shape]) -> Traced:
+        fitted = [shape for shape in self.traces if shape not in held_out]
+        n, sizes = zip(*fitted, strict=True)
+        traces = [self.traces[shape] for shape in fitted]
+        domain = np.array([self.domain.smallest, self.subject.domain.largest], np.float64)
+        forms = fit_traces(n, sizes, traces, domain)
+        if forms is None:
+            return self._fit_peaks(held_out)
+        return Traced(forms, self._probes(held_out), aligned=True)
+
+    def _fit_peaks(self, held_out: set[Shape]) -> Traced:
+        probes = self._probes(held_out)
+        n, sizes, peaks = columns([probe for probe in probes if not probe.held_out])
+        return Traced(fit_peaks(n, sizes, peaks), probes, aligned=False)
+
+    def _probes(self, held_out: set[Shape]) -> tuple[Probe, ...]:
+        return tuple(
+            Probe(n, size, trace.peak_bytes, (n, size) in held_out, "trace")
+            for (n, size), trace in self.traces.items()
+        )
+
+    def _to_judge(self, room: int | None, forms: tuple[Form, ...]) -> list[Shape]:
+        if room is None:
+            wanted = list(islice(self._more_to_judge(room, forms), len(_JUDGED) - 1))
+        else:
+            wanted = [(self._fits(forms, size, room), size) for size in self.domain.judged]
+        if self.domain.largest != self.subject.domain.largest:  # a loop: does it go on like this?
+            wanted.append((self.many, self.subject.domain.at(self._share() * 2)))
+        return wanted
+
+    def _share(self) -> float:
+        whole = self.subject.domain.largest
+        return max(a / b for a, b in zip(self.domain.largest, whole, strict=True))
+
+    def _more_to_judge(self, room: int | None, forms: tuple[Form, ...]) -> Iterator[Shape]:
+        for number, share in enumerate(self._spread):
+            size = self.domain.between(share)
+            if room is None:
+                yield _JUDGED[number % len(_JUDGED)] or self.many, size
+            else:
+                yield self._fits(forms, size, room), size
+
+    def _fits(self, forms: tuple[Form, ...], size: Size, room: int) -> int:
+        cost = MeasuredCost(forms=forms, margin=0)
+        return max(int(cost.capacity(size if len(size) > 1 else size[0], room)), 1)
+
+
+def _badly_predicted(traced: Traced) -> set[Shape]:
+    """The shapes that were held out, and are off by more than that."""
+    return {
+        (probe.n, probe.size)
+        for probe, error in zip(traced.probes, _errors(traced), strict=True)
+        if probe.held_out and abs(error) > _EXACT
+    }
+
+
+def _badness(traced: Traced) -> float:
+    """The largest error of any shape; one that is on the safe side counts a tenth."""
+    return max(max(-error, error / 10) for error in _errors(traced))
+
+
+def _errors(traced: Traced) -> list[float]:
+    return _cost(traced).errors()
+
+
+def _cost(traced: Traced) -> MeasuredCost:
+    return MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
+
+
+def _spread(axes: int) -> Iterator[FloatArray]:
+    """Points spread evenly over the unit cube: fractional parts of multiples of roots of primes."""
+    steps = np.sqrt([2, 3, 5, 7, 11, 13, 17, 19][:axes])
+    for number in count(1):
+        yield number * steps % 1
