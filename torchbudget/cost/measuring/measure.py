@@ -64,7 +64,8 @@ def measure_cost(
     shapes that came before.
 
     Args:
-        step: the full training step: forward, loss, backward, optimizer step, gradients cleared.
+        step: the full training step: forward, loss, backward, optimizer step, gradients cleared; or
+            forward only, for evaluation, as under `torch.no_grad()`, which the notes then say.
         make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
             for one axis and a tuple of ints for several.
         max_size: the largest size on every axis.
@@ -80,13 +81,13 @@ def measure_cost(
         budget if it was run.
 
     Raises:
-        CostError: the step cannot be measured, is not a full training step, or does not fit the
-            budget with one sample of the smallest size; or `make_batch` ignores its arguments.
+        CostError: the step cannot be measured, is only a part of a training step, or does not fit
+            the budget with one sample of the smallest size; or `make_batch` ignores its arguments.
         OptionError: `size_multiple` is not an int of at least 1.
 
     Warns:
-        MeasureWarning: the step leaks memory, returns a loss that is not finite, or does not fit
-            any form.
+        MeasureWarning: the step leaks memory, returns a loss that is not finite, does not fit any
+            form, or is forward only of a module in training mode.
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
@@ -121,7 +122,7 @@ def measure_cost(
         time_form=fit_time(probes),
         probes=probes,
         measured_on=describe_step(step),
-        notes=tuple(subject.notes),
+        notes=(*subject.notes, *state.notes()),
     )
     return replace(measured, margin=margin_of(measured, least))
 

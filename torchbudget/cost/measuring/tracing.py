@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -67,13 +68,13 @@ def traces(
     state in it.
 
     Args:
-        step: the full training step on a batch.
-        state: what it trains.
+        step: the full training step on a batch, or forward only.
+        state: what it refers to.
         batches: may be made lazily.
 
     Raises:
         CostError: the step has no parameters, whose device is to be traced; it does not run on
-            fake tensors; or it is no full training step.
+            fake tensors; or it is only a part of a training step.
     """
     live = _FakeBytes(state.device)
     with state.restored(contents=False), ExitStack() as stack:
@@ -127,13 +128,13 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     a boolean mask) cannot be traced.
 
     Args:
-        step: the full training step: forward, loss, backward, optimizer step, gradients cleared.
-            Model and optimizer are found in what it refers to.
+        step: the full training step: forward, loss, backward, optimizer step, gradients cleared;
+            or forward only, for evaluation. Model and optimizer are found in what it refers to.
         batch: what it is called with; its tensors may be real ones.
 
     Raises:
-        CostError: no parameters are found, the step does not run on fake tensors, or it is not a
-            full training step.
+        CostError: no parameters are found, the step does not run on fake tensors, or it is only a
+            part of a training step.
 
     >>> import torch
     >>> model = torch.nn.Linear(100, 10)
@@ -157,7 +158,7 @@ class _FakeBytes(LiveBytes):
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
-        with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
