@@ -80,9 +80,8 @@ def test_a_module_in_training_mode_is_warned_of() -> None:
         trace_peak_bytes(lambda batch: model(batch).sum(), torch.zeros(2, 3))
     with pytest.warns(MeasureWarning, match="training mode"):
         cost = measure_cost(
-            lambda batch: model(batch), lambda n, _: torch.zeros(n, 3), max_size=1, method="run",
-            budget=room(),
-        )  # fmt: skip
+            model, lambda n, _: torch.zeros(n, 3), max_size=1, method="run", budget=room()
+        )
     assert any("was in training mode" in note for note in cost.notes)
 
 

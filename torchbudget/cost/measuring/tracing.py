@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -154,6 +153,9 @@ class _FakeBytes(LiveBytes):
     """The bytes of fake tensors that live on a device."""
 
     def __init__(self, device: torch.device) -> None:
+        # Reads the environment, and is imported by no one where there is no optimizer.
+        from torch._functorch import config as functorch_config
+
         block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()

@@ -148,8 +148,8 @@ class TrainingState:
     def checked(self) -> Iterator[None]:
         """Check that what runs inside is a full training step, or forward only.
 
-        Afterwards `forward_only` says whether it was: no gradient of a parameter was computed (those
-        of `torch.func` are not seen), and no optimizer stepped.
+        Afterwards `forward_only` says whether it was: no gradient of a parameter was computed, and
+        no optimizer stepped. Gradients of `torch.func` are not seen.
 
         Raises:
             CostError: the step is a part of a training step: gradients were made, but none is left
@@ -218,10 +218,11 @@ class TrainingState:
         if not self.forward_only:
             return []
         mode = "; its module was in training mode" if self._is_training else ""
-        return [
+        note = (
             "the step was forward only: it made no gradients and no optimizer stepped, so the "
             f"cost is for evaluation, and too low to train with{mode}"
-        ]
+        )
+        return [note]
 
     @contextmanager
     def restored(self, *, contents: bool) -> Iterator[None]:
