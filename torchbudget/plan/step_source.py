@@ -42,6 +42,13 @@ class IndexSource(Protocol):
     num_replicas: int
     rank: int
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` yields."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Make the next `iter()` yield this epoch from its beginning."""
+
     def whole_epoch(self, dataset_length: int, /) -> Iterator[list[int]]:
         """Indices in the data set of each batch on this rank, over all ranks each index once.
 
