@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.training_cases import CASES, Training
-from torchbudget import describe_step, measure_cost, trace_peak_bytes
+from torchbudget import PadCollate, describe_step, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.host import process_memory
 
@@ -64,6 +64,25 @@ def test_a_trace_is_that_of_the_forward() -> None:
     assert cost.fitted_bytes(10, 10) == pytest.approx(16 * 16 * 4 + 3 * batch.nbytes, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", [list, PadCollate()], ids=["list", "padded batch"])
+def test_what_is_used_late_is_there_from_the_beginning(kind: Any) -> None:
+    """The batch's second tensor counts at the peak, before the step has used it."""
+    model = nn.Sequential(nn.Linear(16, 160, bias=False), nn.Linear(160, 16, bias=False)).eval()
+
+    @torch.no_grad()
+    def step(batch: Any) -> Tensor:
+        first, late = batch
+        return model(first).mean((1, 2)) + late.mean((1, 2))
+
+    samples = [(torch.zeros(50, 16), torch.zeros(50, 32)) for _ in range(10)]
+    batch = [torch.stack(column) for column in zip(*samples, strict=True)]
+    if kind is not list:
+        batch = kind(samples)
+    tokens = 10 * 50 * 4
+    expected = 2 * 16 * 160 * 4 + tokens * (16 + 32 + 160 + 16)
+    assert trace_peak_bytes(step, batch) == pytest.approx(expected, abs=1000)
+
+
 def test_it_costs_less_than_training() -> None:
     training, step = evaluation("decoder, scores kept")
     batch = training.make_batch(4, 64)
@@ -80,7 +99,7 @@ def test_a_module_in_training_mode_is_warned_of() -> None:
         trace_peak_bytes(lambda batch: model(batch).sum(), torch.zeros(2, 3))
     with pytest.warns(MeasureWarning, match="training mode"):
         cost = measure_cost(
-            model, lambda n, _: torch.zeros(n, 3), max_size=1, method="run", budget=room()
+            model, lambda n, size: torch.zeros(n, size, 3), max_size=50, method="trace"
         )
     assert any("was in training mode" in note for note in cost.notes)
 

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.cost.models.protocol import IntArray
@@ -100,6 +101,9 @@ def _trace(
     live.begin()
     before = live.num_bytes
     try:
+        for one in reachable(batch):
+            if isinstance(one, torch.Tensor):
+                live.stand_in(one)  # it is there from the beginning, even if it is used late
         with state.checked(), live.fakes, live:
             step(batch)
     except CostError:
