@@ -32,6 +32,7 @@ TINY = {
     "kept_budget": "--samples 40 --models 1 --budgets 1",
     "accumulate": "--repetitions 2",
     "gradient_error": "",
+    "predict": "--samples 30 --max-length 400 --mib 160 --repetitions 1 --most-ranks 1",
     "endurance": "--batches 300 --seed 4",
 }
 EXACT = {
@@ -41,6 +42,7 @@ EXACT = {
     "streams": "over the budget",
     "plan_step": "over the budget",
     "endurance": "violations",
+    "predict": "error",
 }
 
 

@@ -25,6 +25,7 @@ from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
 from torchbudget.train.loop import evaluate, train_epoch
+from torchbudget.train.predict import predict
 from torchbudget.train.summary import memory_summary
 from torchbudget.train.warm_up import warm_up
 from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
@@ -68,6 +69,7 @@ __all__ = [
     "parse_bytes",
     "peak_memory",
     "plan_step",
+    "predict",
     "readers",
     "sizes_of",
     "stop_together",

@@ -15,6 +15,7 @@ TorchBudgetError
 ├── SampleError          (RuntimeError)  a stream's sample cannot be read or transformed
 ├── MachineError         (RuntimeError)  this machine does not provide a reading
 ├── StepError            (RuntimeError)  an optimizer step cannot be taken exactly
+├── RankError            (RuntimeError)  another rank failed, and this one cannot go on
 ├── SampleTooLargeError  (MemoryError)   one sample alone does not fit into memory
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
@@ -88,6 +89,10 @@ class MachineError(TorchBudgetError, RuntimeError):
 
 class StepError(TorchBudgetError, RuntimeError):
     """An optimizer step cannot be taken exactly."""
+
+
+class RankError(TorchBudgetError, RuntimeError):
+    """Another rank failed, and this one cannot go on without it."""
 
 
 class SampleTooLargeError(TorchBudgetError, MemoryError):

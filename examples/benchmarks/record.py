@@ -34,6 +34,7 @@ ALL = (
     "kept_budget",
     "accumulate",
     "gradient_error",
+    "predict",
     "endurance",
 )
 TABLE = re.compile(r"(?:^    .*\S.*\n)+", re.MULTILINE)

@@ -27,11 +27,14 @@ from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.step_source import ExtremeSource, StepSource
+from torchbudget.plan.step_source import ExtremeSource, IndexSource, StepSource
+from torchbudget.plan.whole_epoch import whole_epoch
 from torchbudget.protocols import ResumableSource
 
 
-class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, ExtremeSource):
+class MemoryBudgetBatchSampler(
+    Sampler[list[int]], ResumableSource, StepSource, ExtremeSource, IndexSource
+):
     """Batches of ragged samples that fit a budget of bytes and fill it.
 
     Windows of samples are chosen uniformly at random, sorted by size and cut into micro-batches,
@@ -225,6 +228,10 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
     def batch_bytes(self, indices: IntArray) -> int:
         """Predicted bytes of a micro-batch of these samples."""
         return self.plan.batch_bytes(indices)
+
+    def whole_epoch(self, dataset_length: int) -> Iterator[list[int]]:
+        """Indices of each batch of the coming epoch on this rank: see `predict`."""
+        return whole_epoch(self.plan, self._cursor, rank=self.rank, dataset_length=dataset_length)
 
     def report(self) -> PlanReport:
         """Fill, padding and imbalance of the coming epoch; O(samples)."""

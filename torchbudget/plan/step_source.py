@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 from torchbudget.cost.models.protocol import IntArray
@@ -33,3 +33,26 @@ class ExtremeSource(Protocol):
 
     def batch_bytes(self, indices: IntArray, /) -> int:
         """Predicted bytes of a micro-batch of these samples."""
+
+
+@runtime_checkable
+class IndexSource(Protocol):
+    """Knows which samples each batch of the coming epoch holds: see `predict`."""
+
+    num_replicas: int
+    rank: int
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` yields."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Make the next `iter()` yield this epoch from its beginning."""
+
+    def whole_epoch(self, dataset_length: int, /) -> Iterator[list[int]]:
+        """Indices in the data set of each batch on this rank, over all ranks each index once.
+
+        Raises:
+            OptionError: the epoch leaves samples out or repeats them.
+            StateError: it would go on where another iteration has stopped.
+        """

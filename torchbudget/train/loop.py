@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import length_hint
 from typing import Any, TypeAlias
@@ -104,7 +104,7 @@ def evaluate(
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=near)
     weights = 0.0
-    with _evaluation_mode(model):
+    with evaluation_mode([model]):
         for batch in loader:
             own = float(weight(batch))
             losses += criterion(model, moved(batch, device)).double() * (own if mean else 1)
@@ -115,23 +115,28 @@ def evaluate(
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
+def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules are in evaluation mode inside, and then each part in the mode that it was in."""
+    parts = list(dict.fromkeys(part for model in models for part in model.modules()))
+    modes = [(part, part.training) for part in parts]
     # A forward of DDP may broadcast buffers, a collective, for which a rank that has no batch
     # would never come.
     broadcasting = [
-        module
-        for module in model.modules()
-        if isinstance(module, DistributedDataParallel) and module.require_forward_param_sync
+        part
+        for part in parts
+        if isinstance(part, DistributedDataParallel) and part.require_forward_param_sync
     ]
     for replicated in broadcasting:
         replicated.require_forward_param_sync = False
-    model.eval()
     try:
+        for model in models:
+            model.eval()
         yield
     finally:
-        for module, mode in modes:
-            if module.training != mode:
-                module.train(mode)
+        for part, mode in modes:
+            if part.training != mode:
+                part.train(mode)
+        for part, mode in modes:
+            part.training = mode  # of a part of several modules, which the last one has changed
         for replicated in broadcasting:
             replicated.require_forward_param_sync = True

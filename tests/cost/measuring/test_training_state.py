@@ -149,12 +149,6 @@ def test_an_optimizer_that_is_not_found() -> None:
         trace_peak_bytes(step, torch.zeros(2, 3))
 
 
-def test_no_backward() -> None:
-    model = nn.Linear(3, 3)
-    with pytest.raises(CostError, match="no parameter got a gradient"):
-        trace_peak_bytes(lambda batch: model(batch).sum(), torch.zeros(2, 3))
-
-
 def test_no_optimizer_step() -> None:
     model = nn.Linear(3, 3)
     with pytest.warns(MeasureWarning, match="no optimizer stepped"):

@@ -75,7 +75,8 @@ def measure_cost(
     shapes that came before.
 
     Args:
-        step: the full training step: forward, loss, backward, optimizer step, gradients cleared.
+        step: the full training step: forward, loss, backward, optimizer step, gradients cleared; or
+            forward only, for evaluation, as under `torch.no_grad()`, which the notes then say.
         make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
             for one axis and a tuple of ints for several. Batches have up to 65,536 samples, and
             about 256 MiB.
@@ -95,13 +96,13 @@ def measure_cost(
         budget if it was run; a tenth where the step's memory depends on the values in the batch.
 
     Raises:
-        CostError: the step cannot be measured, is not a full training step, or does not fit the
-            budget with one sample of the smallest size; or `make_batch` ignores its arguments.
+        CostError: the step cannot be measured, is only a part of a training step, or does not fit
+            the budget with one sample of the smallest size; or `make_batch` ignores its arguments.
         OptionError: `size_multiple` is not an int of at least 1.
 
     Warns:
-        MeasureWarning: the step leaks memory, returns a loss that is not finite, or does not fit
-            any form.
+        MeasureWarning: the step leaks memory, returns a loss that is not finite, does not fit any
+            form, or is forward only of a module in training mode.
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
@@ -140,7 +141,7 @@ def measure_cost(
         cost,
         time_form=fit_time(probes),
         measured_on=describe_step(step),
-        notes=tuple(subject.notes),
+        notes=(*subject.notes, *state.notes()),
     )
 
 

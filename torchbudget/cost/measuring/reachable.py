@@ -6,7 +6,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,8 +40,8 @@ def values_of(container: Any) -> Any:
     return container.values() if isinstance(container, dict) else container
 
 
-def reachable(step: Callable[..., object]) -> Iterator[Any]:
-    """Everything that `step` refers to, directly or not, each once, breadth first."""
+def reachable(step: object) -> Iterator[Any]:
+    """Everything that `step` (or a batch) refers to, directly or not, each once, breadth first."""
     seen: dict[int, Any] = {}  # which keeps them, so that no other gets the same id
     level: list[Any] = [step]
     for _ in range(_DEPTH):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.cost.models.protocol import IntArray
@@ -90,14 +91,15 @@ def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Cal
     tensor changes; the references to tensors in modules and optimizers are restored at the end.
 
     Args:
-        step: the full training step on a batch.
-        state: what it trains.
+        step: the full training step on a batch, or forward only.
+        state: what it refers to.
 
     Yields:
         A function that traces the step on a batch; its argument `integer` is what integers are that
         the step reads from tensors. The first batch is stepped on twice, since optimizers allocate
         their state in the first step. It raises a `CostError` if the step has no parameters, whose
-        device is to be traced, does not run on fake tensors, or is no full training step.
+        device is to be traced, does not run on fake tensors, or is only a part of a training
+        step.
     """
     live = _FakeBytes(state.device)
     warm = False
@@ -130,6 +132,9 @@ def _trace(
     live.begin()
     before = live.num_bytes
     try:
+        for one in reachable(batch):
+            if isinstance(one, torch.Tensor):
+                live.stand_in(one)  # it is there from the beginning, even if it is used late
         with state.checked(), live.fakes, live:
             step(batch)
     except CostError:
@@ -163,13 +168,13 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     indexes by a boolean mask.
 
     Args:
-        step: the full training step: forward, loss, backward, optimizer step, gradients cleared.
-            Model and optimizer are found in what it refers to.
+        step: the full training step: forward, loss, backward, optimizer step, gradients cleared;
+            or forward only, for evaluation. Model and optimizer are found in what it refers to.
         batch: what it is called with; its tensors may be real ones.
 
     Raises:
-        CostError: no parameters are found, the step does not run on fake tensors, or it is not a
-            full training step.
+        CostError: no parameters are found, the step does not run on fake tensors, or it is only a
+            part of a training step.
 
     >>> import torch
     >>> model = torch.nn.Linear(100, 10)
@@ -201,12 +206,15 @@ class _FakeBytes(LiveBytes):
     """The bytes of fake tensors that live on a device."""
 
     def __init__(self, device: torch.device) -> None:
+        # Reads the environment, and is imported by no one where there is no optimizer.
+        from torch._functorch import config as functorch_config
+
         block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
         self.integer = 1
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
-        with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.

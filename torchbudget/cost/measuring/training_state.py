@@ -58,6 +58,7 @@ class TrainingState:
         containers: of anything, the attributes of plain objects among them.
         is_compiled: whether a module or a function is called through `torch.compile`.
         accumulators: of gradients, which must make single steps while the step is measured.
+        forward_only: whether the step that was checked last made no gradients.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -69,6 +70,7 @@ class TrainingState:
         self.helpers = [one for one in found if isinstance(one, HELPERS)]
         self.accumulators = [one for one in found if _accumulates(one)]
         self.is_compiled = any(map(_is_compiled, found))
+        self.forward_only = False
         self.loose = [one for one in found if isinstance(one, torch.Tensor)]
         self.containers = [one for one in found if isinstance(one, CONTAINERS)]
         self.generators = [one for one in found if isinstance(one, GENERATORS)]
@@ -144,13 +146,18 @@ class TrainingState:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Check that what runs inside is a full training step.
+        """Check that what runs inside is a full training step, or forward only.
+
+        Afterwards `forward_only` says whether it was: no gradient of a parameter was computed, and
+        no optimizer stepped. Gradients of `torch.func` are not seen.
 
         Raises:
-            CostError: there was no backward, or an optimizer stepped that the step does not name.
+            CostError: the step is a part of a training step: gradients were made, but none is left
+                and no optimizer stepped; or an optimizer stepped that the step does not name.
 
         Warns:
-            MeasureWarning: no optimizer stepped.
+            MeasureWarning: no optimizer stepped; or the step is forward only, of a module in
+                training mode.
         """
         before = [parameter.grad is not None for parameter in self.parameters()]
         stepped: list[bool] = []
@@ -166,15 +173,31 @@ class TrainingState:
 
         handle = register_optimizer_step_pre_hook(note)
         try:
-            yield
+            with _gradients_made(self.parameters()) as made:
+                yield
         finally:
             handle.remove()
         if any(stepped):
+            self.forward_only = False
             return
-        if not stepped and not any(p.grad is not None for p in self.parameters()) | any(before):
+        left = [parameter.grad is not None for parameter in self.parameters()]
+        self.forward_only = not stepped and not made and left == before
+        if self.forward_only:
+            if self._is_training:
+                warnings.warn(
+                    "the step is forward only, it made no gradients, but its module is in training "
+                    "mode: to train, let it call backward(), optimizer.step() and "
+                    "optimizer.zero_grad(); to evaluate, call model.eval() first, and compute "
+                    "under torch.no_grad()",
+                    MeasureWarning,
+                    stacklevel=4,
+                )
+            return
+        if not stepped and not any(left) | any(before):
             raise CostError(
-                "no parameter got a gradient and no optimizer stepped: the step must be a full "
-                "one, with backward(), optimizer.step() and optimizer.zero_grad()"
+                "gradients were made, but none is left and no optimizer stepped: the step must be "
+                "a full one, with backward(), optimizer.step() and optimizer.zero_grad(), or "
+                "forward only, without any of them"
             )
         warnings.warn(
             "no optimizer stepped: the memory of its step is not in the cost; let the step call "
@@ -182,6 +205,24 @@ class TrainingState:
             MeasureWarning,
             stacklevel=4,
         )
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether a module is in training mode, of those that have parameters."""
+        return any(
+            module.training and any(True for _ in module.parameters()) for module in self.modules
+        )
+
+    def notes(self) -> list[str]:
+        """What a report must say of the step that was checked last."""
+        if not self.forward_only:
+            return []
+        mode = "; its module was in training mode" if self._is_training else ""
+        note = (
+            "the step was forward only: it made no gradients and no optimizer stepped, so the "
+            f"cost is for evaluation, and too low to train with{mode}"
+        )
+        return [note]
 
     @contextmanager
     def restored(self, *, contents: bool) -> Iterator[None]:
@@ -252,6 +293,25 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
                 tensor.copy_(values)
 
         yield put_back
+
+
+@contextmanager
+def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
+    """A list that is filled where a gradient of any parameter is computed inside.
+
+    Also where it is not accumulated, as by `torch.autograd.grad`, or cleared again.
+    """
+    made: list[bool] = []
+    hooked = [(p, p._backward_hooks) for p in parameters if p.requires_grad]
+    handles = [p.register_hook(lambda _: made.append(True)) for p, _ in hooked]
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, hooks in hooked:
+            if hooks is None:
+                parameter._backward_hooks = None  # as before, no empty dictionary
 
 
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:

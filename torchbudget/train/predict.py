@@ -1,0 +1,271 @@
+"""Outputs of a model for every sample of a data set, in the data set's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from operator import length_hint
+from typing import Any, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.data import DataLoader
+
+from torchbudget.cost.measuring.reachable import reachable
+from torchbudget.distributed import host_group
+from torchbudget.errors import OptionError
+from torchbudget.plan.step_source import IndexSource
+from torchbudget.progress import with_bar
+from torchbudget.protocols import HasNumSamples, Stateful
+from torchbudget.train.batches import moved
+from torchbudget.train.gathered import Parcel, failing_together, gathered
+from torchbudget.train.loop import evaluation_mode
+from torchbudget.train.process_group import Ranks
+
+Split: TypeAlias = Callable[[Any, Any], Sequence[Any]]
+
+
+@overload
+def predict(
+    model: Callable[[Any], Any],
+    loader: DataLoader[Any],
+    *,
+    split_outputs: Split | None = None,
+    gather: Literal["all"] = "all",
+    device: torch.device | str | None = None,
+    group: Any = None,
+    progress: bool = False,
+) -> list[Any]: ...
+@overload
+def predict(
+    model: Callable[[Any], Any],
+    loader: DataLoader[Any],
+    *,
+    split_outputs: Split | None = None,
+    gather: Literal["all", "first"],
+    device: torch.device | str | None = None,
+    group: Any = None,
+    progress: bool = False,
+) -> list[Any] | None: ...
+def predict(
+    model: Callable[[Any], Any],
+    loader: DataLoader[Any],
+    *,
+    split_outputs: Split | None = None,
+    gather: Literal["all", "first"] = "all",
+    device: torch.device | str | None = None,
+    group: Any = None,
+    progress: bool = False,
+) -> list[Any] | None:
+    """The model's output for every sample, in the data set's order, on any number of ranks.
+
+    The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
+    `torch.inference_mode()` could not be used to train on.) Afterwards every module is in the mode
+    that it was in, and the sampler at the epoch that it was at.
+
+    With several ranks every rank must call it. If one fails, all of them raise when the others are
+    done with their batches.
+
+    Args:
+        model: called with each batch. A module, or a function such as
+            `lambda batch: model(batch["ids"])`; the modules that it refers to are found as
+            `measure_cost` finds them.
+        loader: a `DataLoader` over a map-style data set whose `batch_sampler` is a
+            `MemoryBudgetBatchSampler` that yields every sample once. `shuffle=False` has the least
+            padding. The collate must keep the order of its samples.
+        split_outputs: `split_outputs(outputs, batch)` returns a sequence of one output for each
+            sample of the batch. Default: row i of every tensor in the outputs, which may be a
+            tensor or a tuple, list, dict or `ModelOutput` of tensors, all of shape `(n, …)`. Rows
+            of shape `(L, …)` then keep the padding of their batch.
+        gather: "all": every rank returns the list; "first": the first rank only.
+        device: that batches are moved to; `None`: they are not moved.
+        group: of processes, those that the sampler deals to. Default: all. Not used where the
+            sampler has `num_replicas=1`.
+        progress: show a bar, where tqdm is installed and there is a terminal.
+
+    Returns:
+        An output for each sample, shape `(N,)`; `None` on ranks that get none. Their tensors, in
+        any structure that `torch.utils._pytree` knows, are on the CPU, each in memory of its own.
+        Where the step runs on the CPU too, leave room for them in the budget.
+
+    Raises:
+        OptionError: the loader is of another kind, or its epoch leaves out or repeats samples
+            (`oversize="skip"`, `drop_last`, `replacement`, `num_samples`); its ranks are not those
+            of the group; or outputs cannot be split.
+        StateError: the sampler goes on within an epoch.
+        RankError: another rank failed.
+
+    >>> from torch.utils.data import DataLoader
+    >>> import torchbudget as tb
+    >>> texts = [torch.ones(n) for n in (3, 9, 4, 8, 1)]
+    >>> sampler = tb.MemoryBudgetBatchSampler(
+    ...     [len(text) for text in texts], tb.PaddedCost(unit_bytes=1), 18, shuffle=False
+    ... )
+    >>> loader = DataLoader(texts, batch_sampler=sampler, collate_fn=tb.PadCollate())
+    >>> [int(total) for total in tb.predict(lambda batch: batch.data.sum(1), loader)]
+    [3, 9, 4, 8, 1]
+    """
+    if gather not in ("all", "first"):
+        raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
+    sampler = _checked_sampler(loader)
+    host = None if sampler.num_replicas == 1 else _checked_ranks(sampler, group)
+    together = nullcontext if host is None else partial(failing_together, host)
+    dataset: Any = loader.dataset
+    with together():
+        planned = sampler.whole_epoch(len(dataset))
+        epoch = sampler.epoch
+    results = _Results(len(dataset))
+    parcels: list[Parcel] = []
+
+    def keep(indices: list[int], outputs: Sequence[Any]) -> None:
+        if host is None:
+            results.put(indices, [tree_map_only(Tensor, _on_host, one) for one in outputs])
+        else:
+            parcels.append(Parcel.of(indices, outputs))
+
+    with together():
+        batches: Iterator[Any] = iter(loader)
+        if progress and (host is None or host.rank == 0):
+            batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
+        try:
+            with evaluation_mode(_modules_of(model)), torch.no_grad():
+                _run(model, batches, planned, split_outputs, device, keep)
+        finally:
+            sampler.set_epoch(epoch)  # also where ranks have come to different places
+    if host is None:
+        return results.whole()
+    for parcel in gathered(parcels, host, first_only=gather == "first"):
+        results.put(parcel.indices, parcel.outputs())
+    return None if gather == "first" and host.rank else results.whole()
+
+
+def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
+    """The loader's batch sampler, which must know the samples of each batch that comes."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
+        raise OptionError(
+            "predict needs a DataLoader over a map-style data set with batch_sampler="
+            "MemoryBudgetBatchSampler(…, shuffle=False), which knows the samples of each batch (a "
+            f"stream does not): got {type(loader).__name__} with batch_sampler="
+            f"{type(sampler).__name__}"
+        )
+    if isinstance(loader, Stateful):
+        raise OptionError(
+            f"a {type(loader).__name__} may begin within an epoch: pass a plain DataLoader"
+        )
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise OptionError("with in_order=False it is unknown which batch comes: use in_order=True")
+    return sampler
+
+
+def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
+    """The ranks that the sampler deals to, joined on the host."""
+    ranks = Ranks(group)
+    if (len(ranks), ranks.rank) != (sampler.num_replicas, sampler.rank):
+        raise OptionError(
+            f"the sampler deals to {sampler.num_replicas} ranks, of which this is number "
+            f"{sampler.rank}, but the process group joins {len(ranks)}, of which this is number "
+            f"{ranks.rank}: each rank would get only a part of the outputs"
+        )
+    return Ranks(host_group(group))
+
+
+def _modules_of(model: Callable[[Any], Any]) -> list[nn.Module]:
+    if isinstance(model, nn.Module):
+        return [model]
+    return [one for one in reachable(model) if isinstance(one, nn.Module)]
+
+
+def _run(
+    model: Callable[[Any], Any],
+    batches: Iterator[Any],
+    planned: Iterator[list[int]],
+    split_outputs: Split | None,
+    device: torch.device | str | None,
+    keep: Callable[[list[int], list[Any]], object],
+) -> None:
+    """Call the model on every batch, and pass on what it returns for each sample."""
+    number = 0
+    for batch in batches:
+        indices = next(planned, None)
+        if indices is None:
+            raise OptionError(f"the loader yields more batches than its sampler planned, {number}")
+        n = len(indices)
+        called = f"batch {number}, of {n} samples with indices {_shown(indices)}"
+        if isinstance(batch, HasNumSamples) and batch.num_samples != n:
+            raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
+        batch = moved(batch, device)
+        outputs = model(batch)
+        if split_outputs is None:
+            outputs = _rows(outputs, n, called)
+        elif len(outputs := list(split_outputs(outputs, batch))) != n:
+            raise OptionError(
+                f"{called}: split_outputs must return {n} outputs, got {len(outputs)}"
+            )
+        keep(indices, outputs)
+        del batch, outputs  # before the next ones are made
+        number += 1
+    if next(planned, None) is not None:
+        raise OptionError(f"the loader yields {number} batches, fewer than its sampler planned")
+
+
+def _rows(outputs: Any, n: int, called: str) -> list[Any]:
+    """Row i of every tensor of a batch's outputs, for each i."""
+    leaves, structure = tree_flatten(outputs)
+    for leaf in leaves:
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n):
+            shape = f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
+            raise OptionError(
+                f"{called}: the model's outputs must be tensors of shape ({n}, …), got a "
+                f"{shape or type(leaf).__name__}; pass split_outputs, a function of (outputs, "
+                f"batch) that returns a sequence of {n} outputs, or a model that returns no loss"
+            )
+    if all(leaf is None for leaf in leaves):
+        raise OptionError(f"{called}: the model returned no tensor, but {outputs!r}")
+    columns = [[None] * n if leaf is None else leaf.detach().cpu().unbind() for leaf in leaves]
+    return [tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy of its elements alone: a view would keep all of its batch."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _shown(indices: list[int]) -> str:
+    few = ", ".join(map(str, indices[:4]))
+    return f"[{few}, …]" if len(indices) > 4 else f"[{few}]"
+
+
+class _Results:
+    """An output for each sample, as they come.
+
+    Args:
+        length: samples.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._outputs: list[Any] = [None] * length
+        self._came = bytearray(length)
+
+    def put(self, indices: list[int], outputs: Sequence[Any]) -> None:
+        """Enter the outputs of some samples."""
+        for index, output in zip(indices, outputs, strict=True):
+            if index >= len(self._came) or self._came[index]:
+                raise self._mismatch(index)
+            self._outputs[index], self._came[index] = output, True
+
+    def whole(self) -> list[Any]:
+        """All outputs, once each has come."""
+        if not all(self._came):
+            raise self._mismatch(self._came.index(False))
+        return self._outputs
+
+    @staticmethod
+    def _mismatch(index: int) -> OptionError:
+        return OptionError(
+            f"index {index} came not once: every rank must plan with the same sizes, cost, budget "
+            "and epoch"
+        )
