@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,12 +30,36 @@ def with_bar(
         leave: keep the bar on the screen at the end.
         count: how much an item advances the bar.
     """
+    with counting(total=total, unit=unit, description=description, leave=leave) as advance:
+        for item in items:
+            yield item
+            advance(count(item))
+
+
+@contextmanager
+def counting(
+    *,
+    unit: str,
+    total: int | None = None,
+    description: str | None = None,
+    leave: bool = True,
+    delay_s: float = 0,
+) -> Iterator[Callable[[int], object]]:
+    """Show a bar, as `with_bar`, that advances by what the yielded function is called with.
+
+    Args:
+        unit: of the counts, in the plural.
+        total: what they sum to; `None` where that is unknown.
+        description: shown before the bar.
+        leave: keep the bar on the screen at the end.
+        delay_s: show it only after so many seconds.
+    """
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        yield from items
+        yield lambda _: None
         return
-    with tqdm(total=total, desc=description, unit=f" {unit}", disable=None, leave=leave) as bar:
-        for item in items:
-            yield item
-            bar.update(count(item))
+    with tqdm(
+        total=total, desc=description, unit=f" {unit}", disable=None, leave=leave, delay=delay_s
+    ) as bar:
+        yield bar.update

@@ -102,7 +102,12 @@ def epoch(name: str, method: Any, times: float, steps: int) -> dict[str, float]:
     idle, budget = budget_of(case, times)
     measuring, cost = timed(
         lambda: measure_cost(
-            case.step, case.make_batch, max_size=case.max_size, budget=budget, method=method
+            case.step,
+            case.make_batch,
+            max_size=case.max_size,
+            min_size=ends(case)[0],
+            budget=budget,
+            method=method,
         )
     )
     sizes = draw_sizes(case, cost, budget, steps)
@@ -194,7 +199,9 @@ def bars(results: Results) -> None:
                 f"least mean predicted / budget, {method}", min(fills), limit, at_least=True
             )
     results.bar("seconds to measure", max(row["measuring, s"] for row in rows), 30)
-    results.bar("runs of a measurement", max(row["runs"] for row in rows), 8)
+    for method, most in (("auto", 8), ("run", 14)):
+        runs = [row["runs"] for row in rows if row["method"] == method]
+        results.bar(f"runs of a measurement, {method}", max(runs, default=0), most)
 
 
 if __name__ == "__main__":

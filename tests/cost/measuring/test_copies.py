@@ -1,8 +1,13 @@
 """Copies of tensors in a file."""
 
+import shutil
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from torchbudget.cost.measuring.training_state import copied
+from torchbudget.cost.measuring.copies import copied
+from torchbudget.errors import CostError
 
 
 def test_values_come_back():
@@ -26,3 +31,13 @@ def test_values_come_back():
             put_back()
             for tensor, value in zip(tensors, before, strict=True):
                 assert torch.equal(tensor.nan_to_num(9), value.nan_to_num(9))
+
+
+def test_a_folder_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is written. The disk's room is made up: no disk is to be filled."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with (
+        pytest.raises(CostError, match=r"400 B, but .* has only 100 B free; set TMPDIR"),
+        copied([torch.zeros(100)]),
+    ):
+        pass

@@ -18,7 +18,6 @@ from below counts more than what it misses from above.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import product
@@ -27,6 +26,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.cost.measuring.least_squares import from_above, left_out_errors
 from torchbudget.cost.measuring.tracing import Trace
 from torchbudget.cost.models.form import FloatArray, Form, Term
 from torchbudget.cost.models.padded import PaddedCost, cost_options
@@ -55,6 +55,8 @@ _CHUNK: Final = 64  # points of the domain at once
 _BELOW: Final = 30.0
 # Where only peaks are known, the form must be above nearly all of them.
 _BELOW_PEAKS: Final = 1000.0
+# An error from above counts as much less, where choices of terms are compared.
+_OVER: Final = 0.1
 
 
 def powers_of(axes: int) -> list[Powers]:
@@ -93,41 +95,6 @@ def features(n: npt.ArrayLike, sizes: npt.ArrayLike, powers: Sequence[Powers]) -
 def plain_powers(axes: int) -> list[Powers]:
     """Those of a `PaddedCost`: 1, n, n·Lᵢ and n·LᵢLⱼ."""
     return [(0, (0,) * axes), *(one for one in powers_of(axes) if one[0] == 1 and sum(one[1]) < 3)]
-
-
-def non_negative(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """The x ≥ 0 of the smallest ‖matrix·x − target‖.
-
-    Lawson and Hanson's active set method ("Solving least squares problems", 1974, chapter 23),
-    with columns scaled to length 1. Usually as many steps as columns.
-
-    Args:
-        matrix: shape `(k, c)`.
-        target: shape `(k,)`.
-    """
-    lengths = np.linalg.norm(matrix, axis=0)
-    scaled = matrix / np.where(lengths > 0, lengths, 1)
-    x = np.zeros(matrix.shape[1])
-    free = np.zeros(len(x), np.bool_)
-    tolerance = 1e-10 * float(np.linalg.norm(target) or 1)
-    for _ in range(10 * len(x)):
-        gradient = np.where(free, -np.inf, scaled.T @ (target - scaled @ x))
-        if gradient.max() <= tolerance:
-            break
-        free[gradient.argmax()] = True
-        while True:  # until the solution on the free columns is positive
-            step = np.zeros_like(x)
-            step[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
-            if (step[free] > 0).all():
-                break
-            # Go as far towards it as all stay positive, and fix those that arrive at 0.
-            falling = free & (step <= 0)
-            share = (x[falling] / (x[falling] - step[falling])).min()
-            x += share * (step - x)
-            free &= x > tolerance * 1e-6
-            x[~free] = 0
-        x = step
-    return x / np.where(lengths > 0, lengths, 1)
 
 
 def fit_traces(
@@ -200,11 +167,13 @@ def _fit_moments(
     forms = np.zeros((len(decisive), matrix.shape[1]))
     for form, moment in zip(forms, good[sorted(decisive)], strict=True):
         used = terms[moment]
-        form[used] = _from_above(matrix[:, used], shares[:, moment], _BELOW)
+        form[used] = from_above(matrix[:, used], shares[:, moment], _BELOW)
     return _forms(forms, np.concatenate([points, matrix * peaks[:, None]]), powers)
 
 
-def fit_peaks(n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike) -> tuple[Form, ...]:
+def fit_peaks(
+    n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike
+) -> tuple[tuple[Form, ...], float]:
     """One form and a floor, from peaks alone.
 
     The floor is one of the measured peaks: each is tried, and the peaks above it are fitted.
@@ -213,22 +182,27 @@ def fit_peaks(n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike) -> t
         n: numbers of samples, shape `(k,)`.
         sizes: padded sizes, shape `(k,)` or `(k, d)`.
         peaks: bytes, shape `(k,)`.
+
+    Returns:
+        The forms, and how much the fit to all peaks but one is below that one at most, as a share
+        of what it is then.
     """
     powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
     matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
-    best: tuple[float, FloatArray] | None = None
+    best: tuple[float, float, FloatArray] | None = None
     for used in _choices(powers):
         if best is not None and len(peak) < len(used) + 2:
             break  # too few to tell
         form, floor = _form_and_floor(matrix[:, used], peak, _BELOW_PEAKS)
-        error = _left_out_error(matrix[:, used], peak, floor)
+        errors = _left_out_errors(matrix[:, used], peak, floor)
+        error = float(np.maximum(-errors, errors * _OVER).max(initial=0))
         if best is None or error < min(_BETTER * best[0], best[0] - _EXPLAINED):
             both = np.zeros((2, matrix.shape[1]))
             both[0, used], both[1, 0] = form, floor
-            best = error, both
+            best = error, float((1 / (1 + errors) - 1).max(initial=0)), both
     if best is None or not len(peak):
         raise CostError("there are no peaks to fit")
-    return _forms(best[1], matrix, powers)
+    return _forms(best[2], matrix, powers), best[1]
 
 
 def fit_time(probes: Sequence[Probe]) -> PaddedCost | None:
@@ -298,20 +272,6 @@ def _choices(powers: Sequence[Powers]) -> list[_Columns]:
     return sorted(choices.values(), key=len)
 
 
-def _from_above(matrix: FloatArray, target: FloatArray, below: float) -> FloatArray:
-    """Non-negative least squares where an error from below weighs `below` times as much.
-
-    Newey and Powell, "Asymmetric least squares estimation and testing" (1987), by weighting anew.
-    """
-    weights = np.ones(len(target))
-    for _ in range(10):
-        x = non_negative(matrix * weights[:, None], target * weights)
-        before, weights = weights, np.where(matrix @ x < target, math.sqrt(below), 1.0)
-        if (weights == before).all():
-            break
-    return x
-
-
 def _form_and_floor(
     matrix: FloatArray, peak: FloatArray, below: float = 1.0
 ) -> tuple[FloatArray, float]:
@@ -321,7 +281,7 @@ def _form_and_floor(
     # Peaks on the floor differ a little when they are read off a machine.
     for on_floor in range(1, len(peak) + 1):
         floor, above = float(peak[order[on_floor - 1]]), order[on_floor:]
-        form = _from_above(matrix[above] / peak[above, None], np.ones(len(above)), below)
+        form = from_above(matrix[above] / peak[above, None], np.ones(len(above)), below)
         error = float(np.abs(np.maximum(floor, matrix @ form) / peak - 1).max())
         if best is None or error < best[0] - 1e-4:
             best = error, form, floor
@@ -330,15 +290,16 @@ def _form_and_floor(
     return best[1:]
 
 
-def _left_out_error(matrix: FloatArray, peak: FloatArray, floor: float) -> float:
-    """The largest relative error of a peak by the form that is fitted to the others."""
+def _left_out_errors(matrix: FloatArray, peak: FloatArray, floor: float) -> FloatArray:
+    """Relative errors of the peaks above the floor, each by the form fitted to the others."""
     above = np.flatnonzero(peak > floor)
-    worst = 0.0
-    for at in above:
-        others = above[above != at]
-        form = _from_above(matrix[others] / peak[others, None], np.ones(len(others)), _BELOW_PEAKS)
-        worst = max(worst, abs(max(floor, float(matrix[at] @ form)) / float(peak[at]) - 1))
-    return worst
+    fitted = np.empty(len(above))
+    for at, left_out in enumerate(above):
+        others = above[above != left_out]
+        form = from_above(matrix[others] / peak[others, None], np.ones(len(others)), _BELOW_PEAKS)
+        fitted[at] = max(floor, float(matrix[left_out] @ form))
+    errors: FloatArray = fitted / peak[above] - 1
+    return errors
 
 
 def _explain(
@@ -362,7 +323,7 @@ def _explain(
     for number, used in enumerate(choices):
         if number and len(matrix) <= len(used):
             continue
-        solved, errors = _left_out_errors(matrix[:, used], history)
+        solved, errors = left_out_errors(matrix[:, used], history)
         better = (worst > _EXPLAINED) & (errors < _BETTER * worst)
         better |= number == 0
         chosen[better] = number
@@ -370,26 +331,6 @@ def _explain(
         coefficients[:, better] = 0
         coefficients[np.ix_(used, better)] = solved[:, better]
     return [choices[number] for number in chosen.tolist()], coefficients, worst
-
-
-def _left_out_errors(matrix: FloatArray, target: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Least squares, and the largest error of each column on a row by the fit to the other rows.
-
-    The error on row i by the fit without it is its residual over 1 − hᵢ, where hᵢ is the diagonal
-    of the projection onto the columns (Allen, "The relationship between variable selection and data
-    augmentation and a method for prediction", 1974).
-    """
-    scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1
-    left, singular, right = np.linalg.svd(matrix / scale, full_matrices=False)
-    kept = singular > singular[0] * 1e-12
-    left, singular, right = left[:, kept], singular[kept], right[kept]
-    projected = left.T @ target
-    solved = (right.T @ (projected / singular[:, None])) / scale[:, None]
-    leverage = np.square(left).sum(axis=1, keepdims=True)
-    residual = np.abs(target - left @ projected)
-    errors = (residual / np.maximum(1 - leverage, 1e-9)).max(axis=0)
-    return solved, errors
 
 
 def _common_moments(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:

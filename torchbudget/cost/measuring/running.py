@@ -15,10 +15,10 @@ import torch
 from torchbudget.cost.measuring.fitting import (
     features,
     fit_peaks,
-    non_negative,
     plain_powers,
     total_form,
 )
+from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.shapes import BatchLimit, Size, Subject
 from torchbudget.cost.models.form import FloatArray, Form, Term
 from torchbudget.cost.models.measured import MeasuredCost
@@ -274,6 +274,7 @@ class _Runs:
                 self.room -= (self.room - floor) // 2
                 return
             self.probes.append(probe)
+            self.subject.advance(1)
             if probe.peak_bytes - floor >= _REACHED * (target - floor):
                 return
 
@@ -342,7 +343,7 @@ def fit_runs(probes: Sequence[Probe], traced: tuple[Form, ...]) -> tuple[Form, .
     """The traced forms with an offset, a scale, and what kernels need beside tensors, all ≥ 0."""
     n, sizes, peaks = columns(probes)
     if not traced:
-        return fit_peaks(n, sizes, peaks)
+        return fit_peaks(n, sizes, peaks)[0]
     target = np.array(peaks, np.float64)
     tensors = _predicted(traced, probes)
     powers = plain_powers(traced[0].axes)[1:]

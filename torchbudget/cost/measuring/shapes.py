@@ -147,6 +147,7 @@ class Subject:
         state: what the step trains.
         notes: what the user should know; appended to while measuring.
         depends_on_values: whether the step's memory depends on the values in its batch.
+        advance: is called with 1 after each shape, to show progress.
     """
 
     step: Callable[[Any], object]
@@ -155,6 +156,7 @@ class Subject:
     state: TrainingState
     notes: list[str] = field(default_factory=list)
     depends_on_values: bool = False
+    advance: Callable[[int], object] = lambda _: None
 
     def batch(self, n: int, size: Size) -> Any:
         """A batch of n samples of a size, which is an int for `make_batch` if it has one axis."""

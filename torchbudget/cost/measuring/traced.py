@@ -63,11 +63,13 @@ class Traced:
         forms: whose maximum counts.
         probes: what was traced.
         aligned: whether each moment of the step was fitted, otherwise only the peaks.
+        under: how much a fit to the other peaks is below a peak at most.
     """
 
     forms: tuple[Form, ...]
     probes: tuple[Probe, ...]
     aligned: bool
+    under: float = 0.0
 
 
 def trace_probes(subject: Subject, room: int | None) -> Traced:
@@ -148,6 +150,7 @@ class _Tracer:
         batch = self.subject.batch(n, size)
         check_shape(batch, n, size, self._shapes)
         traced = self.traces[n, size] = self.trace(batch)
+        self.subject.advance(1)
         if held_out:
             self.held_out.add((n, size))
         return traced
@@ -250,7 +253,8 @@ class _Tracer:
     def _fit_peaks(self, held_out: set[Shape]) -> Traced:
         probes = self._probes(held_out)
         n, sizes, peaks = columns([probe for probe in probes if not probe.held_out])
-        return Traced(fit_peaks(n, sizes, peaks), probes, aligned=False)
+        forms, under = fit_peaks(n, sizes, peaks)
+        return Traced(forms, probes, aligned=False, under=under)
 
     def _probes(self, held_out: set[Shape]) -> tuple[Probe, ...]:
         return tuple(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import tempfile
 import types
 import warnings
 from collections import deque
@@ -20,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchbudget.cost.measuring.autocast import autocast_cache_kept
+from torchbudget.cost.measuring.copies import copied
 from torchbudget.cost.measuring.reachable import (
     CONTAINERS,
     GENERATORS,
@@ -263,39 +263,6 @@ class TrainingState:
 
 
 @contextmanager
-def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """Copy the values of tensors to a temporary file.
-
-    The file is in the folder of `tempfile.gettempdir()`, which `TMPDIR` chooses. Writing and
-    reading take the memory of one tensor at a time.
-
-    Args:
-        tensors: may be expanded.
-
-    Yields:
-        A function that copies the values back into the tensors.
-    """
-    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]  # empty ones have no bytes
-    odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
-    tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
-    with tempfile.TemporaryFile() as file:
-        for tensor in tensors:
-            values = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            values.view(torch.uint8).numpy().tofile(file)
-
-        @torch.no_grad()
-        def put_back() -> None:
-            file.seek(0)
-            for tensor in tensors:
-                read = torch.from_numpy(np.fromfile(file, np.uint8, tensor.nbytes))
-                tensor.copy_(read.view(tensor.dtype).view(tensor.shape))
-            for tensor, values in odd:
-                tensor.copy_(values)
-
-        yield put_back
-
-
-@contextmanager
 def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
     """A list that is filled where a gradient of any parameter is computed inside.
 
@@ -327,18 +294,6 @@ def _is_compiled(one: object) -> bool:
         "_orig_mod" in part._modules or part._compiled_call_impl is not None
         for part in one.modules()
     )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of each element once, which can be written to."""
-    for axis in reversed(range(tensor.dim())):
-        if not tensor.stride(axis) and tensor.shape[axis] > 1:
-            tensor = tensor.select(axis, 0)
-    return tensor
 
 
 def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:

@@ -1,0 +1,79 @@
+"""Costs that were traced, of classes of models, all over the box of shapes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from tests.support.model_classes import CLASSES
+from tests.support.model_classes.case import Case
+from torchbudget import MeasuredCost, measure_cost
+from torchbudget.cost.measuring.tracing import tracing
+from torchbudget.cost.measuring.training_state import TrainingState
+
+Shape = tuple[int, tuple[int, ...]]
+
+
+def box(case: Case, count: int) -> list[Shape]:
+    """The corners, then as many shapes, log-uniform."""
+    largest = tuple(np.atleast_1d(case.max_size).tolist())
+    smallest = tuple(np.broadcast_to(case.min_size, len(largest)).tolist())
+    corners = product((1, case.max_n), *zip(smallest, largest, strict=True))
+    shapes = [(n, tuple(size)) for n, *size in corners]
+    low, high = np.log((1, *smallest)), np.log((case.max_n, *largest))
+    drawn = np.exp(np.random.default_rng(1).uniform(low, high, (count, len(low))))
+    return shapes + [(n, tuple(size)) for n, *size in drawn.round().astype(int).tolist()]
+
+
+def compare(name: str, count: int) -> tuple[MeasuredCost, list[float]]:
+    """The cost, and predicted / traced − 1 of shapes that it vouches for, margin included."""
+    case = CLASSES[name]()
+    cost = measure_cost(
+        case.step,
+        case.make_batch,
+        max_size=case.max_size,
+        min_size=[case.min_size] * len(np.atleast_1d(case.max_size)),
+        method="trace",
+    )
+    errors = []
+    again = CLASSES[name]()
+    with tracing(again.step, TrainingState(again.step)) as trace:
+        for n, size in box(again, count):
+            shape = n, size if len(size) > 1 else size[0]
+            peak = trace(again.make_batch(*shape)).peak_bytes
+            errors.append(int(cost.batch_bytes(*shape)) / peak - 1)
+    return cost, errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder, padding counted",
+        "translator, relative bias",
+        "encoder, disentangled",
+        "all pairs, contrastive",
+        "experts, capacity",
+        "speech, CTC",
+        "many short samples",
+        "documents",
+        "volumes",
+        "loop of GRU cells",
+    ],
+)
+def test_no_shape_needs_more_and_none_much_less(name: str) -> None:
+    """Each moment was fitted, so that the cost holds for any number of samples of any size."""
+    cost, errors = compare(name, 12)
+    assert cost.vouched is cost.table is None
+    assert min(errors) >= 0
+    assert max(errors) <= 0.15
+
+
+@pytest.mark.parametrize("name", ["loss in chunks", "accumulated"])
+@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
+def test_where_no_formula_fits_none_needs_more(name: str) -> None:
+    """Memory that does not grow as a polynomial, in chunks of rows or of samples."""
+    cost, errors = compare(name, 30)
+    assert cost.vouched is not None
+    assert min(errors) >= 0
