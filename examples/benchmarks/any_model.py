@@ -111,24 +111,28 @@ def fallback_of(cost: MeasuredCost) -> str:
 def compare(make: Callable[[], Case], count: int) -> dict[str, object]:
     """The row of one class."""
     case = make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        elapsed, cost = timed(
-            lambda: measure_cost(
+
+    def measure(budget: int | None) -> MeasuredCost:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return measure_cost(
                 case.step,
                 case.make_batch,
                 max_size=case.max_size,
                 min_size=ends(case)[0],
+                budget=budget,
                 method="trace",
             )
-        )
+
+    elapsed, cost = timed(lambda: measure(None))
     truth = make()
     shapes = box_shapes(truth, count)
     box = Compared(cost, shapes, traced_peaks(truth, shapes, BOX_S))
     _, largest = ends(truth)
     [budget] = traced_peaks(truth, [(4, largest)], BOX_S)
-    filling = frontier_shapes(truth, cost, budget)
-    frontier = Compared(cost, filling, traced_peaks(truth, filling, BOX_S))
+    budgeted = measure(budget)
+    filling = frontier_shapes(truth, budgeted, budget)
+    frontier = Compared(budgeted, filling, traced_peaks(truth, filling, BOX_S))
     return {
         "forms": len(cost.forms),
         "traces": len(cost.probes) + 2,
@@ -195,10 +199,9 @@ def bars(results: Results) -> None:
     results.bar("most over on the frontier", max(frontier, default=0), 0.05)
     results.bar("most over in the box", max(row["over"] for row in rows), 0.15)
     results.bar("fallbacks", sum(row["fallback"] != "" for row in rows), 3)
-    for several, limit in ((False, 16), (True, 30)):
-        counts = [row["traces"] for row in rows if (row["axes"] > 1) == several]
-        kind = "several axes" if several else "one axis"
-        results.bar(f"traces, {kind}", max(counts, default=0), limit)
+    for axes, limit in ((1, 16), (2, 30)):
+        counts = [row["traces"] for row in rows if row["axes"] == axes]
+        results.bar(f"traces, {axes} axes", max(counts, default=0), limit)
     results.bar("seconds to measure", max(row["seconds"] for row in rows), 30)
 
 

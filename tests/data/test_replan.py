@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def cases(draw: st.DrawFn) -> Any:
     window = draw(st.integers(ranks, max(len(sizes), ranks)))
     options = {draw(st.sampled_from(["window", "samples_per_step"])): window}
     options["shuffle"] = draw(st.booleans())
-    cost = measured(form, margin=0.01)
+    cost = form if isinstance(form, MeasuredCost) else measured(form)
+    cost = replace(cost, margin=0.01)
     return sizes, cost, max(budget, int(cost.batch_bytes(1, largest(sizes)))), ranks, options
 
 

@@ -288,7 +288,7 @@ class _Level:
         self._sizes, self._starts, self._rules, self._ranks = sizes, starts, rules, ranks
         self._model = rules.work
         head = starts[:-1]
-        work = self._model.batch_bytes(np.diff(starts), rules.padded(sizes[head]))
+        work = rules.costs(self._model, np.diff(starts), rules.padded(sizes[head]))
         self._dealt = deal_steps(work[None], ranks)[0]
         self._sums = work[self._dealt].sum(axis=0)
         # The longest samples of the tail go to the rank that has the most room.
@@ -313,7 +313,8 @@ class _Level:
             return None
         starts = np.append(self._starts[:-1], self._starts[-1] + np.array(best[:-1]))
         counts = np.diff(starts, append=len(self._sizes))
-        work = self._model.batch_bytes(counts, self._rules.padded(self._sizes[starts]))
+        padded = self._rules.padded(self._sizes[starts])
+        work = self._rules.costs(self._model, counts, padded)
         last = np.empty(self._ranks, np.int64)
         last[self._order] = len(self._starts) - 1 + np.arange(self._ranks)
         rounds = np.vstack([self._dealt, last])

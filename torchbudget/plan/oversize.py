@@ -13,7 +13,7 @@ from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 Oversize: TypeAlias = Literal["raise", "skip", "alone"]
 
@@ -81,7 +81,10 @@ def oversized(
         return over
     worst = sizes[over[0]]
     try:
-        needs = f"needs {format_bytes(int(rules.cost.batch_bytes(1, rules.padded(worst))))}"
+        alone = int(rules.cost.batch_bytes(1, rules.padded(worst)))
+        needs = f"needs {format_bytes(alone)}"
+        if alone == MAX_BYTES:
+            needs = "is beyond what was measured, and no batch of it may be predicted:"
     except CostError as error:
         needs = f"has a cost that cannot be computed ({error})"
     message = (

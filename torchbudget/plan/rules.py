@@ -13,6 +13,7 @@ from torchbudget.checks import at_least_one, optional
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, OptionError, SizesError
 from torchbudget.plan.size_table import SizeTable
+from torchbudget.units import MAX_BYTES
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
@@ -84,6 +85,14 @@ class BatchRules:
     def work(self) -> CostModel:
         """What ranks are balanced by."""
         return self.cost if self.balance is None else self.balance
+
+    def costs(self, model: CostModel, n: ArrayLike, padded_sizes: ArrayLike) -> IntArray:
+        """What `cost` or `work` says of micro-batches, shape `(…)`.
+
+        Just above the budget where it says nothing, `MAX_BYTES`, of which sums would wrap.
+        """
+        found = model.batch_bytes(n, padded_sizes)
+        return np.where(found == MAX_BYTES, self.budget_bytes + 1, found)
 
     def check_axes(self, sizes: SizeTable) -> None:
         """Raise a `SizesError` where the cost takes sizes of another number of axes."""

@@ -114,7 +114,7 @@ def run_costs(
         items = rules.packing.item_bytes(rules.padded(sizes))
         return rules.packing.base_bytes + _over_runs(np.add, items, starts)
     padded = rules.padded(_over_runs(np.maximum, sizes, starts))
-    return model.batch_bytes(stops - starts, padded)
+    return rules.costs(model, stops - starts, padded)
 
 
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:

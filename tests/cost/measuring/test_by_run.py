@@ -56,7 +56,9 @@ def test_a_step_that_looks_at_values_falls_back_to_running() -> None:
     cost = measure_cost(step, training.make_batch, max_size=128, budget=budget)
     assert {probe.how for probe in cost.probes} == {"run"}
     assert any("only run, not traced" in note for note in cost.notes)
-    assert len(cost.probes) <= 8
+    assert any("memory depends on values" in note for note in cost.notes)
+    assert cost.margin >= 0.1
+    assert len(cost.probes) <= 14
 
 
 def test_a_loss_that_is_not_finite() -> None:

@@ -52,9 +52,9 @@ _REDUNDANT: Final = 2e-4
 _NEGLIGIBLE: Final = 1e-9
 _CHUNK: Final = 64  # points of the domain at once
 # What a fit misses from below counts as often as this from above.
-_BELOW: Final = 30.0
-# Where only peaks are known, the form must be above nearly all of them.
-_BELOW_PEAKS: Final = 1000.0
+_BELOW: Final = 1000.0
+# A term that is nowhere more of the peak is left out.
+_SEEN: Final = 3e-4
 # An error from above counts as much less, where choices of terms are compared.
 _OVER: Final = 0.1
 
@@ -163,10 +163,22 @@ def _fit_moments(
     if not len(good) or (shares[:, good].max(axis=1) < 1 - _EXPLAINED).any():
         return None
     points = features(*_grid(domain), powers)
-    decisive = {*_largest(points, coefficients[:, good]), *shares[:, good].argmax(axis=1).tolist()}
+    # Beyond the steps that were seen, only what is certain, and grows slowly, may be the largest.
+    squares = np.array([n == 2 for n, _ in powers])
+    slow = ~np.array([squares[terms[moment]].any() for moment in good.tolist()])
+    certain = good[slow & (errors[good] < _EXPLAINED)]
+    # Of moments that are equal, the simplest.
+    lengths = np.array([len(terms[moment]) for moment in good.tolist()])
+    rank = np.lexsort((errors[good], lengths))
+    at_peak = shares[:, good[rank]] >= (1 - _REDUNDANT) * shares[:, good].max(axis=1, keepdims=True)
+    decisive = {*good[rank][at_peak.argmax(axis=1)].tolist()}
+    decisive |= {*certain[_largest(points, coefficients[:, certain])].tolist()}
     forms = np.zeros((len(decisive), matrix.shape[1]))
-    for form, moment in zip(forms, good[sorted(decisive)], strict=True):
+    for form, moment in zip(forms, sorted(decisive), strict=True):
         used = terms[moment]
+        bytes_ = from_above(matrix[:, used], shares[:, moment], _BELOW)
+        # What matters in no step that was seen could matter far beyond them.
+        used = used[(matrix[:, used] * bytes_).max(axis=0) > _SEEN]
         form[used] = from_above(matrix[:, used], shares[:, moment], _BELOW)
     return _forms(forms, np.concatenate([points, matrix * peaks[:, None]]), powers)
 
@@ -193,7 +205,7 @@ def fit_peaks(
     for used in _choices(powers):
         if best is not None and len(peak) < len(used) + 2:
             break  # too few to tell
-        form, floor = _form_and_floor(matrix[:, used], peak, _BELOW_PEAKS)
+        form, floor = _form_and_floor(matrix[:, used], peak, _BELOW)
         errors = _left_out_errors(matrix[:, used], peak, floor)
         error = float(np.maximum(-errors, errors * _OVER).max(initial=0))
         if best is None or error < min(_BETTER * best[0], best[0] - _EXPLAINED):
@@ -296,7 +308,7 @@ def _left_out_errors(matrix: FloatArray, peak: FloatArray, floor: float) -> Floa
     fitted = np.empty(len(above))
     for at, left_out in enumerate(above):
         others = above[above != left_out]
-        form = from_above(matrix[others] / peak[others, None], np.ones(len(others)), _BELOW_PEAKS)
+        form = from_above(matrix[others] / peak[others, None], np.ones(len(others)), _BELOW)
         fitted[at] = max(floor, float(matrix[left_out] @ form))
     errors: FloatArray = fitted / peak[above] - 1
     return errors
@@ -358,6 +370,8 @@ def _common_moments(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
 def _largest(points: FloatArray, coefficients: FloatArray) -> list[int]:
     """The moments that are the largest somewhere."""
     found: set[int] = set()
+    if not coefficients.size:
+        return []
     for start in range(0, len(points), _CHUNK):
         found.update((points[start : start + _CHUNK] @ coefficients).argmax(axis=1).tolist())
     return sorted(found)

@@ -35,6 +35,8 @@ _OUTWEIGHS: Final = 1.5
 # A step of more operations is traced on shorter samples only: about half a second.
 _OPERATIONS: Final = 6000
 _TURNS: Final = 4
+# One longer sample is traced as well, to see whether a loop goes on as it begins.
+_LONGER: Final = 5
 # Shapes that a fit is made to: samples (0: many), and the fraction of the largest size.
 _FIT_1: Final[_Shares] = ((_FEW, 1.0), (0, 0.0), (0, 1.0), (16, 1 / 2))
 _FIT_2: Final[_Shares] = (
@@ -268,7 +270,7 @@ class _Tracer:
         else:
             wanted = [(self._fits(forms, size, room), size) for size in self.domain.judged]
         if self.domain.largest != self.subject.domain.largest:  # a loop: does it go on like this?
-            wanted.append((self.many, self.subject.domain.at(self._share() * 2)))
+            wanted.insert(0, (self.many, self.subject.domain.at(self._share() * _LONGER)))
         return wanted
 
     def _share(self) -> float:
