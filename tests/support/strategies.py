@@ -91,7 +91,12 @@ def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
     table = vouched = None
     if kind == "table":
         table = draw(tables(axes))
-        vouched = VouchedRange(sizes=table.sizes, peak_bytes=table.peak_bytes)
+        vouched = VouchedRange(
+            numbers=table.numbers,
+            sizes=table.sizes,
+            peak_bytes=table.peak_bytes,
+            floor_bytes=draw(st.sampled_from([0, min(table.peak_bytes)])),
+        )
     return MeasuredCost(forms=forms, margin=margin, table=table, vouched=vouched)
 
 

@@ -52,7 +52,7 @@ def test_forms_time_and_probes_are_saved(tmp_path: Path) -> None:
     table = TableCost(numbers=(8, 2), sizes=((100, 3), (500, 4)), peak_bytes=(1000, 1200))
     formulas = PaddedCost(unit_bytes=(1, 2), floor_bytes=7), PaddedCost(unit_bytes=(3, 0.5))
     probes = (Probe(8, (100, 3), 1000, False, "run", 0.25), Probe(2, (9, 9), 7, True, "trace"))
-    vouched = VouchedRange(sizes=((1, 1), (9, 9)), peak_bytes=(5, 6))
+    vouched = VouchedRange(numbers=(3, 4), sizes=((1, 1), (9, 9)), peak_bytes=(5, 6), floor_bytes=5)
     forms = tuple(form for cost in formulas for form in forms_of(cost))
     for far, rows in ((None, None), (vouched, table)):
         cost = MeasuredCost(

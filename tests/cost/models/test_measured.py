@@ -32,7 +32,12 @@ def costs(draw: st.DrawFn) -> MeasuredCost:
     table = vouched = None
     if probes := draw(st.lists(rows, max_size=4)):
         n, sizes, peaks = zip(*probes, strict=True)
-        vouched = VouchedRange(sizes=tuple((size,) for size in sizes), peak_bytes=peaks)
+        vouched = VouchedRange(
+            numbers=n,
+            sizes=tuple((size,) for size in sizes),
+            peak_bytes=peaks,
+            floor_bytes=draw(st.sampled_from([0, min(peaks), max(peaks)])),
+        )
         if draw(st.booleans()):
             table = TableCost(numbers=n, sizes=vouched.sizes, peak_bytes=peaks)
     margin = draw(st.floats(0, 0.5))
@@ -73,20 +78,27 @@ def test_nothing_is_predicted_beyond_what_was_reached(
 ) -> None:
     """A prediction has a batch of a shorter and one of a longer size that reached it.
 
-    Or that of a larger batch has. The oracle looks at each larger size that was measured.
+    Or that of a larger batch has; and where none has left the floor, one has as many samples. The
+    oracle looks at each larger size that was measured.
     """
-    if cost.vouched is None:
+    vouched = cost.vouched
+    if vouched is None:
         return
-    probes = list(zip(cost.vouched.sizes, cost.vouched.peak_bytes, strict=True))
-    starts = {max(size, low) for (low,), _ in probes}
-    reached = [
-        max((b for (s,), b in probes if s <= start), default=0) >= fitted
-        and max((b for (s,), b in probes if s >= start), default=0) >= fitted
-        for start in starts
-        for fitted in [int(cost.fitted_bytes(n, start))]
-    ]
+    sizes = [one for (one,) in vouched.sizes]
+    probes = list(zip(vouched.numbers, sizes, vouched.peak_bytes, strict=True))
+
+    def trusted(start: int) -> bool:
+        shorter = max((b for _, s, b in probes if s <= start), default=0)
+        longer = max((b for _, s, b in probes if s >= start), default=0)
+        if min(shorter, longer) <= vouched.floor_bytes and n > max(
+            (m for m, s, _ in probes if s >= start), default=0
+        ):
+            return False
+        return int(cost.fitted_bytes(n, start)) <= min(shorter, longer)
+
+    known = any(trusted(max(size, one)) for one in sizes)
     table = MAX_BYTES if cost.table is None else int(cost.table.batch_bytes(n, size))
-    assert (cost.batch_bytes(n, size) == MAX_BYTES) == (not any(reached) and table == MAX_BYTES)
+    assert (cost.batch_bytes(n, size) == MAX_BYTES) == (not known and table == MAX_BYTES)
 
 
 @given(st.integers(0, 2**32))

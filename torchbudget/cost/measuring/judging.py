@@ -18,6 +18,8 @@ from torchbudget.units import format_bytes
 # more: layers round short sizes down.
 _UNDER: Final = 0.1
 _OVER: Final = 0.3
+# Peaks above the lowest by less may be on the floor.
+_FLOOR: Final = 1.01
 
 
 def judged_cost(
@@ -52,17 +54,18 @@ def judged_cost(
         most = tuple(math.ceil((1 + least) * peak) for peak in peaks)
         table = TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=most)
         everywhere = False
-    return MeasuredCost(
-        forms=forms,
-        margin=margin,
+    vouched = None
+    if not everywhere:
         # A prediction that is off by no more than the margin counts as reached.
-        vouched=None
-        if everywhere
-        else VouchedRange(
-            sizes=tuple(sizes), peak_bytes=tuple(math.ceil((1 + margin) * peak) for peak in peaks)
-        ),
-        table=table,
-        probes=tuple(probes),
+        reached = tuple(math.ceil((1 + margin) * peak) for peak in peaks)
+        vouched = VouchedRange(
+            numbers=tuple(n),
+            sizes=tuple(sizes),
+            peak_bytes=reached,
+            floor_bytes=math.ceil(_FLOOR * min(reached)),
+        )
+    return MeasuredCost(
+        forms=forms, margin=margin, vouched=vouched, table=table, probes=tuple(probes)
     )
 
 

@@ -360,8 +360,10 @@ def _from_file(read: dict[str, Any]) -> MeasuredCost:
     )
 
 
-def _tuples(columns: dict[str, list[Any]]) -> dict[str, Any]:
+def _tuples(columns: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: tuple(map(tuple, column)) if name == "sizes" else tuple(column)
+        name: tuple(tuple(one) if isinstance(one, list) else one for one in column)
+        if isinstance(column, list)
+        else column
         for name, column in columns.items()
     }

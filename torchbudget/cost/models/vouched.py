@@ -17,24 +17,30 @@ class VouchedRange:
 
     A fit is trusted for a padded size L up to b bytes if one measured batch of at most that size
     (on every axis) and one of at least that size both took b bytes or more. And a batch that is
-    no larger than a trusted one, in samples and on every axis, is trusted, too.
+    no larger than a trusted one, in samples and on every axis, is trusted, too. Where no such batch
+    has left the floor, bytes do not show how many samples are trusted: no more than were measured.
 
     Attributes:
-        sizes: padded sizes of the measured batches, tuples of d ints.
+        numbers: samples of the measured batches.
+        sizes: their padded sizes, tuples of d ints.
         peak_bytes: their bytes.
+        floor_bytes: up to here, a batch has not left the floor.
     """
 
+    numbers: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
     peak_bytes: tuple[int, ...]
+    floor_bytes: int
 
     def batch_bytes(
         self, fitted: Callable[[ArrayLike, ArrayLike], IntArray], n: ArrayLike, size: ArrayLike
     ) -> IntArray:
         """What was fitted, or `MAX_BYTES` for batches beyond; see `CostModel.batch_bytes`."""
         found = []
-        for padded, most in self._ranges(size):
+        for padded, most_bytes, most in self._ranges(size):
             bytes_ = fitted(n, padded)
-            found.append(np.where(bytes_ <= most, bytes_, MAX_BYTES))
+            trusted = (bytes_ <= most_bytes) & (np.asarray(n) <= most)
+            found.append(np.where(trusted, bytes_, MAX_BYTES))
         total: IntArray = np.min(found, axis=0)
         return total
 
@@ -46,31 +52,30 @@ class VouchedRange:
     ) -> IntArray:
         """The largest vouched-for number of samples that fits; see `CostModel.capacity`."""
         found = [
-            np.where(most > 0, fitted(padded, np.minimum(budget_bytes, most)), 0)
-            for padded, most in self._ranges(size)
+            np.minimum(fitted(padded, np.minimum(budget_bytes, most_bytes)), most)
+            for padded, most_bytes, most in self._ranges(size)
         ]
         n: IntArray = np.max(found, axis=0)
         return n
 
-    def _ranges(self, size: ArrayLike) -> Iterator[tuple[IntArray, IntArray]]:
-        """Sizes that are at least `size`, and up to how many bytes the fit is trusted there.
+    def _ranges(self, size: ArrayLike) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
+        """Sizes that are at least `size`, and up to how many bytes and samples they are trusted.
 
         A size is raised to that of each measured batch: where shorter ones reached less than longer
         ones, the longer ones vouch for more samples.
         """
-        each = [(np.array(s), b) for s, b in zip(self.sizes, self.peak_bytes, strict=True)]
-        one_axis = len(self.sizes[0]) == 1
+        numbers, sizes = np.array(self.numbers), np.array(self.sizes)
+        peaks = np.array(self.peak_bytes)
+        one_axis = sizes.shape[1] == 1
         wanted = np.asarray(size, np.int64)
         wanted = wanted[..., None] if one_axis else wanted
-        for low, reached in each:
-            if any(
-                (other <= low).all() and more >= reached and ((other < low).any() or more > reached)
-                for other, more in each
-            ):
-                continue  # the other one begins no later, and reaches as far
+        for low, reached in zip(sizes, peaks, strict=True):
+            no_later = (sizes <= low).all(axis=1) & (peaks >= reached)
+            if (no_later & ((sizes < low).any(axis=1) | (peaks > reached))).any():
+                continue  # another one begins no later, and reaches as far
             padded = np.maximum(wanted, low)
-            above = [np.where((padded <= high).all(axis=-1), most, 0) for high, most in each]
-            yield (
-                padded[..., 0] if one_axis else padded,
-                np.minimum(np.max(above, axis=0), reached),
-            )
+            covers = (padded[..., None, :] <= sizes).all(axis=-1)
+            most_bytes = np.minimum(np.where(covers, peaks, 0).max(axis=-1), reached)
+            most = np.where(covers, numbers, 0).max(axis=-1)
+            most = np.where(most_bytes > self.floor_bytes, MAX_BYTES, most)
+            yield padded[..., 0] if one_axis else padded, most_bytes, most
