@@ -28,7 +28,8 @@ TINY = {
     "tracked": "--batches 40 --samples 400 --repetitions 1",
     "loader": "--samples 400 --repetitions 1",
     "collate": "--repetitions 1",
-    "traced_cost": "--shapes 2 --models 1",
+    "any_model": "--shapes 2 --models pairs",
+    "any_model_cpu": "--steps 1 --budgets 1 --models large --methods auto",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
     "accumulate": "--repetitions 2",
     "gradient_error": "",
@@ -43,6 +44,8 @@ EXACT = {
     "plan_step": "over the budget",
     "endurance": "violations",
     "predict": "error",
+    "any_model": "least covered",
+    "any_model_cpu": "errors",
 }
 
 

@@ -5,9 +5,11 @@ Question: measured with `method="trace"`, how far is a cost from the traced peak
 models that people train; how many traces and seconds does it take, and when is no form found?
 
 Command: PYTHONPATH=. python examples/benchmarks/any_model.py [--shapes N] [--models TEXT …]
-    [--transformers] [--json PATH]
+    [--json PATH]
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU.
+
+    table
 
 `under` is the lowest fitted / traced − 1 without the margin, `covered` the lowest with it, and
 `over` the highest with it: over the box, and on the frontier, which is the batches of eight
@@ -15,12 +17,13 @@ sizes with as many samples as the cost lets into one budget, that of 4 samples o
 `beyond` are shapes that the cost does not vouch for; they are left out. `traces` are those of one
 measurement, with the one that warms up and the one that is repeated. A fallback is a fit to the
 peaks alone or a table. Sizes of the box are log-uniform from the smallest to the largest, as is the
-number of samples; a class whose traces take seconds has fewer shapes. With `--transformers`, the
-classes are those of that library, which must be installed.
+number of samples; a class whose traces take seconds has fewer shapes. The frontier is that of a
+second measurement with that budget. Classes of transformers follow where it is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -30,6 +33,7 @@ from typing import TypeAlias
 import numpy as np
 from _common import Results, parser, timed
 
+from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.cost.measuring.tracing import tracing
@@ -151,12 +155,12 @@ def compare(make: Callable[[], Case], count: int) -> dict[str, object]:
 def main() -> None:
     line = parser(__doc__, shapes=30)
     line.add_argument("--models", nargs="+", default=[""], help="parts of the names to compare")
-    line.add_argument("--transformers", action="store_true", help="that library's classes")
     arguments = line.parse_args()
-    if arguments.transformers:
-        from tests.support.transformers_classes import CLASSES
-    else:
-        from tests.support.model_classes import CLASSES
+    classes = dict(CLASSES)
+    if importlib.util.find_spec("transformers"):
+        from tests.support.transformers_classes import CLASSES as OTHERS
+
+        classes |= OTHERS
     results = Results(
         {
             "step": "",
@@ -174,7 +178,7 @@ def main() -> None:
             "seconds": ".1f",
         }
     )
-    for name, make in CLASSES.items():
+    for name, make in classes.items():
         if not any(part in name for part in arguments.models):
             continue
         try:

@@ -10,6 +10,8 @@ Command: PYTHONPATH=. python examples/benchmarks/any_model_cpu.py [--steps N] [-
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, glibc 2.36.
 
+    table
+
 `budget` is MiB beyond the process's memory before it measures: 1.5 and 4 times what a step on one
 sample of the largest size needs, or of 64 MiB where that is less. `peak` is the high-water mark
 over the epoch / the whole budget, `largest` that of the step whose predicted bytes are the most /
