@@ -17,7 +17,7 @@ from torchbudget.cost.models.form import FloatArray, Form
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.errors import CostError
-from torchbudget.units import format_bytes
+from torchbudget.units import MAX_BYTES, format_bytes
 
 Shape: TypeAlias = tuple[int, Size]
 _Shares: TypeAlias = tuple[tuple[int, float | tuple[float, float]], ...]
@@ -77,8 +77,8 @@ class Traced:
 def trace_probes(subject: Subject, room: int | None) -> Traced:
     """Trace the step on a few shapes, and fit its live bytes.
 
-    A shape whose bytes are not predicted to a percent becomes a probe, and others are predicted,
-    until all are, or there were enough traces.
+    A shape whose bytes are not predicted to 0.2 % becomes a probe, and others are predicted, until
+    all are, or there were enough traces.
 
     Args:
         subject: the step and its batches.
@@ -120,7 +120,16 @@ def trace_probes(subject: Subject, room: int | None) -> Traced:
 
 @dataclass(slots=True)
 class _Tracer:
-    """Traces of shapes so far, in their order, and which of them a fit is made to."""
+    """Traces of shapes so far, in their order, and which of them a fit is made to.
+
+    Attributes:
+        domain: the sizes to trace; shorter than the subject's where loops take many operations.
+        limit: how many samples a batch may have, by its bytes.
+        held_out: shapes that no fit is made to.
+        few: samples of a small batch.
+        many: samples of a large batch.
+        most: samples of any batch, where the step loops over them.
+    """
 
     subject: Subject
     trace: Callable[..., Trace]
@@ -128,7 +137,9 @@ class _Tracer:
     limit: BatchLimit = field(init=False)
     traces: dict[Shape, Trace] = field(default_factory=dict)
     held_out: set[Shape] = field(default_factory=set)
+    few: int = _FEW
     many: int = _MANY
+    most: int = MAX_BYTES
     _shapes: dict[Any, Shape] = field(default_factory=dict)
     _spread: Iterator[FloatArray] = field(init=False)
 
@@ -146,7 +157,7 @@ class _Tracer:
 
     def add(self, n: int, size: Size, *, held_out: bool = False) -> Trace | None:
         """Trace a shape, unless it is known already, or there were enough."""
-        n = max(min(n, self.limit.most_samples(size)), 1)
+        n = max(min(n, self.most, self.limit.most_samples(size)), 1)
         if (n, size) in self.traces or self.left < 1:
             return self.traces.get((n, size))
         batch = self.subject.batch(n, size)
@@ -173,12 +184,16 @@ class _Tracer:
         if few is None or many is None:
             return first
         turns = (len(many.operations) - len(few.operations)) / (self.many - _FEW)
-        if turns * self.many > _OPERATIONS:  # a loop over the samples
-            self.many = max(int(_OPERATIONS / turns), 4 * _FEW)
+        if turns * self.many > len(few.operations) / 2:  # a loop over the samples
+            self.most = max(int(_OPERATIONS / turns), 4 * _TURNS)
+            self.many = min(self.many, self.most)
+            self.held_out |= {shape for shape in self.traces if shape[0] < _TURNS}
+            self.few = _TURNS
+        self.add(self.few, mid)
         for _ in range(3):
             if many is None or many.peak_bytes > _OUTWEIGHS * few.peak_bytes:
                 break
-            self.many = min(8 * self.many, self.limit.most_samples(mid))
+            self.many = min(8 * self.many, self.most, self.limit.most_samples(mid))
             many = self.add(self.many, mid)
         return first
 
@@ -196,10 +211,11 @@ class _Tracer:
         """Trace the shapes that a fit is made to."""
         if self.domain.axes > 2:
             for number in range(2 * len(plain_powers(self.domain.axes))):
-                n = (_FEW, self.many, 24)[number % 3]
+                n = (self.few, self.many, 24)[number % 3]
                 self.add(n, self.domain.between(next(self._spread)))
+        ends = {_FEW: self.few, 0: self.many}
         for n, fractions in {1: _FIT_1, 2: _FIT_2}.get(self.domain.axes, ()):
-            self.add(n or self.many, self.domain.at(fractions))
+            self.add(ends.get(n, n), self.domain.at(fractions))
 
     def judge(self, room: int | None) -> Traced:
         """Fit, predict other shapes, and fit to those, too, that are predicted badly."""
@@ -287,7 +303,8 @@ class _Tracer:
 
     def _fits(self, forms: tuple[Form, ...], size: Size, room: int) -> int:
         cost = MeasuredCost(forms=forms, margin=0)
-        return max(int(cost.capacity(size if len(size) > 1 else size[0], room)), 1)
+        # Not one, which some steps refuse, as batch norm may.
+        return max(int(cost.capacity(size if len(size) > 1 else size[0], room)), _FEW)
 
 
 def _badly_predicted(traced: Traced) -> set[Shape]:
