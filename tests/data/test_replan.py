@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     case = (sizes, cost, budget, 1, options)
     [sampler] = samplers(case)
     before = list(sampler)
-    observed = MeasuredCost(forms=cost.forms, margin=cost.margin)
+    observed = deepcopy(cost)
     [sampler] = samplers((sizes, observed, budget, 1, options))
     batches = iter(sampler)
     steps = iter(sampler.steps)
@@ -113,7 +114,7 @@ def test_ranks_that_drew_unequally_far_stay_together(
         for epoch, iterator in zip(epochs, iterators, strict=True):
             epoch += islice(iterator, data.draw(st.integers(0, 6)))
         for more in range(1, 3):
-            corrected = MeasuredCost(forms=cost.forms, margin=more * (factor - 1))
+            corrected = replace(cost, margin=more * (factor - 1))
             after = max(iterator.windows_begun for iterator in iterators)
             for sampler, epoch, iterator in zip(those, epochs, iterators, strict=True):
                 iterator.replan(sampler.plan.with_cost(corrected), after=after)
@@ -140,6 +141,27 @@ def test_a_resumed_window_is_replanned() -> None:
     again.replan()
     assert len(again) == len(rest := list(again))
     assert sorted([*seen, *(index for batch in rest for index in batch)]) == list(range(199))
+
+
+def test_a_resumed_sampler_keeps_the_margin() -> None:
+    """Under the same cost, loaded anew without its observations; under another one it does not."""
+    sizes = np.arange(1, 200)
+    cost = measured(margin=0.01)
+    sampler = MemoryBudgetBatchSampler(sizes, cost, 500_000, window=50)
+    batches = iter(sampler)
+    next(batches)
+    observe_more(cost, 100, 1.5)
+    sampler.replan()
+    next(batches)
+    state = sampler.state_dict()
+    again = MemoryBudgetBatchSampler(sizes, measured(margin=0.01), 500_000, window=50)
+    again.load_state_dict(state)
+    assert again.plan.rules.cost.margin == sampler.plan.rules.cost.margin > 0.5
+    left = sorted(index for batch in again for index in batch)
+    assert left == sorted(index for batch in batches for index in batch)
+    other = MemoryBudgetBatchSampler(sizes, measured(PaddedCost(unit_bytes=900)), 500_000)
+    other.load_state_dict(state)
+    assert other.plan.rules.cost.margin == 0
 
 
 def test_the_next_epoch_has_the_corrected_cost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -311,6 +312,39 @@ def test_modes_are_restored(wrap: str, fails: bool) -> None:
         predict(called, loader_of())
     assert [module.training for module in model.modules()] == modes
     assert torch.is_grad_enabled()
+
+
+def test_a_network_that_is_not_registered_is_set_to_evaluation_too() -> None:
+    model = Fixed()
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = [model]
+
+        def forward(self, batch: Any) -> Tensor:
+            return self.inner[0](batch)
+
+    assert len(predict(Wrapper(), loader_of())) == len(LENGTHS)
+
+
+@dataclass(frozen=True)
+class Output:
+    values: Tensor
+
+
+def test_dataclasses_are_copied_too() -> None:
+    """A model that writes every batch into one buffer."""
+    buffer = torch.zeros(4096)
+
+    def call(batch: Any) -> Tensor:
+        return buffer[: batch.num_samples].copy_(batch.lengths)
+
+    def split(outputs: Tensor, _: Any) -> list[Output]:
+        return [Output(one) for one in outputs]
+
+    found = predict(call, loader_of(), split_outputs=split)
+    assert [int(one.values) for one in found] == list(LENGTHS)
 
 
 def test_outputs_can_be_trained_on() -> None:

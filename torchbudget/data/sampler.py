@@ -24,6 +24,7 @@ from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
+from torchbudget.plan.replanned import margins_of, with_margin_of
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
@@ -289,10 +290,9 @@ class MemoryBudgetBatchSampler(
         """The position in the epoch, in plain JSON types.
 
         Args:
-            batches_done: how many batches of the current loop are done. A plain `DataLoader` with
-                workers reads ahead of the loop, so only the loop knows. Default: those that came in
-                `tracked(loader)`, else those yielded, which is right without workers and in
-                torchdata's `StatefulDataLoader`.
+            batches_done: of the current loop: a plain `DataLoader`'s workers read ahead of it, so
+                only the loop knows. Default: those that came in `tracked(loader)`, else those
+                yielded, which is right without workers and in `StatefulDataLoader`.
 
         Raises:
             OptionError: `batches_done` is more than were yielded.
@@ -315,34 +315,34 @@ class MemoryBudgetBatchSampler(
             )
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but no batch was yielded yet")
-        return cursor.encode(plan.left_of(cursor), self._order, plan.dealing)
+        state = cursor.encode(plan.left_of(cursor), self._order, plan.dealing)
+        return state | {"margins": margins_of(plan, self.plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` start at a saved position, until its epoch ends.
 
         The number of ranks, the budget, the cost and the other rules may differ from those it was
-        saved under: every remaining sample of the epoch comes once. A smaller budget or another
-        number of ranks takes effect with the first micro-batch.
+        saved under: every remaining sample comes once. A smaller budget or another number of ranks
+        takes effect with the first micro-batch. Of the same cost, `replan`'s margin goes on.
 
         Raises:
             StateError: the state is malformed.
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
-        self._cursor = Cursor.decode(state_dict, self._order, self.plan.dealing)
+        plan = with_margin_of(self.plan, state_dict)
+        self._cursor, self.plan = Cursor.decode(state_dict, self._order, plan.dealing), plan
         self._iterator, self._tracked, self._looping = None, None, False
 
     def replan(self) -> float:
         """Plan later windows with the margin that `MeasuredCost.observe` has found.
 
         The first window, and those of which a micro-batch was yielded, keep their plan; so does
-        what the workers of a `DataLoader` have prefetched. An epoch that is being read may end
-        with more micro-batches than its `len` was. A sample that alone is over the budget now is a
-        micro-batch of its own.
+        what a `DataLoader`'s workers have prefetched. An epoch that is being read may end with more
+        micro-batches than its `len` was. A sample over the budget now is a micro-batch of its own.
 
         With `torch.distributed` every rank must call it after the same micro-batch: it is a
-        collective, and all ranks go on with the largest margin of any, from the same window on.
-
-        If the micro-batches of single samples cannot be dealt evenly to the ranks, the iteration
+        collective, and all ranks go on with the largest margin of any, from the same window on. If
+        the micro-batches of single samples cannot be dealt evenly to the ranks, the iteration
         raises `UnevenRanksError` on all of them.
 
         Returns:

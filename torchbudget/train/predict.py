@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -10,7 +12,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
 from torchbudget.cost.measuring.reachable import reachable
@@ -121,7 +123,7 @@ def predict(
 
     def keep(indices: list[int], outputs: Sequence[Any]) -> None:
         if host is None:
-            results.put(indices, [tree_map_only(Tensor, _on_host, one) for one in outputs])
+            results.put(indices, [_own(one) for one in outputs])
         else:
             parcels.append(Parcel.of(indices, outputs))
 
@@ -173,8 +175,9 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
 
 
 def _modules_of(model: Callable[[Any], Any]) -> list[nn.Module]:
-    if isinstance(model, nn.Module):
-        return [model]
+    if isinstance(model, nn.Module):  # and what it keeps in lists, say
+        found = [one for one in reachable(model.forward) if isinstance(one, nn.Module)]
+        return list(dict.fromkeys([model, *found]))
     return [one for one in reachable(model) if isinstance(one, nn.Module)]
 
 
@@ -226,6 +229,22 @@ def _rows(outputs: Any, n: int, called: str) -> list[Any]:
         raise OptionError(f"{called}: the model returned no tensor, but {outputs!r}")
     columns = [[None] * n if leaf is None else leaf.detach().cpu().unbind() for leaf in leaves]
     return [tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
+
+
+def _own(output: Any) -> Any:
+    """The output with copies of its tensors, also in the fields of dataclasses."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        found = copy.copy(output)
+        for one in dataclasses.fields(output):
+            object.__setattr__(found, one.name, _own(getattr(output, one.name)))
+        return found
+    return tree_map(
+        lambda leaf: _on_host(leaf) if isinstance(leaf, Tensor) else _own_leaf(leaf), output
+    )
+
+
+def _own_leaf(leaf: Any) -> Any:
+    return _own(leaf) if dataclasses.is_dataclass(leaf) else leaf
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import MeasuredCost, PaddedCost
-from torchbudget.cost.measuring.fitting import fit_peaks, fit_time, powers_of
+from torchbudget.cost.measuring.fitting import fit_peaks, fit_time
 from torchbudget.cost.measuring.least_squares import non_negative
+from torchbudget.cost.measuring.terms import powers_of
 from torchbudget.cost.models.probe import Probe
 
 

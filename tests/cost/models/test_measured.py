@@ -122,7 +122,10 @@ def test_packed_is_above_every_form(seed: int) -> None:
 
 
 def test_what_is_not_packed() -> None:
-    """A table, terms of the size without n, terms in n²."""
+    """A table, what holds only as far as was measured, terms of the size without n, terms in n²."""
+    near = VouchedRange(numbers=(8,), sizes=((100,),), peak_bytes=(1000,), floor_bytes=0)
+    with pytest.raises(CostError, match="as far as measured batches"):
+        measured(vouched=near).packed()
     table = TableCost(numbers=(8,), sizes=((100,),), peak_bytes=(1000,))
     with pytest.raises(CostError, match="what each sample costs"):
         measured(table=table).packed()

@@ -20,21 +20,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import product
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.measuring.least_squares import from_above, left_out_errors
+from torchbudget.cost.measuring.terms import (
+    Columns,
+    Powers,
+    choices_of,
+    features,
+    plain_powers,
+    powers_of,
+)
 from torchbudget.cost.measuring.tracing import Trace
 from torchbudget.cost.models.form import FloatArray, Form, Term
 from torchbudget.cost.models.padded import PaddedCost, cost_options
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.errors import CostError
-
-_Columns: TypeAlias = npt.NDArray[np.intp]
-Powers: TypeAlias = tuple[int, tuple[int, ...]]
 
 # A relative error below this is explained: blocks that are rounded up, workspaces.
 _EXPLAINED: Final = 5e-4
@@ -57,44 +61,6 @@ _BELOW: Final = 1000.0
 _SEEN: Final = 3e-4
 # An error from above counts as much less, where choices of terms are compared.
 _OVER: Final = 0.1
-
-
-def powers_of(axes: int) -> list[Powers]:
-    """The powers of n and of the sizes on d axes that a form may have.
-
-    For each power of n, first of the sizes: 1, Lᵢ, LᵢLⱼ for i ≤ j, and the product of all; on two
-    axes then L₁²L₂, L₁L₂² and L₁²L₂².
-    """
-    units = np.eye(axes, dtype=int)
-    sizes = [np.zeros(axes, int), *units]
-    sizes += [units[i] + units[j] for i in range(axes) for j in range(i, axes)]
-    if axes == 2:
-        sizes += [np.array(one) for one in ((2, 1), (1, 2), (2, 2))]
-    if axes > 2:
-        sizes.append(np.ones(axes, int))
-    return [(n, tuple(map(int, one))) for n in range(3) for one in sizes]
-
-
-def features(n: npt.ArrayLike, sizes: npt.ArrayLike, powers: Sequence[Powers]) -> FloatArray:
-    """What the coefficients of a form are multiplied by.
-
-    Args:
-        n: numbers of samples, shape `(k,)`.
-        sizes: padded sizes, shape `(k,)` or `(k, d)`.
-        powers: of n and of the sizes, c of them.
-
-    Returns:
-        Shape `(k, c)`.
-    """
-    number = np.asarray(n, np.float64)
-    length = np.asarray(sizes, np.float64).reshape(len(number), -1)
-    columns = [number**p * np.prod(length ** np.array(q), axis=1) for p, q in powers]
-    return np.stack(columns, axis=1)
-
-
-def plain_powers(axes: int) -> list[Powers]:
-    """Those of a `PaddedCost`: 1, n, n·Lᵢ and n·LᵢLⱼ."""
-    return [(0, (0,) * axes), *(one for one in powers_of(axes) if one[0] == 1 and sum(one[1]) < 3)]
 
 
 def fit_traces(
@@ -157,7 +123,7 @@ def _fit_moments(
     powers = powers_of(len(domain[0]))
     shares = np.unique(history, axis=1) / peaks[:, None]  # relative errors count
     matrix = matrix / peaks[:, None]
-    terms, coefficients, errors = _explain(matrix, shares, _choices(powers))
+    terms, coefficients, errors = _explain(matrix, shares, choices_of(powers))
     # Not all are polynomials: where a loop has fewer turns elsewhere, its k-th one may be the last.
     good = np.flatnonzero(errors < polynomial)
     if not len(good) or (shares[:, good].max(axis=1) < 1 - _EXPLAINED).any():
@@ -202,7 +168,7 @@ def fit_peaks(
     powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
     matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
     best: tuple[float, float, FloatArray] | None = None
-    for used in _choices(powers):
+    for used in choices_of(powers):
         if best is not None and len(peak) < len(used) + 2:
             break  # too few to tell
         form, floor = _form_and_floor(matrix[:, used], peak, _BELOW)
@@ -260,30 +226,6 @@ def form_of(coefficients: Sequence[float], powers: Sequence[Powers]) -> Form:
     return Form(terms=terms or (Term(0.0, *powers[0]),))
 
 
-def _choices(powers: Sequence[Powers]) -> list[_Columns]:
-    """Which terms a form may have, from the simplest choice on, as indices of `powers`."""
-    axes = len(powers[0][1])
-
-    def is_plain(sizes: tuple[int, ...]) -> bool:
-        return sum(sizes) < 3 or (axes > 2 and max(sizes) == 1)
-
-    def is_one(sizes: tuple[int, ...]) -> bool:
-        return not any(sizes)
-
-    def is_any(_: tuple[int, ...]) -> bool:
-        return True
-
-    def is_none(_: tuple[int, ...]) -> bool:
-        return False
-
-    # For each power of n, which powers of the sizes come with it.
-    choices: dict[tuple[int, ...], _Columns] = {}
-    for allowed in product([is_one, is_plain], [is_plain, is_any], [is_none, is_one, is_plain]):
-        choice = [at for at, (n, sizes) in enumerate(powers) if allowed[n](sizes)]
-        choices[tuple(choice)] = np.array(choice)  # on one axis there are no higher powers
-    return sorted(choices.values(), key=len)
-
-
 def _form_and_floor(
     matrix: FloatArray, peak: FloatArray, below: float = 1.0
 ) -> tuple[FloatArray, float]:
@@ -315,8 +257,8 @@ def _left_out_errors(matrix: FloatArray, peak: FloatArray, floor: float) -> Floa
 
 
 def _explain(
-    matrix: FloatArray, history: FloatArray, choices: Sequence[_Columns]
-) -> tuple[list[_Columns], FloatArray, FloatArray]:
+    matrix: FloatArray, history: FloatArray, choices: Sequence[Columns]
+) -> tuple[list[Columns], FloatArray, FloatArray]:
     """The terms of each moment and its coefficients, by plain least squares for all at once.
 
     Args:

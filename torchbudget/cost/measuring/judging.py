@@ -46,13 +46,16 @@ def judged_cost(
         errors = fitted.errors()
         worst = max(errors, key=abs)
         probe = probes[errors.index(worst)]
+        instead = "where a table of the measured batches says less, it is used"
+        if not is_monotone(probes):
+            instead = "and larger batches took less than smaller ones, so that others may take more"
         subject.warn(
             f"no formula fits: {probe.n} samples of size {probe.size} took "
-            f"{format_bytes(probe.peak_bytes)}, the fitted form is off by {worst:+.1%}; where a "
-            "table of the measured batches says less, it is used, which is safe but coarse"
+            f"{format_bytes(probe.peak_bytes)}, the fitted form is off by {worst:+.1%}; {instead}"
         )
         most = tuple(math.ceil((1 + least) * peak) for peak in peaks)
-        table = TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=most)
+        if is_monotone(probes):
+            table = TableCost(numbers=tuple(n), sizes=tuple(sizes), peak_bytes=most)
         everywhere = False
     vouched = None
     if not everywhere:
@@ -65,7 +68,23 @@ def judged_cost(
             floor_bytes=math.ceil(_FLOOR * min(reached)),
         )
     return MeasuredCost(
-        forms=forms, margin=margin, vouched=vouched, table=table, probes=tuple(probes)
+        forms=forms,
+        margin=margin,
+        largest=subject.domain.largest,
+        vouched=vouched,
+        table=table,
+        probes=tuple(probes),
+    )
+
+
+def is_monotone(probes: Sequence[Probe]) -> bool:
+    """Whether no batch took more than one that is as large, in samples and on every axis."""
+    return not any(
+        one.n <= other.n
+        and all(a <= b for a, b in zip(one.size, other.size, strict=True))
+        and one.peak_bytes > _FLOOR * other.peak_bytes
+        for one in probes
+        for other in probes
     )
 
 

@@ -12,14 +12,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from torchbudget.cost.measuring.fitting import (
-    features,
-    fit_peaks,
-    plain_powers,
-    total_form,
-)
+from torchbudget.cost.measuring.fitting import fit_peaks, total_form
 from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.shapes import BatchLimit, Size, Subject
+from torchbudget.cost.measuring.terms import features, plain_powers
 from torchbudget.cost.models.form import FloatArray, Form, Term
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchbudget.checks import is_int
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.machine.allocators import is_out_of_memory
 
 Size: TypeAlias = tuple[int, ...]
 
@@ -30,6 +31,7 @@ _SMALLEST: Final = 1 / 64
 # A batch of a probe takes at most this.
 _BATCH_BYTES: Final = 2**28
 _MOST_SAMPLES: Final = 2**16
+_ARRAYS: Final = (torch.Tensor, np.ndarray)
 # Fractions of the range of sizes, on a logarithmic scale, at which a fit is judged.
 _JUDGED: Final = (0.0, 0.35, 0.6, 0.8, 1.0)
 
@@ -160,7 +162,15 @@ class Subject:
 
     def batch(self, n: int, size: Size) -> Any:
         """A batch of n samples of a size, which is an int for `make_batch` if it has one axis."""
-        return self.make_batch(n, size if len(size) > 1 else size[0])
+        try:
+            return self.make_batch(n, size if len(size) > 1 else size[0])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise BatchError(
+                f"make_batch({n}, {size if len(size) > 1 else size[0]}) raised {error!r}; if there "
+                "are no samples this short, pass min_size"
+            ) from error
 
     def warn(self, text: str) -> None:
         """Note it, and warn of it."""
@@ -171,7 +181,7 @@ class Subject:
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:
     """Raise a `BatchError` if two shapes that were asked for gave tensors of the same shapes."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, _ARRAYS))
     if not shapes:
         return  # a batch type of the user's own
     before = seen.setdefault(shapes, (n, size))
@@ -204,9 +214,9 @@ class BatchLimit:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of the tensors in a batch; 0 for a type of the user's own."""
+    """Bytes of the tensors and arrays in a batch; 0 for a type of the user's own."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, _ARRAYS))
 
 
 def _size_of(name: str, size: int | Sequence[int]) -> Size:
@@ -224,9 +234,14 @@ def _rounded(size: Size, multiple: int) -> Size:
 
 
 def _sizes_array(sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    array = np.asarray(sizes)
+    try:
+        array = np.asarray(sizes)
+    except ValueError as error:
+        raise CostError(f"sizes must be integers of shape (N,) or (N, d): {error}") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not len(array):
         raise CostError(
             f"sizes must be integers of shape (N,) or (N, d), got {array.dtype} {array.shape}"
         )
+    if array.min() < 0 or array.max() < 1 or array.max() >= 2**53:
+        raise CostError(f"sizes must be from 0 to 2**53, got {array.min()} to {array.max()}")
     return array.reshape(len(array), -1).astype(np.int64)

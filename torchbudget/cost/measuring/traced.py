@@ -9,10 +9,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces, plain_powers
+from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
 from torchbudget.cost.measuring.judging import fits
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
-from torchbudget.cost.measuring.tracing import Trace, tracing
+from torchbudget.cost.measuring.terms import plain_powers
+from torchbudget.cost.measuring.tracing import Trace, ValueDependentError, tracing
 from torchbudget.cost.models.form import FloatArray, Form
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns
@@ -98,8 +99,7 @@ def trace_probes(subject: Subject, room: int | None) -> Traced:
         tracer.fit_shapes()
         traced = tracer.judge(room)
         before = tracer.traces[first]
-        again = trace(subject.batch(*first), integer=2)
-    again.check_same(before)
+        again = trace(subject.batch(*first))
     kept_bytes = max(one.kept_bytes for one in tracer.traces.values())
     if kept_bytes > 0:
         subject.warn(
@@ -162,11 +162,27 @@ class _Tracer:
             return self.traces.get((n, size))
         batch = self.subject.batch(n, size)
         check_shape(batch, n, size, self._shapes)
-        traced = self.traces[n, size] = self.trace(batch)
+        traced = self._traced(batch, size)
+        if traced.integers and not self.traces:  # at once, as the step may change later on
+            self._traced(batch, size, integer=2).check_same(traced)
+        self.traces[n, size] = traced
         self.subject.advance(1)
         if held_out:
             self.held_out.add((n, size))
         return traced
+
+    def _traced(self, batch: Any, size: Size, **options: Any) -> Trace:
+        try:
+            return self.trace(batch, **options)
+        except ValueDependentError:
+            raise
+        except CostError as error:
+            if size != self.domain.smallest:
+                raise
+            raise CostError(
+                f"{error}; this was a batch of size {size}: if there are no samples this short, "
+                "pass min_size"
+            ) from error
 
     def explore(self) -> Shape:
         """Find how many samples outweigh what is fixed, and how long they may be.
@@ -225,8 +241,7 @@ class _Tracer:
             self.domain = self.subject.domain
             self.fit_shapes()
             best = self._fit(self.held_out)
-        if not best.aligned:
-            self._try_one_sample()
+        self._try_one_sample()
         wanted = iter(self._to_judge(room, best.forms))
         while True:
             for n, size in wanted:
@@ -252,9 +267,9 @@ class _Tracer:
         return best
 
     def _try_one_sample(self) -> None:
-        """Trace one sample of the largest size, unless the step refuses that, as batch norm may."""
+        """Predict one sample of the largest size, if the step takes that, as batch norm may not."""
         try:
-            self.add(1, self.domain.largest)
+            self.add(1, self.domain.largest, held_out=True)
         except CostError as error:
             self.subject.notes.append(f"one sample could not be traced: {error}")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # A margin is counted in parts of this: integer arithmetic, exact in both directions.
 _PARTS: Final = 2**14
 # Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
-_MOST_MARGIN: Final = 1000
+MOST_MARGIN: Final = 1000
 # What a margin grows by when an allocation was retried.
 _RETRIED: Final = 0.02
 _FORMAT: Final = 3  # of files
@@ -57,12 +57,13 @@ class _Observations:
 class MeasuredCost:
     """Peak bytes of a training step, as `measure_cost` measured them.
 
-    The largest of the forms, with the margin; `MAX_BYTES` where that was measured nowhere near; and
-    no more than the table, where there is one.
+    The largest of the forms, with the margin; `MAX_BYTES` where that was measured nowhere near, and
+    for longer samples; and no more than the table, where there is one.
 
     Attributes:
         forms: formulas whose maximum counts.
         margin: what is added to every prediction, as a share of it.
+        largest: the largest size on every axis; beyond it nothing is predicted. `None`: unlimited.
         vouched: how far the forms may be used; `None`: everywhere, since each moment of the step
             was seen and fitted.
         table: measured batches, where no formula fits well: at each shape the smaller one counts.
@@ -74,6 +75,7 @@ class MeasuredCost:
 
     forms: tuple[Form, ...]
     margin: float
+    largest: tuple[int, ...] | None = None
     vouched: VouchedRange | None = None
     table: TableCost | None = None
     time_form: PaddedCost | None = None
@@ -85,8 +87,8 @@ class MeasuredCost:
     def __post_init__(self) -> None:
         if not self.forms:
             raise CostError("a measured cost needs at least one form")
-        if not 0 <= self.margin <= _MOST_MARGIN:
-            raise CostError(f"margin must be 0 to {_MOST_MARGIN}, got {self.margin!r}")
+        if not 0 <= self.margin <= MOST_MARGIN:
+            raise CostError(f"margin must be 0 to {MOST_MARGIN}, got {self.margin!r}")
 
     @property
     def axes(self) -> int:
@@ -129,7 +131,14 @@ class MeasuredCost:
         total = np.where(beyond, MAX_BYTES, total)
         if self.table is not None:
             total = np.minimum(total, self.table.batch_bytes(n, padded_size))
-        return total
+        return np.where(self._is_beyond(padded_size), MAX_BYTES, total)
+
+    def _is_beyond(self, padded_size: ArrayLike) -> Any:
+        """Whether sizes are longer on any axis than all that were measured, shape `(…)`."""
+        if self.largest is None:
+            return False
+        over = np.asarray(padded_size) > (self.largest if self.axes > 1 else self.largest[0])
+        return over.any(axis=-1) if self.axes > 1 else over
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
@@ -142,10 +151,9 @@ class MeasuredCost:
             n = self._fitted_capacity(padded_size, fitted)
         else:
             n = self.vouched.capacity(self._fitted_capacity, padded_size, fitted)
-        if self.table is None:
-            return n
-        more: IntArray = np.maximum(n, self.table.capacity(padded_size, budget_bytes))
-        return more
+        if self.table is not None:
+            n = np.maximum(n, self.table.capacity(padded_size, budget_bytes))
+        return np.where(self._is_beyond(padded_size), 0, n)
 
     def _fitted_capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         return reduce(np.minimum, (form.capacity(padded_size, budget_bytes) for form in self.forms))
@@ -162,7 +170,12 @@ class MeasuredCost:
         """
         if self.table is not None:
             raise CostError("measured batches without a formula do not show what each sample costs")
-        return additive_bound(self.forms, 1 + self.margin)
+        if self.vouched is not None:
+            raise CostError(
+                "this cost only holds as far as measured batches have reached, which is unknown of "
+                "packed ones; its notes say why not every moment of the step was fitted"
+            )
+        return additive_bound(self.forms, 1 + self._parts / _PARTS, self._parts)
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
         """Compare what a step really needed with what was predicted.
@@ -217,7 +230,7 @@ class MeasuredCost:
             return self
         steps = self._observed.steps
         note = f"the margin was {self.margin:.2%} before {steps:,} steps were observed"
-        margin = min(self._observed.margin + 1e-3, _MOST_MARGIN)
+        margin = min(self._observed.margin + 1e-3, MOST_MARGIN)
         notes = (*self.notes, note)
         return replace(self._with(margin), notes=notes, _observed=_Observations())
 
@@ -265,6 +278,8 @@ class MeasuredCost:
             )
         lines += [f"form: {form}" for form in self.forms]
         lines.append(f"margin: {self.margin:.3%}")
+        if self.largest is not None:
+            lines.append(f"sizes: up to {' × '.join(map(str, self.largest))}")
         if self.vouched is not None:
             most = format_bytes(max(self.vouched.peak_bytes))
             lines.append(
@@ -341,6 +356,7 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
     """The cost of what a file contains."""
     table, vouched, time_form = (read[name] for name in ("table", "vouched", "time_form"))
+    largest = read["largest"]
     return MeasuredCost(
         forms=tuple(
             Form(
@@ -351,6 +367,7 @@ def _from_file(read: dict[str, Any]) -> MeasuredCost:
             for form in read["forms"]
         ),
         margin=read["margin"],
+        largest=None if largest is None else tuple(largest),
         vouched=None if vouched is None else VouchedRange(**_tuples(vouched)),
         table=None if table is None else TableCost(**_tuples(table)),
         time_form=None if time_form is None else PaddedCost(**time_form),

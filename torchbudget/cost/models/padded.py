@@ -223,8 +223,8 @@ def cost_options(coefficients: FloatArray) -> dict[str, Any]:
     }
 
 
-def additive_bound(forms: Sequence[Form], factor: float) -> PackedCost:
-    """The cheapest additive cost that is nowhere below `factor` times any of the forms.
+def additive_bound(forms: Sequence[Form], factor: float, beside: float) -> PackedCost:
+    """The cheapest additive cost that is nowhere below `factor·form + beside` of any of the forms.
 
     With coefficients of at least 0, the largest of each bounds the largest sum.
 
@@ -247,4 +247,6 @@ def additive_bound(forms: Sequence[Form], factor: float) -> PackedCost:
                     f"has terms without n, in n², or of a high degree: {term}"
                 )
             row[place] += term.bytes
-    return PackedCost(**cost_options(factor * sums.max(axis=0)))
+    largest = factor * sums.max(axis=0)
+    largest[0] += beside
+    return PackedCost(**cost_options(largest))

@@ -1,0 +1,38 @@
+"""The margin that a plan goes on with after steps were observed, in the state of its sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
+from torchbudget.plan.plan import Plan
+
+
+def margins_of(begun: Plan, later: Plan) -> list[float] | None:
+    """The margins of the window that was begun and of later ones; `None` of another cost."""
+    costs = [plan.rules.cost for plan in (begun, later)]
+    margins = [cost.margin for cost in costs if isinstance(cost, MeasuredCost)]
+    return margins or None
+
+
+def with_margin_of(plan: Plan, state: Any) -> Plan:
+    """The plan with the margin that a saved one had gone on with, if it is of the same cost.
+
+    A malformed state changes nothing here: decoding its cursor refuses it.
+    """
+    cost = plan.rules.cost
+    match state:
+        case {"margins": [float(begun), float(later)], "dealing": {"cost": saved}}:
+            pass
+        case _:
+            return plan
+    if not isinstance(cost, MeasuredCost) or not cost.margin < later <= MOST_MARGIN:
+        return plan
+    if not 0 <= begun <= later:
+        return plan
+    same = _with_margin(plan, cost, begun).dealing["cost"] == saved
+    return _with_margin(plan, cost, later) if same else plan
+
+
+def _with_margin(plan: Plan, cost: MeasuredCost, margin: float) -> Plan:
+    return plan.with_cost(cost.with_margin(margin))
