@@ -16,7 +16,7 @@ def test_the_report_and_the_figure(tmp_path: Path) -> None:
     cost = measure_cost(training.step, training.make_batch, max_size=100, method="trace")
     report = cost.report()
     assert report.count("trace") == len(cost.probes)
-    assert "margin: 0.400%" in report
+    assert "margin: 0.500%" in report
     assert "held out" in report
     cost.plot().savefig(tmp_path / "cost.png")
     assert (tmp_path / "cost.png").stat().st_size > 5000

@@ -61,7 +61,7 @@ def conformer() -> Case:
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
-    return case(Conformer(), loss_of, make_batch, 1600, min_size=8)
+    return case(Conformer(), loss_of, make_batch, 1600, min_size=32)
 
 
 # ---------------------------------------------------------------------- windows

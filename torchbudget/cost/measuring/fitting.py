@@ -45,7 +45,7 @@ _EXPLAINED: Final = 5e-4
 # More terms must leave less than this share of the error without them.
 _BETTER: Final = 0.3
 # A moment that the fit to the other steps misses by more is no polynomial of the shape.
-_POLYNOMIAL: Final = 0.05
+_POLYNOMIAL: Final = 0.1
 # Nor is one of a loop, which only seems to be the same moment in steps of other lengths.
 _LOOP_POLYNOMIAL: Final = 2e-3
 # Steps whose numbers of operations differ by more have such loops.

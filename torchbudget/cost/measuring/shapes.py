@@ -33,7 +33,7 @@ _BATCH_BYTES: Final = 2**28
 _MOST_SAMPLES: Final = 2**16
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
 # Fractions of the range of sizes, on a logarithmic scale, at which a fit is judged.
-_JUDGED: Final = (0.0, 0.35, 0.6, 0.8, 1.0)
+_JUDGED: Final = (0.0, 0.35, 0.65, 1.0)
 
 
 class BatchError(CostError):
@@ -90,7 +90,7 @@ class Domain:
             raise CostError(f"the smallest size, {smallest}, is above the largest one, {largest}")
         domain = cls(smallest, largest, multiple)
         if known is None:
-            judged = [domain.between(fraction) for fraction in _JUDGED]
+            judged = [domain.between(fraction) for fraction in _JUDGED] + [domain.short]
             if len(largest) > 1:  # sizes of any shape
                 judged[1:1] = [domain.between((1.0, 0.0)), domain.between((0.0, 1.0))]
         else:
@@ -105,6 +105,15 @@ class Domain:
     def axes(self) -> int:
         """The number of ragged axes, d."""
         return len(self.largest)
+
+    @property
+    def short(self) -> Size:
+        """The first size that layers with strides round up most; short ones are rounded up most."""
+        if self.multiple > 1:
+            return self.smallest
+        strides = [min(2 ** (low.bit_length() - 1), _STRIDES[0]) for low in self.smallest]
+        ends = zip(self.smallest, self.largest, strides, strict=True)
+        return tuple(min(low + (1 - low) % stride, high) for low, high, stride in ends)
 
     def at(self, fractions: float | Sequence[float]) -> Size:
         """The size at a fraction of the largest one, at least the smallest; axes take turns."""
