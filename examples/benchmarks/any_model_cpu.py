@@ -201,7 +201,7 @@ def bars(results: Results) -> None:
                 f"least mean predicted / budget, {method}", min(fills), limit, at_least=True
             )
     results.bar("seconds to measure", max(row["measuring, s"] for row in rows), 30)
-    for method, most in (("auto", 8), ("run", 14)):
+    for method, most in (("auto", 8), ("run", 18)):
         runs = [row["runs"] for row in rows if row["method"] == method]
         results.bar(f"runs of a measurement, {method}", max(runs, default=0), most)
 

@@ -30,8 +30,7 @@ def test_a_form_that_does_not_fit_gives_a_table() -> None:
     assert cost.table is not None
     for probe in cost.probes:
         assert cost.batch_bytes(probe.n, probe.size[0]) >= probe.peak_bytes
-    shortest = min(probe.size[0] for probe in cost.probes)
-    assert cost.batch_bytes(1, shortest) <= 2**28
+    assert cost.batch_bytes(1, 5) < cost.fitted_bytes(1, 5)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def _fit_moments(
 
 
 def fit_peaks(
-    n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike
+    n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike, *, few: bool = False
 ) -> tuple[tuple[Form, ...], float]:
     """One form and a floor, from peaks alone.
 
@@ -160,6 +160,8 @@ def fit_peaks(
         n: numbers of samples, shape `(k,)`.
         sizes: padded sizes, shape `(k,)` or `(k, d)`.
         peaks: bytes, shape `(k,)`.
+        few: whether only few peaks were read off a machine, which do not show terms of a higher
+            degree than two, nor such without n.
 
     Returns:
         The forms, and how much the fit to all peaks but one is below that one at most, as a share
@@ -167,8 +169,11 @@ def fit_peaks(
     """
     powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
     matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
+    plain = set(plain_powers(len(powers[0][1])))
     best: tuple[float, float, FloatArray] | None = None
     for used in choices_of(powers):
+        if few and not {powers[at] for at in used if powers[at][0] < 2} <= plain:
+            continue
         if best is not None and len(peak) < len(used) + 2:
             break  # too few to tell
         form, floor = _form_and_floor(matrix[:, used], peak, _BELOW)

@@ -29,6 +29,7 @@ def judged_cost(
     subject: Subject,
     *,
     everywhere: bool,
+    misfit: float = 0.0,
 ) -> MeasuredCost:
     """The cost of forms, with the margin that they need.
 
@@ -38,10 +39,11 @@ def judged_cost(
         least: the least margin.
         subject: what was measured; is warned of a form that does not fit.
         everywhere: whether the forms hold beyond what the probes have reached.
+        misfit: the least margin of the forms, where that is more.
     """
     n, sizes, peaks = columns(probes)
     fitted = MeasuredCost(forms=forms, margin=0, probes=tuple(probes))
-    table, margin = None, margin_of(fitted, least)
+    table, margin = None, margin_of(fitted, max(least, misfit))
     if not fits(fitted):
         errors = fitted.errors()
         worst = max(errors, key=abs)

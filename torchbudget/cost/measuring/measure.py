@@ -138,12 +138,15 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     """The cost without its time, its notes and what it was measured on."""
     if method == "trace" or room is None:
         traced = trace_probes(subject, room)
-        least = _LEAST_TRACE_MARGIN
+        least = misfit = _LEAST_TRACE_MARGIN
         if not traced.aligned:
+            least = _LEAST_PEAKS_MARGIN
             # Where a form is far above some peaks, it may be as far below others.
             cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
-            least = max(_LEAST_PEAKS_MARGIN, 2 * traced.under, *map(abs, cost.errors()))
-        return judged_cost(traced.forms, traced.probes, least, subject, everywhere=traced.aligned)
+            misfit = max(2 * traced.under, *map(abs, cost.errors()))
+        return judged_cost(
+            traced.forms, traced.probes, least, subject, everywhere=traced.aligned, misfit=misfit
+        )
     known = _traced(subject, method, room)
     forms, probes = run_probes(subject, room, () if known is None else known.forms)
     least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)

@@ -35,10 +35,11 @@ _SCALED: Final = 0.01
 _EXACT: Final = 0.01
 # Without a trace, several runs climb to the largest batch of a size.
 _MOST_RUNS: Final = 8
-_MOST_BLIND_RUNS: Final = 14
+_MOST_BLIND_RUNS: Final = 18
 _MOST_CLIMBS: Final = 4
 # A run that reached this share of its target needs no larger one of its size.
 _REACHED: Final = 0.9
+_MORE: Final = 0.9
 # Memory that grows no faster than this times the number of samples is linear in it.
 _LINEAR: Final = 1.15
 # Shares of the budget that runs aim at. The first one shows, at a safe distance, how the machine's
@@ -220,11 +221,15 @@ class _Runs:
 
     def run_all(self) -> None:
         """Run one small batch, then at each size one that nearly fills the budget."""
-        judged = self.subject.domain.judged
+        domain = self.subject.domain
+        judged = [size for size in domain.judged if self.traced or size != domain.short]
         smallest, largest, middle = judged[0], judged[-1], judged[len(judged) // 2]
         self._run_first(smallest)
-        self._reach_for(_SAFE, middle)
-        fitted = list(dict.fromkeys([middle, largest, smallest, *judged[1::2]]))
+        # Sizes that are long on one axis only tell the axes apart.
+        first = [domain.between((0.0, 1.0)), domain.between((1.0, 0.0))]
+        first = [middle] if domain.axes == 1 else first
+        self._reach_for(_SAFE, first[0])
+        fitted = list(dict.fromkeys([*first, largest, smallest]))
         for size in fitted:
             self._reach_for(_NEAR, size)
         for size in judged:
@@ -258,7 +263,11 @@ class _Runs:
         for _ in range(1 if self.traced else _MOST_CLIMBS):
             target = int(floor + share * (self.room - floor))
             n = min(self._most_samples(size, target), self.runner.most_samples(size))
-            if n < 1 or self.left < 1 or any((p.n, p.size) == (n, size) for p in self.probes):
+            if (
+                n < 1
+                or self.left < 1
+                or any(p.size == size and p.n >= _MORE * n for p in self.probes)
+            ):
                 return
             try:
                 probe = self.runner.run(n, size, held_out=held_out)
@@ -339,7 +348,7 @@ def fit_runs(probes: Sequence[Probe], traced: tuple[Form, ...]) -> tuple[Form, .
     """The traced forms with an offset, a scale, and what kernels need beside tensors, all ≥ 0."""
     n, sizes, peaks = columns(probes)
     if not traced:
-        return fit_peaks(n, sizes, peaks)[0]
+        return fit_peaks(n, sizes, peaks, few=True)[0]
     target = np.array(peaks, np.float64)
     tensors = _predicted(traced, probes)
     powers = plain_powers(traced[0].axes)[1:]

@@ -95,7 +95,7 @@ class Domain:
                 judged[1:1] = [domain.between((1.0, 0.0)), domain.between((0.0, 1.0))]
         else:
             ordered = known[np.argsort(np.log(np.maximum(known, 1)).sum(axis=1), kind="stable")]
-            rows = ordered[np.linspace(0, len(ordered) - 1, len(_JUDGED)).astype(int)]
+            rows = ordered[np.linspace(0, len(ordered) - 1, len(_JUDGED) + 1).astype(int)]
             top = np.maximum(np.array(smallest), np.minimum(rows, largest))
             judged = [_rounded(tuple(row), multiple) for row in top.tolist()]
         judged = sorted(set(judged), key=lambda size: (math.prod(size), size))
