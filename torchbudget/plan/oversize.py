@@ -84,7 +84,7 @@ def oversized(
         alone = int(rules.cost.batch_bytes(1, rules.padded(worst)))
         needs = f"needs {format_bytes(alone)}"
         if alone == MAX_BYTES:
-            needs = "is beyond what was measured, and no batch of it may be predicted:"
+            needs = "is beyond what was measured for the cost, under a budget"
     except CostError as error:
         needs = f"has a cost that cannot be computed ({error})"
     message = (

@@ -229,7 +229,8 @@ class _Runs:
         first = [domain.between((0.0, 1.0)), domain.between((1.0, 0.0))]
         first = [middle] if domain.axes == 1 else first
         self._reach_for(_SAFE, first[0])
-        fitted = list(dict.fromkeys([*first, largest, smallest]))
+        # The ends early: nothing is vouched for beyond them.
+        fitted = list(dict.fromkeys([first[0], largest, smallest, *first]))
         for size in fitted:
             self._reach_for(_NEAR, size)
         for size in judged:
