@@ -297,8 +297,9 @@ class _Tracer:
 
     def _to_judge(self, room: int | None, forms: tuple[Form, ...]) -> list[Shape]:
         if room is None:
-            wanted = [(self.many, self.domain.short)]
-            wanted += islice(self._more_to_judge(room, forms), len(_JUDGED) - 2)
+            short = self.domain.short
+            wanted = [(self.many, short)] if short != self.domain.smallest else []
+            wanted += islice(self._more_to_judge(room, forms), len(_JUDGED) - 1 - len(wanted))
         else:
             wanted = [(self._fits(forms, size, room), size) for size in self.domain.judged]
         if self.domain.largest != self.subject.domain.largest:  # a loop: does it go on like this?
