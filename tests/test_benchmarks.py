@@ -29,7 +29,7 @@ TINY = {
     "loader": "--samples 400 --repetitions 1",
     "collate": "--repetitions 1",
     "any_model": "--shapes 2 --models pairs",
-    "any_model_cpu": "--steps 1 --budgets 1 --models large --methods auto",
+    "any_model_cpu": "--steps 1 --budgets 1 --models pairs --methods auto",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
     "accumulate": "--repetitions 2",
     "gradient_error": "",

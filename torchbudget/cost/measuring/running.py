@@ -222,7 +222,9 @@ class _Runs:
     def run_all(self) -> None:
         """Run one small batch, then at each size one that nearly fills the budget."""
         domain = self.subject.domain
-        judged = [size for size in domain.judged if self.traced or size != domain.short]
+        judged = [*domain.judged]
+        if not self.traced and domain.short != domain.smallest and len(judged) > 2:
+            judged.remove(domain.short)
         smallest, largest, middle = judged[0], judged[-1], judged[len(judged) // 2]
         self._run_first(smallest)
         # Sizes that are long on one axis only tell the axes apart.
