@@ -223,7 +223,7 @@ class _Runs:
         """Run one small batch, then at each size one that nearly fills the budget."""
         domain = self.subject.domain
         judged = [*domain.judged]
-        if not self.traced and domain.short != domain.smallest and len(judged) > 2:
+        if not self.traced and domain.short in judged[1:-1]:
             judged.remove(domain.short)
         smallest, largest, middle = judged[0], judged[-1], judged[len(judged) // 2]
         self._run_first(smallest)
