@@ -125,7 +125,7 @@ class ByPredicate:
     should_add: Callable[[list[Any], Any], bool]
     ranks: Ranks
 
-    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (none)
         """None: a predicate knows no budget."""
         return np.empty(0, np.int64)
 

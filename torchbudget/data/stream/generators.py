@@ -59,7 +59,7 @@ class _Place(NamedTuple):
         mtrand.set_bit_generator(self.numpy)
         torch.default_generator.set_state(self.torch)
         if self.numpy_state is not None and self.numpy_state["has_gauss"]:
-            np.random.set_state(self.numpy_state)  # noqa: NPY002
+            np.random.set_state(self.numpy_state)  # noqa: NPY002  (as above)
 
 
 def seed_generators(word: int) -> None:

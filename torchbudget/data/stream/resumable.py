@@ -106,7 +106,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return self._begin_loop(0, 1)
         try:
             return self._begin_loop(info.id, info.num_workers)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  (it is raised later)
             # A worker that persists dies of what `iter` raises, and passes on what `next` does.
             return _raising(error)
 
