@@ -156,6 +156,25 @@ class TestMoving:
         assert {id(t) for t in tensors_of(batch)} == set(pinned)
 
     @collates
+    @pytest.mark.parametrize("arguments", [(torch.float16,), ("cpu", torch.float16)])
+    def test_only_floating_point_fields_are_cast(self, collate: Any, arguments: Any) -> None:
+        """Ids, masks and offsets are the same numbers in the same dtype: 40001 stays 40001."""
+        samples = [{"ids": [40001, 7], "wave": [0.5, 2.5], "ok": [True, False]}]
+        batch = collate(samples * 2)
+        moved = batch.to(*arguments)
+        assert moved["wave"].dtype is torch.float16
+        for before, after in zip(tensors_of(batch), tensors_of(moved), strict=True):
+            if before.is_floating_point():
+                assert bitwise(after, before.half())
+            else:
+                assert bitwise(after, before)
+
+    @collates
+    def test_a_cast_to_integers_is_refused(self, collate: Any) -> None:
+        with pytest.raises(OptionError, match="floating-point fields only"):
+            collate(dicts).to(torch.int32)
+
+    @collates
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_pinned_memory_and_the_device(self, collate: Any) -> None:

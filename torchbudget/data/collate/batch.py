@@ -139,15 +139,38 @@ class Batch:
         )
 
     def to(
-        self: BatchT, device: torch.device | str | int | None = None, *, non_blocking: bool = False
+        self: BatchT,
+        device: torch.device | str | int | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
     ) -> BatchT:
-        """The batch on another device; `lengths` stays on the CPU.
+        """The batch on another device, or with its floating-point fields in another dtype.
+
+        As in `torch.nn.Module.to`, all other fields keep their dtype, and so does `cu_seqlens`: in
+        float16 the token 40001 would be 40000. `lengths` stays on the CPU.
 
         Args:
-            device: as in `torch.Tensor.to`.
+            device: as in `torch.Tensor.to`; a dtype too.
+            dtype: of the fields of floating-point numbers.
             non_blocking: return before the copy from pinned memory is done.
+
+        Raises:
+            OptionError: the dtype is not of floating-point numbers.
         """
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and not dtype.is_floating_point:
+            raise OptionError(
+                f"a batch is cast in its floating-point fields only, got {dtype}: cast a field of "
+                "another kind by itself, as in batch['ids'].to(dtype)"
+            )
+
+        def move(tensor: Tensor) -> Tensor:
+            own = dtype if tensor.is_floating_point() else None
+            return tensor.to(device, own, non_blocking=non_blocking)
+
+        return self._map(move)
 
     def pin_memory(self: BatchT) -> BatchT:
         """The batch in page-locked memory; called by `DataLoader(pin_memory=True)`."""
