@@ -107,6 +107,36 @@ def test_samples_by_number(tmp_path: Path) -> None:
     assert cache.hits == cache.misses == 24
 
 
+@pytest.mark.parametrize("variants", [1, 2])
+def test_each_read_is_its_own(variants: int) -> None:
+    """What is done to a sample in place is done to no other, and to no later read of it.
+
+    Not even where variants share memory: crops that overlap, and one target of all of them.
+    """
+    scans = np.arange(8.0).reshape(2, 4)
+
+    def read(number: int) -> Any:
+        scan = torch.from_numpy(scans[number].copy())
+        crops = [{"scan": scan[i : i + 3], "more": [scan[i : i + 3].numpy()]} for i in range(2)]
+        return crops if variants == 2 else crops[0]
+
+    def target(number: int) -> Any:
+        return [[number]] * 2 if variants == 2 else [number]
+
+    reader = ReaderDataset(range(2), read, read_target=target, variants_per_read=variants)
+    for _ in range(2):
+        for number in range(len(reader)):
+            sample, label = reader[number]
+            place, first = divmod(number, variants)
+            own = scans[place, first : first + 3].tolist()
+            assert (sample["scan"].tolist(), sample["more"][0].tolist()) == (own, own)
+            assert label == [place]
+            assert sample["scan"].untyped_storage().nbytes() <= 4 * 8
+            sample["scan"] += 1
+            sample["more"][0] += 1
+            label.append(2)
+
+
 def test_the_remainder_is_kept_or_dropped(tmp_path: Path) -> None:
     """Whole batches only, or all of them."""
     files = Files(tmp_path, 12)

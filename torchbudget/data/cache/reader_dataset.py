@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from torchbudget.checks import at_least_one
@@ -70,10 +74,13 @@ class ReaderDataset(Dataset[Any]):
         if not 0 <= number < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} samples")
         place, variant = divmod(number, self.variants_per_read)
+        if self.variants_per_read == 1:
+            return self._samples(place)[0]
         if self._last.place != place:
             self._last.samples = self._samples(place)
             self._last.place = place
-        return self._last.samples[variant]
+        # Variants may share memory, such as crops that overlap, or a target of all of them.
+        return tree_map(_own, self._last.samples[variant])
 
     @property
     def reads(self) -> Reads:
@@ -99,8 +106,15 @@ class ReaderDataset(Dataset[Any]):
         return list(found)
 
 
+def _own(value: Any) -> Any:
+    """A copy of a leaf of a sample; of a part of a tensor, that part alone."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value)
+
+
 class _Last(threading.local):
-    """The last read of this thread; not pickled."""
+    """The last read of several variants in this thread; not pickled."""
 
     place = -1
     samples: list[Any]
