@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,3 +80,52 @@ def test_a_sample_is_ones_own() -> None:
             assert not sample.wave.any()
         sample.wave[:] = 1
         assert not cache[index].wave.any()
+
+
+class Image(torch.Tensor):
+    """A tensor with a class and attributes of its own."""
+
+
+def _image() -> torch.Tensor:
+    image = torch.rand(1000, 50).as_subclass(Image)[3]
+    image.label = "third"  # type: ignore[attr-defined]
+    return image
+
+
+PARTS = {
+    "plain": lambda: torch.rand(1000, 50)[3],
+    "complex": lambda: torch.rand(1000, 50, dtype=torch.complex64)[3],
+    "conjugate": lambda: torch.rand(1000, 50, dtype=torch.complex64).conj()[3],
+    "negative": lambda: torch.rand(1000, 50, dtype=torch.complex64).conj().imag[3],
+    "differentiable": lambda: torch.rand(1000, 50, requires_grad=True)[3],
+    "parameter": lambda: torch.nn.Parameter(torch.rand(1000, 50)[3]),
+    "subclass": _image,
+    "array": lambda: np.random.default_rng(0).random((1000, 50))[3],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_of_a_part_of_a_tensor_the_part_is_kept(kind: str) -> None:
+    """Its elements, dtype, class, attributes and `requires_grad`; not the storage behind it."""
+    sample = PARTS[kind]()
+    cache = SampleCache([sample], "1MiB")
+    empty = cache.nbytes
+    cache[0]
+    assert cache.kept == 1
+    assert cache.nbytes - empty < 3000
+    again = cache[0]
+    assert cache.hits == 1
+    assert same(sample, again)
+    assert type(again) is type(sample)
+    if isinstance(sample, torch.Tensor):
+        assert again.requires_grad == sample.requires_grad
+        assert again.untyped_storage().nbytes() == sample.nbytes
+        assert again.__dict__ == sample.__dict__
+
+
+def test_other_layouts_come_back() -> None:
+    """They are pickled as torch does."""
+    cache = SampleCache([torch.eye(3).to_sparse()], "1MiB")
+    cache[0]
+    assert cache[0].to_dense().equal(torch.eye(3))
+    assert cache.hits == 1

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 
 from torchbudget import SampleCache
-from torchbudget.errors import BudgetError, OptionError
+from torchbudget.errors import BudgetError, OptionError, SampleError
 
 
 class Reads:
@@ -188,6 +188,93 @@ def test_copies_are_caches_of_their_own() -> None:
         check([other[0], other[0]], [5, 6])
         assert other.hits == 1
     assert cache.kept == 1
+
+
+class Counting:
+    """Of a sample: how often it was pickled."""
+
+    def __init__(self, count: torch.Tensor) -> None:
+        self.count = count
+
+    def __reduce__(self) -> Any:
+        self.count += 1
+        return list, ()
+
+
+def test_nothing_is_pickled_that_cannot_be_kept() -> None:
+    """What has found no room once finds none later: a full cache pickles nothing."""
+    counts = torch.zeros(50, dtype=torch.int64)
+    data = [{"wave": torch.zeros(1000), "more": Counting(counts[i])} for i in range(50)]
+    cache = SampleCache(data, 9000 + 10 * 4500)
+    for _ in range(3):
+        for index in range(50):
+            cache[index]
+    assert 5 < cache.kept < 15
+    assert int(counts.sum()) == cache.kept
+
+
+def test_room_that_is_left_is_found_by_smaller_samples() -> None:
+    """A sample that does not fit ends nothing for those that do."""
+    cache = SampleCache(Reads([1_000_000, 10, 2_000_000, 20]), "64KiB")
+    for _ in range(2):
+        check([cache[index] for index in range(4)], cache.dataset.sizes)  # type: ignore[attr-defined]
+    assert (cache.kept, cache.hits) == (2, 2)
+
+
+@pytest.mark.parametrize("huge", [torch.zeros(1).expand(2**46), np.broadcast_to(0.0, 2**46)])
+def test_a_sample_of_many_terabytes_is_not_copied(huge: Any) -> None:
+    """One that only seems to have them: it is returned, and not kept."""
+    cache = SampleCache([huge], "1MiB")
+    assert [cache[0].shape for _ in range(2)] == [(2**46,)] * 2
+    assert cache.kept == 0
+
+
+class InBatches(Reads):
+    """Reads several samples at once, which is counted."""
+
+    calls = 0
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.calls += 1
+        return [self[index] for index in indices]
+
+
+def test_a_loader_reads_batches_by_the_datasets_own_way() -> None:
+    """One call for each batch, of the samples that are not kept; each sample is one's own."""
+    data = InBatches([10] * 20)
+    cache = SampleCache(data, "1MiB")
+    cache[3]
+    loader = DataLoader(cache, batch_size=10, collate_fn=list)
+    for _ in range(2):
+        check([sample for batch in loader for sample in batch], data.sizes)
+    assert data.calls == 2
+    assert data.reads.tolist() == [1] * 20
+    assert (cache.misses, cache.hits) == (20, 21)
+    twice = SampleCache(InBatches([10] * 4), "1MiB").__getitems__([1, -3, 2, 1])
+    assert [sample["number"] for sample in twice] == [1, 1, 2, 1]
+    twice[0]["wave"] += 1
+    check(twice[1:], [10] * 4)
+
+
+def test_errors_name_the_sample() -> None:
+    """And its type; of a dataset that returns too few samples, the dataset's."""
+    cache = SampleCache([1, {"generator": (one for one in ())}], "1MiB")
+    with pytest.raises(SampleError, match="sample 1, of type dict, cannot be pickled"):
+        cache[1]
+    assert cache[0] == 1
+
+    class Short(InBatches):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices[1:]]
+
+    with pytest.raises(SampleError, match="__getitems__ of Short returned 1 samples for the 2"):
+        SampleCache(Short([1, 2]), "1MiB").__getitems__([0, 1])
+
+
+@pytest.mark.parametrize("budget", ["100000TiB", 2**62])
+def test_more_bytes_than_there_are(budget: int | str) -> None:
+    with pytest.raises(BudgetError, match=r"this system has no .* for a cache"):
+        SampleCache(Reads([1]), budget)
 
 
 def test_what_cannot_be() -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import threading
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import Dataset
 
+from torchbudget.data.cache.frozen import NoRoomError, freeze, thaw
 from torchbudget.data.cache.shared_file import SharedFile
 from torchbudget.data.map_style import MapStyle
-from torchbudget.errors import BudgetError, OptionError
+from torchbudget.errors import BudgetError, OptionError, SampleError
 from torchbudget.units import format_bytes, parse_bytes
 
-_WORD: Final = 8
+_NO_ROOM: Final = -1
 _ROWS: Final = 512  # of counts: so many processes count without sharing a row
 # The table of contents begins with the bytes in use after the table, the number of processes that
 # have counted, and their hits and misses. Then come the positions of the samples.
@@ -51,7 +49,8 @@ class SampleCache(Dataset[Any]):
     A sample that one worker has read is there, once, for all workers of this and later epochs, in
     memory that processes share with any start method. A kept sample is returned as a copy, which
     may be changed. When the budget is full the cache stays as it is: an epoch reads each sample
-    once, so replacing samples would not give more hits.
+    once, so replacing samples would not give more hits. Of a tensor that is a part of another one,
+    the part is kept. A data set's own `__getitems__` reads what is not kept.
 
     A killed worker loses only the sample that it was reading.
 
@@ -62,7 +61,10 @@ class SampleCache(Dataset[Any]):
 
     Raises:
         OptionError: the dataset is not map-style.
-        BudgetError: the budget has no room for samples after the table of contents.
+        BudgetError: the budget has no room for samples after the table of contents, or is more
+            than this system gives.
+        SampleError: a sample cannot be pickled, or `__getitems__` returned another number of
+            samples; raised when they are read.
 
     >>> cache = SampleCache([[1, 2], [3]], "1MiB")
     >>> cache[0], cache[0], cache.hits, cache.misses
@@ -81,7 +83,13 @@ class SampleCache(Dataset[Any]):
                 f"a cache of {format_bytes(self.budget)} has no room for samples: its table of "
                 f"contents of {self._samples:,} samples takes {format_bytes(self._table)}"
             )
-        self._file = SharedFile(self.budget)  # all zeros: an empty cache
+        try:
+            self._file = SharedFile(self.budget)  # all zeros: an empty cache
+        except (OSError, OverflowError, ValueError) as error:
+            raise BudgetError(
+                f"this system has no {format_bytes(self.budget)} for a cache: {error}; give it a "
+                "smaller budget"
+            ) from error
         self._row = _Row()
 
     # ------------------------------------------------------------------ the table of contents
@@ -93,7 +101,7 @@ class SampleCache(Dataset[Any]):
 
     @property
     def _places(self) -> npt.NDArray[np.int64]:
-        """The position of each sample, shape `(N,)`; 0 if it is not kept."""
+        """The position of each sample, `(N,)`: 0 if it is not kept, −1 if it had no room."""
         return np.frombuffer(self._file.memory, np.int64, self._samples, _HEAD.itemsize)
 
     # ------------------------------------------------------------------ reading
@@ -104,27 +112,57 @@ class SampleCache(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample; O(its bytes) if it is kept."""
+        number = self._number(index)
+        place = self._places.item(number)
+        if place <= 0:
+            return self._read([number])[0]
+        self._count("hits")
+        return thaw(memoryview(self._file.memory)[place:])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples of a batch; those that are not kept by the data set's own `__getitems__`."""
+        numbers = list(map(self._number, indices))
+        places = self._places
+        missing = list(dict.fromkeys(one for one in numbers if places.item(one) <= 0))
+        read = dict(zip(missing, self._read(missing), strict=True))
+        return [read.pop(one) if one in read else self[one] for one in numbers]
+
+    def _number(self, index: int) -> int:
         number = int(index) + (self._samples if index < 0 else 0)
         if not 0 <= number < self._samples:
             raise IndexError(f"index {index} is out of range for {self._samples} samples")
-        place = self._places.item(number)
-        if place:
-            self._count("hits")
-            return thaw(memoryview(self._file.memory)[place:])
-        self._count("misses")
-        sample = self.dataset[number]
-        self._keep(number, sample)
-        return sample
+        return number
+
+    def _read(self, numbers: list[int]) -> list[Any]:
+        """Samples from the dataset, which are kept where there is room."""
+        read_many = getattr(self.dataset, "__getitems__", None)
+        if read_many is None or len(numbers) < 2:
+            samples = [self.dataset[number] for number in numbers]
+        else:
+            samples = read_many(numbers)
+            if len(samples) != len(numbers):
+                raise SampleError(
+                    f"__getitems__ of {type(self.dataset).__name__} returned {len(samples)} "
+                    f"samples for the {len(numbers)} indices {numbers}"
+                )
+        for number, sample in zip(numbers, samples, strict=True):
+            self._count("misses")
+            self._keep(number, sample)
+        return samples
 
     def _keep(self, number: int, sample: Any) -> None:
-        if self.nbytes >= self.budget:
+        # The room only shrinks: a sample that found none is not tried again.
+        if self._places[number]:
             return
-        parts = freeze(sample)
+        parts = self._frozen(number, sample)
         size = sum(part.nbytes for part in parts)
         memory = memoryview(self._file.memory)
         with self._file.locked():
             start = self._table + int(self._head["used"])
-            if self._places[number] or start + size > self.budget:
+            if self._places[number]:
+                return
+            if not parts or start + size > self.budget:
+                self._places[number] = _NO_ROOM
                 return
             at = start
             for part in parts:
@@ -133,6 +171,19 @@ class SampleCache(Dataset[Any]):
             # The place is written last, as one word: killed before that, the sample is not kept.
             self._head["used"] = -(-at // 8) * 8 - self._table
             self._places[number] = start
+
+    def _frozen(self, number: int, sample: Any) -> list[memoryview]:
+        """The parts of a sample's bytes; none if there is no room for it."""
+        try:
+            return freeze(sample, self.budget - self.nbytes)
+        except NoRoomError:
+            return []
+        except Exception as error:
+            raise SampleError(
+                f"sample {number}, of type {type(sample).__name__}, cannot be pickled, as a cache "
+                f"needs: {type(error).__name__}: {error}; convert it in the data set, or apply the "
+                "transform that makes it after the cache"
+            ) from error
 
     def _count(self, kind: str) -> None:
         row = self._row
@@ -158,7 +209,7 @@ class SampleCache(Dataset[Any]):
     @property
     def kept(self) -> int:
         """The number of samples that are kept."""
-        return int(np.count_nonzero(self._places))
+        return int(np.count_nonzero(self._places > 0))
 
     @property
     def nbytes(self) -> int:
@@ -171,50 +222,3 @@ class SampleCache(Dataset[Any]):
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}, {self.hits:,} hits, "
             f"{self.misses:,} misses)"
         )
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays, whose memory is not copied into the pickle."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and _is_plain(value):
-            words = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _tensor, (words, value.dtype, tuple(value.shape))
-        return NotImplemented
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is nothing but elements in the CPU's memory."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
-        and not (tensor.is_complex() or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _tensor(words: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(words).view(dtype).reshape(shape)
-
-
-def freeze(sample: Any) -> list[memoryview]:
-    """The parts of a sample's bytes, not joined: a header, the pickle, and the buffers.
-
-    Raises:
-        Exception: as raised by pickling.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(sample)
-    parts = [file.getbuffer(), *(buffer.raw() for buffer in buffers)]
-    header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
-    return [memoryview(header.tobytes()), *parts]
-
-
-def thaw(frozen: memoryview) -> Any:
-    """The sample again, in memory of its own."""
-    count = np.frombuffer(frozen, np.int64, 1).item()
-    lengths = np.frombuffer(frozen, np.int64, count, _WORD).tolist()
-    ends = accumulate(lengths, initial=_WORD * (count + 1))
-    pickled, *buffers = [bytearray(frozen[start:end]) for start, end in pairwise(ends)]
-    return pickle.loads(pickled, buffers=buffers)  # noqa: S301  (what `freeze` has written)
