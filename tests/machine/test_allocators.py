@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.memory_groups import REPOSITORY
+from torchbudget.machine.allocators import cuda_allocator_settings
 
 VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -88,3 +89,29 @@ def test_blocks_are_returned_when_they_are_freed():
     if lines == ["no glibc"]:
         pytest.skip("not glibc")
     assert int(lines[1]) >= 48 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("", {}),
+        ("expandable_segments:True", {"expandable_segments": "True"}),
+        (
+            "max_split_size_mb: 128, roundup_power2_divisions:[256:1,>:4],expandable_segments:False",
+            {
+                "max_split_size_mb": "128",
+                "roundup_power2_divisions": "[256:1,>:4]",
+                "expandable_segments": "False",
+            },
+        ),
+    ],
+)
+def test_the_settings_of_cudas_allocator_are_read(
+    monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, str]
+) -> None:
+    """From the name that torch reads first."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
+    assert cuda_allocator_settings() == settings
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert cuda_allocator_settings() == {"expandable_segments": "True"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from typing import Final
 
 import torch
@@ -13,6 +14,8 @@ _M_MMAP_THRESHOLD: Final = -3
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing.
 _ONEDNN_KERNELS: Final = "32"
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
+# Torch 2.6 knows the second name only; where the first is known it is read first.
+_CUDA_NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Messages of errors without a class of their own: torch's allocator on the CPU, CUDA's libraries.
 _OUT_OF_MEMORY: Final = (
     "can't allocate memory",
@@ -41,10 +44,20 @@ def configure_allocators() -> None:
     """
     trim_malloc()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_KERNELS)
-    # Torch 2.6 knows the second name only; where the first is known it is read first.
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
-        os.environ.update(dict.fromkeys(names, _CUDA_SEGMENTS))
+    if not any(name in os.environ for name in _CUDA_NAMES):
+        os.environ.update(dict.fromkeys(_CUDA_NAMES, _CUDA_SEGMENTS))
+
+
+def cuda_allocator_settings() -> dict[str, str]:
+    """What the environment sets for CUDA's caching allocator, by name.
+
+    torch reads it when the process first uses CUDA; later changes have no effect.
+
+    Such as `{"expandable_segments": "True"}` after `configure_allocators()`.
+    """
+    text = next((os.environ[name] for name in _CUDA_NAMES if name in os.environ), "")
+    pairs = re.findall(r"(\w+):(\[[^]]*\]|[^,]*)", re.sub(r"\s", "", text))
+    return dict(pairs)
 
 
 def trim_malloc(threshold_bytes: int = 2**17) -> bool:
