@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget import budget as budget_module
-from torchbudget.budget import MemoryBudget
+from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.errors import BudgetError, MachineError, OptionError
 from torchbudget.machine.host import host_memory, shared_memory
 from torchbudget.machine.pools import MemoryPool
@@ -265,13 +266,60 @@ def test_this_machine():
         assert budget.shared == pytest.approx(0.5 * shared.usable_bytes, abs=GiB(1))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-def test_this_gpu():
-    """What the process holds already does not change its budget, and a tensor of it fits."""
-    before = MemoryBudget.detect("cuda:0", fraction=0.9)
-    tensor = torch.empty(before.device, dtype=torch.uint8, device="cuda:0")
-    after = MemoryBudget.detect("cuda:0", fraction=0.9)
-    del tensor
-    torch.cuda.empty_cache()
-    assert after.device == pytest.approx(before.device, abs=MiB(64))
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_ranks_share_the_machine_but_not_their_gpus(ranks):
+    """The host's bytes and /dev/shm are divided, and a rank's own card is not."""
+    machine = MemoryPool(name="machine", limit_bytes=1600, used_bytes=0)
+    shm = MemoryPool(name="/dev/shm", limit_bytes=160, used_bytes=0)  # noqa: S108  (a name)
+    gpu = MemoryPool(name="cuda:0", limit_bytes=800, used_bytes=0)
+    fakes, options = Fakes([machine], shm, gpu), {"fraction": 1, "ranks_per_machine": ranks}
+    assert fakes.detect("cuda:0", **options) == MemoryBudget(
+        device=800, host=1600 // ranks, shared=160 // ranks
+    )
+    assert fakes.detect("cpu", **options).device == 1600 // ranks
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True, "2"])
+def test_a_number_of_ranks_is_an_int_of_at_least_one(ranks):
+    with pytest.raises(OptionError, match="ranks_per_machine must be an int of at least 1"):
+        MemoryBudget.detect("cpu", ranks_per_machine=ranks)
+
+
+# --- a hard limit --------------------------------------------------------------------------------
+# On figures that stand in for a GPU's.
+
+
+def test_the_allocator_gets_what_the_budget_leaves(monkeypatch):
+    """Budget less what this process uses outside; others' 40 GiB and the cache do not count."""
+    fake = FakeDevice(free_bytes=GiB(31), reserved_bytes=GiB(8), process_bytes=GiB(9))
+    put_in_place(monkeypatch, fake)
+    fake.free(GiB(5))
+    limit = limit_device_memory("10GiB", "cuda")
+    assert (limit.reserved_bytes, limit.outside_bytes) == (GiB(9), GiB(1))
+    assert fake.now.fraction == 9 / 80
+    assert fake.now.reserved_bytes == GiB(3)  # or it could keep what it had reserved
+    assert str(limit).startswith(
+        "cuda:1: torch's allocator may reserve 9 GiB, which with 1 GiB outside it is the budget "
+        "of 10 GiB; what libraries and collectives allocate by themselves"
+    )
+    fake.load(GiB(1))
+    assert limit_device_memory(MemoryBudget(device="10GiB"), "cuda").reserved_bytes == GiB(8)
+    assert limit_device_memory("200GiB", "cuda").reserved_bytes == GiB(80)
+    assert fake.now.fraction == 1
+
+
+def test_a_limit_that_leaves_nothing(monkeypatch):
+    fake = put_in_place(monkeypatch, FakeDevice(free_bytes=GiB(79), process_bytes=GiB(1)))
+    with pytest.raises(BudgetError, match=r"uses 1 GiB outside .* nothing of a budget of 1 GiB"):
+        limit_device_memory("1GiB", "cuda")
+    assert fake.now.fraction == 1
+    with pytest.raises(BudgetError, match="does not state the device's bytes"):
+        limit_device_memory(MemoryBudget(host="1GiB"), "cuda")
+
+
+def test_on_a_cpu_nothing_is_limited_and_the_text_says_so():
+    limit = limit_device_memory("8GiB", "cpu")
+    assert limit.reserved_bytes is None
+    assert str(limit) == "cpu: not limited, since torch's allocator has no limit there"
+    with pytest.raises(OptionError, match="expected a CUDA device"):
+        limit_device_memory("8GiB", "mps")

@@ -1,7 +1,7 @@
 """State bytes; DataLoaders then yield ragged batches that fit those bytes and fill them."""
 
 from torchbudget import errors, readers, transforms
-from torchbudget.budget import MemoryBudget
+from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.cost.measuring.measure import describe_step, measure_cost
 from torchbudget.cost.measuring.tracing import trace_peak_bytes
 from torchbudget.cost.models.dense import DenseCost
@@ -63,6 +63,7 @@ __all__ = [
     "fit",
     "format_bytes",
     "joint_backward",
+    "limit_device_memory",
     "load_cost",
     "measure_cost",
     "memory_summary",

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 import torch
 
+from torchbudget.checks import is_int
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.machine.device import cuda_memory
+from torchbudget.machine.device import cuda_memory, device_memory
 from torchbudget.machine.host import host_memory, shared_memory
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import Amount, exact, format_bytes, parse_bytes
@@ -75,16 +76,23 @@ class MemoryBudget:
         return value if isinstance(value, MemoryBudget) else cls(device=value)
 
     @classmethod
-    def detect(cls, device: str | torch.device | None, *, fraction: float = 0.9) -> MemoryBudget:
+    def detect(
+        cls,
+        device: str | torch.device | None,
+        *,
+        fraction: float = 0.9,
+        ranks_per_machine: int = 1,
+    ) -> MemoryBudget:
         """A part of what this job can use on this machine now.
 
         *This job* is the calling process and its descendants, such as the workers of a
         `DataLoader`. Every amount is `fraction` of
 
-        - `device`, on a GPU: all of its memory less what is used now, except that what the caching
-          allocator of this process has reserved is the job's own and counts as usable. Other
-          processes' memory and this process's CUDA context do not. Compare it with a peak of
-          reserved bytes (`torch.cuda.max_memory_reserved`).
+        - `device`, on a GPU: all of its memory less what other processes use. What this process
+          uses already is its own: what torch's allocator has reserved, and its context, libraries
+          and buffers of collectives. Compare it with the sum of both (`peak_memory`), which is what
+          `nvidia-smi` shows for the process. It is read from NVML, with the extra `nvml`; see
+          `torchbudget.machine.device` for what is assumed without.
         - `device`, on `"cpu"`: the host's bytes.
         - `host`: the least of what the machine and each control group of this process, up to the
           topmost that is visible, have left for the job: the limit, less what others use. Page
@@ -94,18 +102,19 @@ class MemoryBudget:
         - `shared`: the bytes that are free in `/dev/shm`; None where there is no `/dev/shm`, or it
           has no limit of its own. What is written there counts towards `host` as well.
 
-        The result hardly depends on whether the model is built before or after the call. Two
-        amounts may be the same memory, and cannot both be used in full: on `"cpu"`, `device` and
-        `host` are one memory, of which a training step and the loading of data each need a part;
-        and several ranks on one machine each find all of it, so give each its part:
-        `fraction=0.9 / ranks_per_machine`.
+        The result hardly depends on whether the model is built before or after the call. On
+        `"cpu"`, `device` and `host` are one memory, of which a training step and the loading of
+        data each need a part: they cannot both be used in full.
 
         Args:
             device: `"cuda:0"`, `"cuda"` (the current device), `"cpu"`, or None for no limit on it.
             fraction: the part to take, above 0 and at most 1.
+            ranks_per_machine: by which the machine's memory is divided, `host`, `shared` and
+                `device="cpu"`. A GPU is not divided, as each rank has its own.
 
         Raises:
-            OptionError: `fraction` is out of range, or `device` is no such device.
+            OptionError: `fraction` or `ranks_per_machine` is out of range, or `device` is no such
+                device.
             MachineError: a reading is missing, or there is no such GPU.
             BudgetError: nothing is left.
 
@@ -116,15 +125,19 @@ class MemoryBudget:
         share = exact(fraction)
         if share is None or not 0 < share <= 1:
             raise OptionError(f"fraction must be above 0 and at most 1, got {fraction!r}")
-
+        if not is_int(ranks_per_machine) or ranks_per_machine < 1:
+            raise OptionError(
+                f"ranks_per_machine must be an int of at least 1, got {ranks_per_machine!r}"
+            )
+        rank_share = share / int(ranks_per_machine)
         on_host = device is not None and str(device) in {"cpu", "cpu:0"}
         gpu = None if device is None or on_host else cuda_memory(device)
-        host_bytes = _part(min(host_memory(), key=lambda pool: pool.usable_bytes), share)
+        host_bytes = _part(min(host_memory(), key=lambda pool: pool.usable_bytes), rank_share)
         shm = shared_memory()
         return cls(
             device=host_bytes if on_host else None if gpu is None else _part(gpu, share),
             host=host_bytes,
-            shared=None if shm is None else _part(shm, share),
+            shared=None if shm is None else _part(shm, rank_share),
         )
 
     def __str__(self) -> str:
@@ -132,6 +145,85 @@ class MemoryBudget:
         return ", ".join(
             f"{name} {format_bytes(amount)}" for name, amount in amounts if amount is not None
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimit:
+    """What `limit_device_memory` has done; as text, what is limited and what is not.
+
+    Attributes:
+        device: its name.
+        budget_bytes: what this process may use of it; None: nothing was stated.
+        reserved_bytes: what torch's allocator may reserve; None: it is not limited.
+        outside_bytes: what this process uses outside the allocator now, which is not limited.
+    """
+
+    device: str
+    budget_bytes: int | None
+    reserved_bytes: int | None = None
+    outside_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.reserved_bytes is None or self.budget_bytes is None:
+            return f"{self.device}: not limited, since torch's allocator has no limit there"
+        return (
+            f"{self.device}: torch's allocator may reserve {format_bytes(self.reserved_bytes)}, "
+            f"which with {format_bytes(self.outside_bytes)} outside it is the budget of "
+            f"{format_bytes(self.budget_bytes)}; what libraries and collectives allocate by "
+            "themselves later on is not limited"
+        )
+
+
+def limit_device_memory(
+    budget: MemoryBudget | Amount, device: torch.device | str | None = None
+) -> DeviceLimit:
+    """Make a budget a hard limit of torch's allocator on a GPU, for the rest of the process.
+
+    The allocator may then reserve what the budget leaves beside what this process uses outside it:
+    the CUDA context, libraries, buffers of collectives. Beyond that it returns its free blocks to
+    the device and, if that does not suffice, raises `torch.OutOfMemoryError`. It cannot limit what
+    is allocated outside it later on: call it once the model has run, and collectives are set up, or
+    call it again. A later call replaces the limit.
+
+    On a CPU nothing is limited, and the result says so: the same script runs on both.
+
+    Args:
+        budget: of which the device's bytes count.
+        device: `"cuda:0"`, `"cpu"` or the like; None: the current CUDA device if there is any.
+
+    Returns:
+        What is limited; print it.
+
+    Raises:
+        BudgetError: the budget does not state the device's bytes, or the process uses them up
+            outside the allocator.
+        OptionError: the device is neither a CPU nor a CUDA device.
+        MachineError: there is no such device.
+
+    >>> print(limit_device_memory("8GiB", "cpu"))
+    cpu: not limited, since torch's allocator has no limit there
+    """
+    budget_bytes = MemoryBudget.of(budget).device
+    if budget_bytes is None:
+        raise BudgetError("the budget does not state the device's bytes, which are to be limited")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.device(device).type == "cpu":
+        return DeviceLimit(device="cpu", budget_bytes=budget_bytes)
+    memory = device_memory(device)
+    name = f"cuda:{memory.source.index}"
+    room_bytes = memory.limit(budget_bytes)
+    if room_bytes <= 0:
+        raise BudgetError(
+            f"{name}: this process uses {format_bytes(budget_bytes - room_bytes)} outside torch's "
+            f"allocator, which leaves nothing of a budget of {format_bytes(budget_bytes)}"
+        )
+    return DeviceLimit(
+        device=name,
+        budget_bytes=budget_bytes,
+        reserved_bytes=room_bytes,
+        outside_bytes=memory.outside_bytes(memory.source.figures()),
+    )
 
 
 def _parse(name: str, amount: Amount | None) -> int | None:

@@ -1,20 +1,93 @@
-"""The memory of a GPU."""
+"""The memory of a CUDA device: what this process has of it, and what others have.
+
+The device's bytes of a process are what torch's allocator has reserved plus what the process uses
+outside it: its context, libraries, buffers of collectives. Memory of other processes is no part.
+"""
 
 from __future__ import annotations
 
+import os
+from typing import Final
+
 import torch
 
-from torchbudget.errors import MachineError, OptionError
+from torchbudget.machine.cuda import DeviceFigures, DeviceSource, TorchSource
 from torchbudget.machine.pools import MemoryPool
+from torchbudget.units import format_bytes
+
+# Where nothing tells processes apart, up to so much of what is in use at first is this process's: a
+# context takes about half a GiB, libraries that are loaded by then some hundred MiB more.
+_ASSUMED_BYTES: Final = 2**30
+_devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
 
 
-def cuda_memory(device: str | torch.device = "cuda") -> MemoryPool:
-    """The memory of one GPU.
+class DeviceMemory:
+    """The memory of one device, told apart from that of other processes.
 
-    This job's own is what this process's caching allocator has reserved. Its CUDA context, about
-    half a GiB that tensors cannot use, is not, nor are libraries that allocate by themselves; both
-    count as used. Where `torch.cuda.set_per_process_memory_fraction` limits the allocator, what it
-    may not take counts as used, too.
+    Where NVML counts this process's bytes, they are read each time. Elsewhere others are taken to
+    use what they used before this process had a context, or, if that is unknown, all that was in
+    use at the first reading beyond a GiB; what is added later is this process's.
+
+    Attributes:
+        source: of the figures, and what acts on the allocator.
+    """
+
+    def __init__(self, source: DeviceSource) -> None:
+        self.source = source
+        first = source.figures()
+        used_bytes = first.total_bytes - first.free_bytes
+        if first.free_before_bytes is not None:
+            self._others_bytes = max(0, first.total_bytes - first.free_before_bytes)
+        else:
+            self._others_bytes = max(0, used_bytes - first.reserved_bytes - _ASSUMED_BYTES)
+
+    def outside_bytes(self, figures: DeviceFigures) -> int:
+        """What this process used outside torch's allocator at a reading."""
+        used_bytes = figures.process_bytes
+        if used_bytes is None:
+            used_bytes = figures.total_bytes - figures.free_bytes - self._others_bytes
+        return max(0, used_bytes - figures.reserved_bytes)
+
+    def told_apart_by(self, figures: DeviceFigures) -> str:
+        """How this process's bytes were told from those of others at a reading."""
+        if figures.process_bytes is not None:
+            return "as NVML counts this process"
+        if figures.free_before_bytes is not None:
+            return "what is in use, less what was in use before this process had a context"
+        others = format_bytes(self._others_bytes)
+        return f"an assumption, {others} in use being others'; with nvidia-ml-py it is read"
+
+    def pool(self) -> MemoryPool:
+        """The device as memory that this process shares with others.
+
+        Where the allocator may take a fraction only, the rest counts as used.
+        """
+        figures = self.source.figures()
+        cap_bytes = int(figures.total_bytes * figures.fraction)
+        free_bytes = min(figures.free_bytes, max(0, cap_bytes - figures.reserved_bytes))
+        return MemoryPool(
+            name=f"cuda:{self.source.index}",
+            limit_bytes=figures.total_bytes,
+            used_bytes=figures.total_bytes - free_bytes,
+            own_bytes=figures.reserved_bytes + self.outside_bytes(figures),
+        )
+
+    def limit(self, num_bytes: int) -> int:
+        """Let the allocator reserve no more than what keeps this process within `num_bytes`.
+
+        Returns:
+            What it may reserve: `num_bytes` less what is used outside it, if that is above 0.
+        """
+        figures = self.source.figures()
+        room_bytes = min(num_bytes - self.outside_bytes(figures), figures.total_bytes)
+        if room_bytes > 0:
+            self.source.empty_cache()  # what it has reserved already, it would keep
+            self.source.set_fraction(room_bytes / figures.total_bytes)
+        return room_bytes
+
+
+def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
+    """The memory of a CUDA device; one for each device, made at the first call.
 
     The first call in a process initialises CUDA, which it cannot share with forked children.
 
@@ -25,41 +98,17 @@ def cuda_memory(device: str | torch.device = "cuda") -> MemoryPool:
         OptionError: `device` is no CUDA device.
         MachineError: there is no such device, or CUDA does not answer.
     """
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError):
-        wanted = None
-    if wanted is None or wanted.type != "cuda":
-        raise OptionError(
-            f"expected a CUDA device such as 'cuda:0', got {str(device)!r}; "
-            "for another device, state the budget's bytes"
-        )
-    if not torch.cuda.is_available():
-        reason = (
-            f"torch {torch.__version__} is built without CUDA"
-            if torch.version.cuda is None and torch.version.hip is None
-            else "torch finds no driver or no device"
-        )
-        raise MachineError(f"cannot read the memory of {wanted}: {reason}")
-    if wanted.index is not None and wanted.index >= torch.cuda.device_count():
-        raise MachineError(
-            f"cannot read the memory of {wanted}: there are {torch.cuda.device_count()} CUDA "
-            "devices, counted from 0"
-        )
-    try:
-        index = torch.cuda.current_device() if wanted.index is None else wanted.index
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        reserved_bytes = torch.cuda.memory_reserved(index)
-    except RuntimeError as error:
-        raise MachineError(f"cannot read the memory of {wanted}: {error}") from error
-    # The oldest versions of torch that are supported can set the fraction, but not return it.
-    get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    if get_fraction is not None:
-        cap_bytes = int(total_bytes * get_fraction(index))
-        free_bytes = min(free_bytes, max(0, cap_bytes - reserved_bytes))
-    return MemoryPool(
-        name=f"cuda:{index}",
-        limit_bytes=total_bytes,
-        used_bytes=total_bytes - free_bytes,
-        own_bytes=reserved_bytes,
-    )
+    source = TorchSource(device)
+    key = os.getpid(), source.index
+    if key not in _devices:
+        _devices[key] = DeviceMemory(source)
+    return _devices[key]
+
+
+def cuda_memory(device: torch.device | str = "cuda") -> MemoryPool:
+    """The memory of one GPU; this job's own is what this process uses of it, context included.
+
+    See `device_memory`, whose errors it raises. Other processes on one GPU count as others, those
+    of this job too: a GPU belongs to one rank.
+    """
+    return device_memory(device).pool()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from torchbudget.machine.device import DeviceMemory, device_memory
 from torchbudget.machine.host import reset_peak_memory
 from torchbudget.machine.kernel_files import ROOT, read_fields
 
@@ -19,21 +20,28 @@ class Peak:
     """What `peak_memory` measured; filled in when its context ends.
 
     Attributes:
-        bytes: the most memory in use on the device. On the CPU: resident in this process. On CUDA:
-            reserved by torch's allocator, and all that is in use outside it (contexts, other
-            processes).
+        bytes: the most memory that this process used on the device. On the CPU: resident. On CUDA:
+            reserved by torch's allocator, and in use outside it (context, libraries, buffers of
+            collectives); not what other processes use.
         reserved_bytes: on CUDA, the part of it that torch's allocator reserved.
+        reserved_before_bytes: on CUDA, what it had reserved when the context began.
+        outside_bytes: on CUDA, the part outside the allocator when the context ended.
         allocated_bytes: on CUDA, the most that living tensors took.
         sampled: whether memory was only read every millisecond.
-        retries: on CUDA, how many allocations failed at first, or for good: torch's
-            `num_alloc_retries` and `num_ooms`.
+        retries: on CUDA, how many allocations succeeded only after the allocator had returned its
+            free blocks to the device: torch's `num_alloc_retries`.
+        failures: on CUDA, how many allocations failed: torch's `num_ooms`. Some libraries go on
+            without the memory that they asked for.
     """
 
     bytes: int = 0
     reserved_bytes: int = 0
+    reserved_before_bytes: int = 0
+    outside_bytes: int = 0
     allocated_bytes: int = 0
     sampled: bool = False
     retries: int = 0
+    failures: int = 0
 
 
 @contextmanager
@@ -41,22 +49,17 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     """Measure the most memory that this process uses on `device` inside the context.
 
     On the CPU that is the high-water mark of resident memory, which is reset first; where the
-    kernel does not allow that, a thread reads the resident memory every millisecond.
+    kernel does not allow that, a thread reads the resident memory every millisecond. On CUDA see
+    `torchbudget.machine.device`; memory outside torch's allocator is read when the context ends.
+
+    Raises:
+        OptionError: the device is neither a CPU nor a CUDA device.
+        MachineError: there is no such device, or it does not answer.
     """
     peak = Peak()
     device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = _failed_allocations(device)
-        yield peak
-        torch.cuda.synchronize(device)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-        peak.reserved_bytes = torch.cuda.max_memory_reserved(device)
-        peak.bytes = peak.reserved_bytes + outside_bytes
-        peak.allocated_bytes = torch.cuda.max_memory_allocated(device)
-        peak.retries = _failed_allocations(device) - before
+    if device.type != "cpu":
+        yield from _on_device(peak, device_memory(device))
     elif reset_peak_memory():
         yield peak
         peak.bytes = read_fields(ROOT / "proc/self/status")["VmHWM"]
@@ -65,9 +68,21 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         yield from _sampled(peak)
 
 
-def _failed_allocations(device: torch.device) -> int:
-    stats = torch.cuda.memory_stats(device)
-    return int(stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0))
+def _on_device(peak: Peak, memory: DeviceMemory) -> Iterator[Peak]:
+    source = memory.source
+    source.synchronize()
+    source.reset_peaks()
+    before = source.figures()
+    yield peak
+    source.synchronize()
+    after = source.figures()
+    peak.reserved_before_bytes = before.reserved_bytes
+    peak.reserved_bytes = after.peak_reserved_bytes
+    peak.outside_bytes = memory.outside_bytes(after)
+    peak.bytes = peak.reserved_bytes + peak.outside_bytes
+    peak.allocated_bytes = after.peak_allocated_bytes
+    peak.retries = after.retries - before.retries
+    peak.failures = after.ooms - before.ooms
 
 
 def _sampled(peak: Peak) -> Iterator[Peak]:

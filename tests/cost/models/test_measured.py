@@ -165,18 +165,40 @@ def test_a_caching_allocator_keeps_what_the_largest_step_took() -> None:
     assert 0.02 <= cost.with_observed_margin().margin <= 0.03
 
 
-def test_allocations_that_were_tried_again_raise_the_margin() -> None:
+def test_what_was_reserved_before_a_step_is_no_surprise() -> None:
+    """What earlier work left reserved, and was enough, does not show what the step needs."""
+    cost = measured(margin=0.01)
+    left = Peak(bytes=10_000_000, allocated_bytes=90_000, reserved_bytes=9_000_000)
+    left.reserved_before_bytes = 9_000_000
+    cost.observe(1, 100, left)
+    assert cost.with_observed_margin() is cost
+    left.reserved_before_bytes = 8_000_000  # now it grew
+    with pytest.warns(MeasureWarning, match="needed 9.54 MiB"):
+        cost.observe(1, 100, left)
+
+
+def test_allocations_that_failed_raise_the_margin() -> None:
     """What such a step needed is unknown: each margin grows by 0.02, with one warning."""
     cost = measured(margin=0.01)
     with pytest.warns(MeasureWarning, match="did not get the memory"):
-        cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, retries=1))
+        cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, failures=1))
     once = cost.with_observed_margin().margin
     assert once > 0.03
-    cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, retries=2))
+    cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, failures=2))
     assert cost.with_observed_margin().margin == once  # later batches still have the old margin
     cost.with_margin(once)
     cost.observe(10, 100, None)
     assert once + 0.02 <= cost.with_observed_margin().margin <= once + 0.03
+
+
+def test_allocations_that_succeeded_at_the_second_attempt_are_noted() -> None:
+    """A flush of the cache is no lack of memory: no warning, no margin, a line in the report."""
+    cost = measured(margin=0.01)
+    assert "flushed" not in cost.report()
+    for _ in range(2):
+        cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, retries=3))
+    assert cost.with_observed_margin() is cost
+    assert "note: in training, 6 allocations succeeded only after" in cost.report()
 
 
 def test_a_cost_that_was_only_traced_has_no_time() -> None:

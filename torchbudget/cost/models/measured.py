@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _PARTS: Final = 2**14
 # Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
 MOST_MARGIN: Final = 1000
-# What a margin grows by when an allocation was retried.
-_RETRIED: Final = 0.02
+# What a margin grows by when an allocation failed.
+_FAILED: Final = 0.02
 _FORMAT: Final = 3  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>8}  {}"  # of reports
 
@@ -45,12 +45,14 @@ class _Observations:
         steps: how many were observed.
         largest_bytes: the largest fitted bytes of any, where an allocator keeps what it reserved.
         planned_margin: the margin of the cost that batches are planned with by now.
+        retries: allocations that succeeded once the cache was flushed.
     """
 
     margin: float = 0.0
     steps: int = 0
     largest_bytes: int = 0
     planned_margin: float = 0.0
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,34 +189,38 @@ class MeasuredCost:
             n: samples of the batch.
             size: its padded size.
             peak: what `peak_memory` measured around its step, or its bytes. CUDA's allocator keeps
-                what it has reserved, so there it is compared with the largest step so far. `None`:
-                the step ran out of memory.
+                what it has reserved, so there it is compared with the largest step so far, and
+                only where more was reserved than before. `None`: the step ran out of memory. An
+                allocation that succeeded at the second attempt is no failure: `report` counts them.
 
         Warns:
-            MeasureWarning: the first time that a step needed more than was predicted, or that
-                CUDA's allocator had to retry an allocation.
+            MeasureWarning: the first time that a step needed more than was predicted, or that an
+                allocation of CUDA's failed.
         """
         if self.axes == 1 and isinstance(size, Sequence):
             [size] = size
         if peak is None:
-            peak = Peak(retries=1)
+            peak = Peak(failures=1)
         elif not isinstance(peak, Peak):
             peak = Peak(bytes=peak)
         observed = self._observed
         observed.steps += 1
+        observed.retries += peak.retries
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
         predicted = max(int(self.batch_bytes(n, size)), reserved_for)
         observed.largest_bytes = predicted
-        if peak.bytes <= predicted and not peak.retries:
+        # What was reserved before the step, and was enough for it, does not show what it needs.
+        enough = 0 < peak.reserved_bytes <= peak.reserved_before_bytes
+        if (peak.bytes <= predicted or enough) and not peak.failures:
             return
         first = observed.margin <= self.margin
         margin = (1 + self.margin) * peak.bytes / predicted - 1
-        if peak.retries:  # its need is unknown, but more than there was
-            margin = max(margin, max(self.margin, observed.planned_margin) + _RETRIED)
+        if peak.failures:  # its need is unknown, but more than there was
+            margin = max(margin, max(self.margin, observed.planned_margin) + _FAILED)
         observed.margin = max(observed.margin, margin)
         if first:
             needed = f"needed {format_bytes(peak.bytes)}"
-            if peak.retries:
+            if peak.failures:
                 needed = "did not get the memory that it asked for"
             warnings.warn(
                 f"a step on {n} samples of size {size} {needed}, but {format_bytes(predicted)} "
@@ -290,6 +296,12 @@ class MeasuredCost:
             lines.append("table: at each shape the cheapest measured batch of at least that size")
         lines += [f"{name}: {value}" for name, value in self.measured_on.items()]
         lines += [f"note: {note}" for note in self.notes]
+        if self._observed.retries:
+            lines.append(
+                f"note: in training, {self._observed.retries:,} allocations succeeded only after "
+                "the allocator's cache was flushed, which takes time; expandable segments, as of "
+                "configure_allocators(), or a smaller budget make them rare"
+            )
         return "\n".join(lines)
 
     def plot(self) -> Figure:

@@ -1,0 +1,98 @@
+"""A GPU that is not there: figures that tests set, in the place of torch's and NVML's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchbudget.machine import device as device_module
+from torchbudget.machine.cuda import DeviceFigures
+
+
+class FakeDevice:
+    """Two equal devices of 80 GiB, which count what is taken and done.
+
+    Attributes:
+        now: the figures, which `take` and `free` change.
+        cached: bytes of the allocator's that no tensor uses.
+        settings: of the allocator.
+        graphs: bytes of CUDA graphs.
+    """
+
+    index = 1
+
+    def __init__(self, **figures: Any) -> None:
+        total = figures.pop("total_bytes", 80 * 2**30)
+        self.now = DeviceFigures(total_bytes=total, **{"free_bytes": total} | figures)
+        self.allocated = self.now.reserved_bytes
+        self.settings = "native, expandable segments"
+        self.graphs = 0
+        self.emptied = 0
+
+    def set(self, **figures: Any) -> None:
+        """Figures from now on."""
+        self.now = replace(self.now, **figures)
+
+    def take(self, num_bytes: int, *, reserving: int = 0) -> None:
+        """Allocate tensors; the allocator reserves more than they take."""
+        now = self.now
+        self.allocated += num_bytes
+        grown = max(self.allocated + reserving - now.reserved_bytes, 0)
+        reserved = now.reserved_bytes + grown
+        process = None if now.process_bytes is None else now.process_bytes + grown
+        self.set(
+            reserved_bytes=reserved,
+            free_bytes=now.free_bytes - grown,
+            process_bytes=process,
+            peak_reserved_bytes=max(now.peak_reserved_bytes, reserved),
+            peak_allocated_bytes=max(now.peak_allocated_bytes, self.allocated),
+        )
+
+    def free(self, num_bytes: int) -> None:
+        """Free tensors, which stay reserved."""
+        self.allocated -= num_bytes
+
+    def load(self, num_bytes: int) -> None:
+        """Use memory outside the allocator, as a library does."""
+        process = self.now.process_bytes
+        self.set(
+            free_bytes=self.now.free_bytes - num_bytes,
+            process_bytes=None if process is None else process + num_bytes,
+        )
+
+    def figures(self) -> DeviceFigures:
+        return self.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def reset_peaks(self) -> None:
+        self.set(peak_reserved_bytes=self.now.reserved_bytes, peak_allocated_bytes=self.allocated)
+
+    def empty_cache(self) -> None:
+        cached = self.now.reserved_bytes - self.allocated
+        process = self.now.process_bytes
+        self.emptied += 1
+        self.set(
+            reserved_bytes=self.allocated,
+            free_bytes=self.now.free_bytes + cached,
+            process_bytes=None if process is None else process - cached,
+        )
+
+    def set_fraction(self, fraction: float) -> None:
+        self.set(fraction=fraction)
+
+    def allocator(self) -> str:
+        return self.settings
+
+    def graph_bytes(self) -> int:
+        return self.graphs
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, fake: FakeDevice) -> FakeDevice:
+    """Make every CUDA device this one."""
+    monkeypatch.setattr(device_module, "TorchSource", lambda _: fake)
+    monkeypatch.setattr(device_module, "_devices", {})
+    return fake

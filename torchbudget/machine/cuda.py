@@ -1,0 +1,187 @@
+"""What torch and NVML say of one CUDA device, and what can be done to torch's allocator there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from torchbudget.errors import MachineError, OptionError
+from torchbudget.machine.allocators import cuda_allocator_settings
+from torchbudget.machine.nvml import free_bytes_before, process_bytes, remember_free_bytes
+
+_OWN_POOL: Final = (0, 0)
+# Settings whose values in force torch returns, so that what the environment says is not needed.
+_READ_OFF: Final = ("backend", "expandable_segments")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """One reading of a device, as torch, the driver and NVML say it.
+
+    Attributes:
+        total_bytes: of the device.
+        free_bytes: what no process uses.
+        process_bytes: what this process uses, context and libraries included; None: unknown.
+        free_before_bytes: what was free before this process had a context; None: unknown.
+        reserved_bytes: what torch's allocator has reserved.
+        peak_reserved_bytes: the most of it since the peaks were reset.
+        peak_allocated_bytes: the most that living tensors took since then.
+        fraction: of the device, that the allocator may reserve.
+        retries: allocations so far that succeeded after the cache was flushed.
+        ooms: allocations so far that failed for good.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    process_bytes: int | None = None
+    free_before_bytes: int | None = None
+    reserved_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    fraction: float = 1.0
+    retries: int = 0
+    ooms: int = 0
+
+
+class DeviceSource(Protocol):
+    """Where figures come from: `TorchSource`; tests without a device put another in its place."""
+
+    index: int
+
+    def figures(self) -> DeviceFigures:
+        """What is so now."""
+
+    def synchronize(self) -> None:
+        """Wait for all that was enqueued."""
+
+    def reset_peaks(self) -> None:
+        """Make the peaks start from what is reserved and allocated now."""
+
+    def empty_cache(self) -> None:
+        """Return the allocator's free blocks to the device."""
+
+    def set_fraction(self, fraction: float) -> None:
+        """Let the allocator reserve no more than this part of the device."""
+
+    def allocator(self) -> str:
+        """Which allocator, with which settings, is in force."""
+
+    def graph_bytes(self) -> int:
+        """What memory pools beside the allocator's own have reserved, as of CUDA graphs."""
+
+
+class TorchSource:
+    """A CUDA device, as torch and NVML see it.
+
+    The first one in a process initialises CUDA, which it cannot share with forked children.
+
+    Args:
+        device: `"cuda"` means the current device.
+
+    Raises:
+        OptionError: `device` is no CUDA device.
+        MachineError: there is no such device.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        wanted = _cuda_device(device)
+        if not torch.cuda.is_initialized():
+            remember_free_bytes()
+        if wanted.index is not None and wanted.index >= torch.cuda.device_count():
+            raise MachineError(
+                f"cannot read the memory of {wanted}: there are {torch.cuda.device_count()} CUDA "
+                "devices, counted from 0"
+            )
+        try:
+            self.index = torch.cuda.current_device() if wanted.index is None else wanted.index
+            # The oldest versions of torch that are supported may not know it.
+            uuid = getattr(torch.cuda.get_device_properties(self.index), "uuid", None)
+        except RuntimeError as error:
+            raise MachineError(f"cannot read the memory of {wanted}: {error}") from error
+        self._uuid = "" if uuid is None else str(uuid).removeprefix("GPU-")
+
+    def figures(self) -> DeviceFigures:
+        """See `DeviceSource`."""
+        try:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        except RuntimeError as error:
+            raise MachineError(f"cannot read the memory of cuda:{self.index}: {error}") from error
+        stats = torch.cuda.memory_stats(self.index)
+        # The oldest versions of torch that are supported can set the fraction, but not return it.
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        return DeviceFigures(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            process_bytes=process_bytes(self._uuid),
+            free_before_bytes=free_bytes_before(self._uuid),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+            peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+            fraction=fraction(self.index),
+            retries=stats.get("num_alloc_retries", 0),
+            ooms=stats.get("num_ooms", 0),
+        )
+
+    def synchronize(self) -> None:
+        """See `DeviceSource`."""
+        torch.cuda.synchronize(self.index)
+
+    def reset_peaks(self) -> None:
+        """See `DeviceSource`."""
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def empty_cache(self) -> None:
+        """See `DeviceSource`."""
+        torch.cuda.empty_cache()
+
+    def set_fraction(self, fraction: float) -> None:
+        """See `DeviceSource`."""
+        torch.cuda.set_per_process_memory_fraction(fraction, self.index)
+
+    def allocator(self) -> str:
+        """See `DeviceSource`.
+
+        What the segments are like is read off one of them. Other settings are those that the
+        environment states, of which torch does not return what is in force.
+        """
+        backend = torch.cuda.get_allocator_backend()
+        segments = [one for one in torch.cuda.memory_snapshot() if one["device"] == self.index]
+        if backend != "native" or not segments:
+            return backend
+        growing = any(one.get("is_expandable", False) for one in segments)
+        kind = "expandable segments" if growing else "segments of fixed sizes"
+        others = cuda_allocator_settings().items()
+        options = [f"{k}:{value}" for k, value in others if k not in _READ_OFF]
+        return ", ".join([backend, kind, *options])
+
+    def graph_bytes(self) -> int:
+        """See `DeviceSource`."""
+        return sum(
+            one["total_size"]
+            for one in torch.cuda.memory_snapshot()
+            if one["device"] == self.index
+            and tuple(one.get("segment_pool_id", _OWN_POOL)) != _OWN_POOL
+        )
+
+
+def _cuda_device(device: torch.device | str) -> torch.device:
+    """The CUDA device of this name, if there is any CUDA device."""
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        wanted = None
+    if wanted is None or wanted.type != "cuda":
+        raise OptionError(
+            f"expected a CUDA device such as 'cuda:0', got {str(device)!r}; "
+            "for another device, state the budget's bytes"
+        )
+    if not torch.cuda.is_available():
+        reason = (
+            f"torch {torch.__version__} is built without CUDA"
+            if torch.version.cuda is None and torch.version.hip is None
+            else "torch finds no driver or no device"
+        )
+        raise MachineError(f"cannot read the memory of {wanted}: {reason}")
+    return wanted
