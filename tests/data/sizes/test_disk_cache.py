@@ -4,9 +4,11 @@ import functools
 import logging
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,9 +96,26 @@ def test_the_same_callable_is_the_same_key(path):
         assert data.reads == 64
 
 
+def test_closed_over_arrays_count_by_their_bytes(path):
+    """One element of 5,000, which `repr` leaves out, between the probes: measured again."""
+    data = Samples(list(range(5000)))
+    for table in (np.full(5000, 3), torch.full((5000,), 3)):
+
+        def of_table(table):
+            return lambda number: int(table[number])
+
+        assert of(data, of_table(table), cache=path)[4001] == 3
+        changed = np.array(table) if isinstance(table, np.ndarray) else table.clone()
+        changed[4001] = 9
+        assert of(data, of_table(changed), cache=path)[4001] == 9
+
+
 def test_a_callable_that_cannot_be_told_apart_is_refused(path):
-    with pytest.raises(OptionError, match="picklable"):
-        of(Samples([[1]]), functools.partial(lambda s, n: len(s) + n, n=1), cache=path)
+    """One that keeps what has nothing but a name; without it there is no doubt."""
+    locked = functools.partial(lambda s, lock: len(s) if lock else 0, lock=threading.Lock())
+    with pytest.raises(OptionError, match=r"of _thread\.lock .* only the name is"):
+        of(Samples([[1]]), locked, cache=path)
+    assert of(Samples([[1]]), functools.partial(lambda s, n: len(s) + n, n=1), cache=path) == [2]
 
 
 @settings(

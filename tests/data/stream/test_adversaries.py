@@ -161,6 +161,66 @@ def test_other_rules_within_a_window_are_refused(changed: dict[str, Any]) -> Non
         iter(stream)
 
 
+def by_number(sample: Any) -> int:
+    return 60 - int(sample[1])
+
+
+def few(batch: list[Any], sample: Any) -> bool:
+    return len(batch) < 7
+
+
+def more(batch: list[Any], sample: Any) -> bool:
+    return len(batch) < 11
+
+
+READINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "size": ({}, {"size": by_number}),
+    "another transform": (
+        {"transforms": [transforms.keep_if(early)]},
+        {"transforms": [transforms.keep_if(lambda sample: sample[0] % 64 < 40)]},
+    ),
+    "one more transform": ({}, {"transforms": [transforms.keep_if(early)]}),
+    "a predicate": ({"cost": few, "budget": None}, {"cost": more, "budget": None}),
+}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_another_reading_needs_the_boundary_of_a_window(case: str) -> None:
+    """Under another size, other transforms or another predicate a window is cut in other places.
+
+    Within one the state is refused by name; at its boundary the rest is that of the new reading.
+    """
+    saved, changed = READINGS[case]
+    name = "cost" if "cost" in changed else next(iter(changed))
+
+    def made(options: dict[str, Any]) -> BudgetedIterableDataset:
+        arguments = {"cost": TOKENS, "budget": 400, "size": size_of, "window": 64}
+        return BudgetedIterableDataset(
+            Numbered(np.minimum(SIZES, 59)), **arguments | {"collate_fn": list} | options
+        )
+
+    running, within, after = made(saved), 0, 0
+    for _ in running:
+        state = running.state_dict()
+        [worker] = state["workers"]
+        stream = made(changed)
+        stream.load_state_dict(state)
+        if worker["rounds"]:
+            within += 1
+            with pytest.raises(StateMismatchError, match=rf"boundary: {name}: saved"):
+                iter(stream)
+        elif worker["start"]:
+            after += 1
+            left = {n for n, _ in Numbered(SIZES) if n >= worker["start"]}
+            for keep in changed.get("transforms", ()):
+                left = {n for n in left if list(keep((n, 1)))}
+            assert numbers(list(stream)) == sorted(left)
+        twin = made(saved)
+        twin.load_state_dict(state)
+        iter(twin)
+    assert within > after > 2
+
+
 def drawn(sample: Any) -> Any:
     return sample[0], 1, int(transforms.rng().integers(10**9))
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import pickle
 import uuid
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import Sizes
+from torchbudget.data.callables import values_fingerprint
 from torchbudget.data.sizes.key import SizeDataset, SizeKey
 from torchbudget.data.sizes.quick import is_exactly
 from torchbudget.errors import OptionError
@@ -31,7 +29,7 @@ def fingerprint_of(dataset: Any, sizes: SizeDataset) -> Fingerprint:
     The content is the sizes of up to 64 evenly spread samples, which are read here.
 
     Raises:
-        OptionError: a callable key has no fingerprint.
+        OptionError: a part of a callable key is known by its name alone.
         SizesError: one of those samples has no size.
     """
     # Only a `datasets.Dataset` itself: a wrapper may pass on the fingerprint of a dataset whose
@@ -86,29 +84,15 @@ def describe_key(key: SizeKey) -> str:
     """A fingerprint of a key, which is the same in every process.
 
     Raises:
-        OptionError: a callable that is not a function cannot be pickled.
+        OptionError: a part of a callable is known by its name alone.
     """
     if not callable(key):
         return repr(key)
-    if isinstance(key, FunctionType):
-        cells = [cell.cell_contents for cell in key.__closure__ or ()]
-        content = repr(
-            (_stable(key.__code__), key.__defaults__, key.__kwdefaults__, cells)
-        ).encode()
-    else:
-        try:
-            content = pickle.dumps(key)
-        except Exception as error:
-            raise OptionError(
-                f"with a cache, a callable key must be a function or picklable: {error}"
-            ) from error
-    return hashlib.sha256(content).hexdigest()
-
-
-def _stable(constant: object) -> object:
-    if isinstance(constant, CodeType):
-        constants = tuple(map(_stable, constant.co_consts))
-        return constant.co_code, constant.co_names, constant.co_varnames, constants
-    if isinstance(constant, frozenset):  # in an order that depends on the process
-        return sorted(map(repr, constant))
-    return constant
+    found, by_name_alone = values_fingerprint(key)
+    if by_name_alone:
+        raise OptionError(
+            "with a cache, what a callable key computes must be known, but of "
+            f"{', '.join(sorted(set(by_name_alone)))} in {key!r} only the name is: keep it out of "
+            "the key, or out of what pickling the key keeps (__getstate__), or leave out cache"
+        )
+    return found

@@ -53,8 +53,9 @@ def sizes_of(
         cache: a file that keeps the sizes for the next call (`.npz`). It is used if the dataset's
             type and length and `key` are the same, and also the `datasets` fingerprint or else
             the sizes of up to 64 evenly spread samples, which are measured again. A callable key
-            is compared by its own code and closed-over values, not by the functions that it
-            calls: delete the file after changing those.
+            is compared by its own code, its defaults and its closed-over values, arrays by their
+            bytes (a memory map by its shape), not by the functions that it calls: delete the file
+            after changing those.
         progress: show a progress bar while samples are read, if tqdm is installed.
         multiprocessing_context: how workers start, as in `DataLoader`.
 
@@ -64,7 +65,8 @@ def sizes_of(
 
     Raises:
         SizesError: a sample cannot be read or has no size, or the dataset is not map-style.
-        OptionError: `key` is none of the above, or `cache` is a directory.
+        OptionError: `key` is none of the above; `cache` is a directory; or a callable `key` keeps
+            something that has no value to compare, such as a lock.
 
     Complexity:
         O(N) reads. Of columns and lists only the lengths are read: 100,000 of an Arrow list

@@ -189,7 +189,8 @@ def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:
     if cursor.rounds:
         raise StateMismatchError(
             f"{cursor.rounds} micro-batches of a window are done; another number of ranks or "
-            f"workers, budget, cost, look-ahead or rule needs a window's boundary: {changed}"
+            "workers, budget, cost, predicate, size, transforms, look-ahead or rule needs a "
+            f"window's boundary: {changed}"
         )
     same_worker = all(saved[name] == mine[name] for name in ("workers", "worker"))
     if not same_worker and (mine["split"] != "none" or saved["workers"] != 1):

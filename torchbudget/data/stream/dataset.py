@@ -15,6 +15,7 @@ from torchbudget.data.stream.resumable import ResumableStream
 from torchbudget.data.stream.settings import (
     Settings,
     ShouldAdd,
+    callables_of,
     grouping_of,
     reading,
     sharing_ranks,
@@ -181,7 +182,7 @@ class BudgetedIterableDataset(ResumableStream):
             on_error=on_error,
             batches_per_epoch=batches_per_epoch,
             collate_fn=collate_fn or PadCollate(size_multiple=size_multiple),
-            rules=rules,
+            rules=rules | callables_of(size, transforms),
         )
         super().__init__(settings, num_replicas=num_replicas, rank=rank)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.data.callables import callable_fingerprint
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.source import Source, is_indexed
@@ -161,6 +162,17 @@ def reading(source: Source) -> tuple[Transform, ...]:
     return (source.data.__getitem__,) if is_indexed(source.data) else ()
 
 
+def callables_of(size: SizeKey, transforms: Sequence[Transform]) -> Plain:
+    """What must be the same for a window's items to become the same samples of the same sizes.
+
+    It is found once, before anything is read: a transform may change itself.
+    """
+    return {
+        "size": callable_fingerprint(size) if callable(size) else repr(size),
+        "transforms": callable_fingerprint(tuple(transforms)) if transforms else None,
+    }
+
+
 def grouping_of(
     cost: CostModel | ShouldAdd,
     budget: MemoryBudget | None,
@@ -202,8 +214,8 @@ def grouping_of(
 
 
 def _cost_fingerprint(cost: CostModel | ShouldAdd) -> str:
-    """That of a cost on 1 to 4 axes, since the sizes of a stream are not known yet."""
+    """That of a predicate, or of a cost on 1 to 4 axes: the sizes are not known yet."""
     if isinstance(cost, type) or not isinstance(cost, CostModel):
-        return "a predicate"
+        return callable_fingerprint(cost)
     largest = [np.array(_LARGEST), *(np.full(axes, _LARGEST) for axes in range(2, _AXES + 1))]
     return fingerprint(*[cost_fingerprint(cost, one) for one in largest])
