@@ -89,6 +89,11 @@ class Samples:
     specs: list[FieldSpec]
     columns: list[list[Any]]  # per field, the value of each sample
 
+    @property
+    def length_field(self) -> tuple[Any, ...] | None:
+        """The first field with an axis, since those drawn here are not equally long."""
+        return next((p for p, s in zip(self.paths, self.specs, strict=True) if s.ndim), None)
+
 
 _Build = Callable[[list[Any]], Any]
 
@@ -124,6 +129,9 @@ def batches_of_samples(
     if draw(st.booleans()) and len(specs) > 1:
         # Two fields of equal shapes, as a text's ids and its mask are: they share work inside.
         specs[1], columns[1] = specs[0], columns[0]
+    for spec, column in zip(specs, columns, strict=True):
+        if spec.form == "list" and not any(column):  # no list would say which dtype it is of
+            column[0] = torch.ones(1, dtype=spec.dtype).tolist()
     samples = [build([column[i] for column in columns]) for i in range(n)]
     return Samples(samples, paths, specs, columns)
 

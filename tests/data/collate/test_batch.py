@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,7 +105,8 @@ class TestReading:
 
     @collates
     def test_measured_by_another_field(self, collate: Any) -> None:
-        batch = collate([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
+        named = replace(collate, length_field="a")
+        batch = named([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
         assert batch.num_tokens == 1
         other = batch.measured_by("b")
         assert type(other) is type(batch)
@@ -205,9 +207,13 @@ class TestSplit:
     @given(batches_of_samples(same_trailing=True), st.data())
     def test_it_covers_all_samples_once_in_order(self, drawn: Samples, data: st.DataObject) -> None:
         n = data.draw(st.integers(1, len(drawn.samples)))
-        collate = data.draw(
-            st.sampled_from([PadCollate(), PadCollate(side=0.3, size_multiple=3), PackCollate()])
-        )
+        name = drawn.length_field
+        several = [
+            PadCollate(length_field=name),
+            PadCollate(length_field=name, side=0.3, size_multiple=3),
+            PackCollate(length_field=name),
+        ]
+        collate: Any = data.draw(st.sampled_from(several))
         batch = collate(drawn.samples)
         parts = batch.split(n)
         counts = [part.num_samples for part in parts]

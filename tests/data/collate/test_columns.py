@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tests.support.sample_strategies import same as bitwise
 from tests.support.sample_strategies import tensors_of
 from torchbudget import PackCollate, PadCollate
+from torchbudget.errors import CollateError, OptionError
 
 
 class TestFields:
@@ -42,10 +43,37 @@ class TestFields:
         assert bitwise(batch.data, torch.tensor([1, 2], dtype=torch.float64))
 
     def test_empty_lists_have_the_dtype_and_axes_of_the_others(self) -> None:
-        batch = PadCollate()([{"a": [], "b": [[1, 2], [3, 4]]}, {"a": [True], "b": []}])
+        collate = PadCollate(length_field="a")
+        batch = collate([{"a": [], "b": [[1, 2], [3, 4]]}, {"a": [True], "b": []}])
         assert bitwise(batch["a"], torch.tensor([[False], [True]]))
         assert bitwise(batch["b"], torch.tensor([[[1, 2], [3, 4]], [[0, 0], [0, 0]]]))
-        assert bitwise(PadCollate()([[], []]).data, torch.empty(2, 0))
+
+    @pytest.mark.parametrize("collate", [PadCollate, PackCollate])
+    def test_a_field_of_lists_has_one_dtype_in_every_batch(self, collate: Any) -> None:
+        """Where all its lists are empty it is `dtype`; without that, an error asks for it."""
+        empty = [{"a": [], "b": [0.5], "c": [[], []]}, {"a": [], "b": [], "c": []}]
+        full = [{"a": [3], "b": [0.5], "c": [[True]]}, *empty]
+        named = collate(dtype={"a": torch.int64, "c": torch.bool}, length_field="b")
+        for samples in (empty, full):
+            if collate is PackCollate:  # which needs equal axes after the first
+                samples = [{"a": one["a"], "b": one["b"], "c": []} for one in samples]
+            dtypes = [named(samples)[name].dtype for name in "abc"]
+            assert dtypes == [torch.int64, torch.float32, torch.bool]
+        samples = [{"a": one["a"]} for one in empty]
+        batch = collate(dtype=torch.int64)(samples)
+        assert batch["a"].dtype is torch.int64
+        assert batch.lengths.tolist() == [0, 0]
+        with pytest.raises(CollateError, match=r"field 'a': all 2 lists .* dtype=torch.int64"):
+            collate()(samples)
+
+    @pytest.mark.parametrize("collate", [PadCollate, PackCollate])
+    def test_lists_of_another_dtype_than_the_named_one(self, collate: Any) -> None:
+        with pytest.raises(CollateError, match=r"lists of torch.int64, .* got lists of torch.fl"):
+            collate(dtype={"a": torch.int64})([{"a": [1.5]}])
+        with pytest.raises(CollateError, match="dtype names field 'z'"):
+            collate(dtype={"z": torch.int64})([{"a": [1.5]}])
+        with pytest.raises(OptionError, match="dtype must be"):
+            collate(dtype=int)
 
     def test_arrays_of_any_byte_order_and_stride(self) -> None:
         samples = [np.arange(6, dtype=">i4")[::-2], np.arange(4, dtype=">i4")]
@@ -60,8 +88,14 @@ class TestFields:
 
 
 COLLATES = (
-    PadCollate(padding_value={"tokens": -1}, side="left", size_multiple=4, mask="mask"),
-    PackCollate(),
+    PadCollate(
+        padding_value={"tokens": -1},
+        side="left",
+        size_multiple=4,
+        mask="mask",
+        length_field="tokens",
+    ),
+    PackCollate(length_field="tokens"),
 )
 
 

@@ -14,7 +14,7 @@ from torchbudget.errors import CollateError
 
 @given(batches_of_samples(same_trailing=True, texts=False))
 def test_offsets_positions_and_lengths_agree(drawn: Samples) -> None:
-    batch = PackCollate()(drawn.samples)
+    batch = PackCollate(length_field=drawn.length_field)(drawn.samples)
     ragged = [i for i, spec in enumerate(drawn.specs) if spec.ndim]
     if not ragged:
         assert batch.lengths.shape == (batch.num_samples, 0)
@@ -37,7 +37,7 @@ def test_offsets_positions_and_lengths_agree(drawn: Samples) -> None:
 
 @given(batches_of_samples(same_trailing=True))
 def test_unpacking_gives_the_samples_back(drawn: Samples) -> None:
-    samples = PackCollate()(drawn.samples).samples()
+    samples = PackCollate(length_field=drawn.length_field)(drawn.samples).samples()
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
         came = [at(sample, path) for sample in samples]
         if spec.form == "text":
@@ -48,10 +48,12 @@ def test_unpacking_gives_the_samples_back(drawn: Samples) -> None:
 
 @given(batches_of_samples(same_trailing=True, texts=False))
 def test_padded_and_packed_turn_into_each_other(drawn: Samples) -> None:
-    padded, packed = PadCollate()(drawn.samples), PackCollate()(drawn.samples)
+    pad = PadCollate(length_field=drawn.length_field)
+    pack = PackCollate(length_field=drawn.length_field)
+    padded, packed = pad(drawn.samples), pack(drawn.samples)
     for path in drawn.paths:
-        assert bitwise(at(PadCollate()(packed.samples()).data, path), at(padded.data, path))
-        assert bitwise(at(PackCollate()(padded.samples()).data, path), at(packed.data, path))
+        assert bitwise(at(pad(packed.samples()).data, path), at(padded.data, path))
+        assert bitwise(at(pack(padded.samples()).data, path), at(packed.data, path))
 
 
 def test_attention_over_segments_is_that_over_each_sample() -> None:

@@ -14,7 +14,7 @@ from torchbudget.errors import CollateError
 
 @given(batches_of_samples(same_trailing=True))
 def test_fields_are_concatenated_and_numbers_stacked(drawn: Samples) -> None:
-    batch = PackCollate()(drawn.samples)
+    batch = PackCollate(length_field=drawn.length_field)(drawn.samples)
     assert batch.num_samples == len(drawn.samples)
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
         field = at(batch.data, path)
@@ -26,7 +26,7 @@ def test_fields_are_concatenated_and_numbers_stacked(drawn: Samples) -> None:
 
 
 def test_fields_of_equal_lengths_share_their_offsets() -> None:
-    batch = PackCollate()(
+    batch = PackCollate(length_field="a")(
         [{"a": [1, 2], "b": [0.5, 0.5], "c": [1]}, {"a": [3], "b": [1.5], "c": []}]
     )
     assert batch.measured_by("a").cu_seqlens is batch.measured_by("b").cu_seqlens

@@ -28,7 +28,9 @@ class TestOptionsPerField:
     def test_multiples_and_axes(self) -> None:
         samples = [{"image": np.ones((3, 5, 6)), "text": [1, 2, 3], "fixed": [1] * 5}]
         collate = PadCollate(
-            length_axes={"image": (1, 2)}, size_multiple={"image": (4, 8), "text": 2}
+            length_axes={"image": (1, 2)},
+            size_multiple={"image": (4, 8), "text": 2},
+            length_field="image",
         )
         batch = collate(samples)
         assert batch["image"].shape == (1, 3, 8, 8)
@@ -57,11 +59,6 @@ class TestOptionsPerField:
         stream = BudgetedIterableDataset(iter, tokens, 64, size_multiple=8)
         for source in (sampler, stream):
             assert PadCollate(size_multiple=source)(samples).data.shape == (2, 16)
-
-    def test_the_length_field_is_the_first_ragged_one_or_the_named(self) -> None:
-        samples = [{"id": 1, "a": [1, 2], "b": [1]}]
-        assert PadCollate()(samples).lengths.tolist() == [2]
-        assert PadCollate(length_field="b")(samples).lengths.tolist() == [1]
 
 
 class TestMask:

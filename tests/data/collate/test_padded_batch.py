@@ -22,7 +22,8 @@ from torchbudget.errors import OptionError
 
 @given(batches_of_samples(), sides, st.integers(1, 4))
 def test_unpadding_gives_the_samples_back(drawn: Samples, side: str | float, multiple: int) -> None:
-    batch = PadCollate(side=side, size_multiple=multiple)(drawn.samples)
+    collate = PadCollate(side=side, size_multiple=multiple, length_field=drawn.length_field)
+    batch = collate(drawn.samples)
     samples = batch.samples()
     assert len(samples) == len(drawn.samples) == batch.num_samples
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
@@ -47,10 +48,15 @@ def test_the_mask_marks_what_lengths_and_samples_say(
         with pytest.raises(OptionError, match="twice"):
             PadCollate(length_axes=axes)(drawn.samples)
         return
-    collate = PadCollate(side=side, size_multiple=multiple, length_axes=axes)
-    batch = collate(drawn.samples)
     present = [[a % s.ndim for a in named if -s.ndim <= a < s.ndim] for s in drawn.specs]
     field = next((i for i, axes_ in enumerate(present) if axes_), 0)
+    collate = PadCollate(
+        side=side,
+        size_multiple=multiple,
+        length_axes=axes,
+        length_field=drawn.paths[field] if present[field] else None,
+    )
+    batch = collate(drawn.samples)
     spec, own = drawn.specs[field], present[field]
     shapes = [t.shape for t in expected_tensors(spec, drawn.columns[field])]
     lengths = torch.tensor([[shape[a] for a in own] for shape in shapes], dtype=torch.int64)
@@ -66,8 +72,9 @@ def test_the_mask_marks_what_lengths_and_samples_say(
 
 @given(batches_of_samples(texts=False))
 def test_the_samples_of_a_batch_collate_to_the_batch(drawn: Samples) -> None:
-    batch = PadCollate()(drawn.samples)
-    again = PadCollate()(batch.samples())
+    collate = PadCollate(length_field=drawn.length_field)
+    batch = collate(drawn.samples)
+    again = collate(batch.samples())
     for path in drawn.paths:
         assert bitwise(at(again.data, path), at(batch.data, path))
 
@@ -81,7 +88,9 @@ def test_the_samples_of_a_batch_collate_to_the_batch(drawn: Samples) -> None:
 def test_parts_are_trimmed_to_what_they_would_be_alone(
     drawn: Samples, side: str | float, multiple: int, n: int
 ) -> None:
-    collate = PadCollate(side=side, size_multiple=multiple, padding_value=1)
+    collate = PadCollate(
+        side=side, size_multiple=multiple, padding_value=1, length_field=drawn.length_field
+    )
     batch = collate(drawn.samples)
     start = 0
     for part in batch.split(min(n, batch.num_samples)):

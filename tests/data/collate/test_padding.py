@@ -29,7 +29,10 @@ from torchbudget.errors import CollateError
 def test_a_padded_field_is_what_the_naive_loop_makes(
     drawn: Samples, side: str | float, multiple: int, value: int
 ) -> None:
-    batch = PadCollate(padding_value=value, side=side, size_multiple=multiple)(drawn.samples)
+    collate = PadCollate(
+        padding_value=value, side=side, size_multiple=multiple, length_field=drawn.length_field
+    )
+    batch = collate(drawn.samples)
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
         field = at(batch.data, path)
         if spec.form == "text":

@@ -14,14 +14,15 @@ from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_onl
 
 from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.columns import Column, read_column
+from torchbudget.data.collate.length_field import choose_length_field
+from torchbudget.data.collate.options import CollateOptions
 from torchbudget.data.collate.structure import (
     Field,
     FieldPath,
-    choose_length_field,
     fields_of,
     find_path,
     put_together,
+    take_apart,
 )
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.protocols import SplittableBatch
@@ -313,37 +314,39 @@ if TYPE_CHECKING:
 
 def make_batch(
     kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
-    structure: Any,
-    fields: Sequence[Field],
-    write: Callable[[Column], tuple[Tensor, Layout]],
-    length_field: Any | None,
+    samples: Sequence[Any],
+    options: CollateOptions,
+    write: Callable[[Field], tuple[Tensor, Layout]],
 ) -> BatchT:
     """A batch of the class that fits its samples.
 
     Args:
         kinds: the classes for samples that are neither dicts nor tuples, for dicts, for tuples.
-        structure: of the samples, as in `take_apart`.
-        fields: likewise.
+        samples: at least one.
+        options: of the collate.
         write: returns a field's tensor, and the layout of the samples in it.
-        length_field: names the field whose lengths are the batch's; None for the first ragged one.
 
     Raises:
-        CollateError: as in `read_column`, `choose_length_field` and `write`.
+        CollateError: as in `take_apart`, `choose_length_field` and `write`; or an option names a
+            field that the samples do not have.
     """
+    structure, fields = take_apart(samples)
+    paths = tuple(field.path for field in fields)
+    options.check_names(paths)
     written: list[tuple[Any, Layout | None]] = [
-        (list(field.values), None) if field.kind == "text" else write(read_column(field))
-        for field in fields
+        (list(field.values), None) if field.kind == "text" else write(field) for field in fields
     ]
     values, layouts = zip(*written, strict=True)
-    paths = tuple(field.path for field in fields)
-    axes = [-1 if layout is None else layout.lengths.shape[1] for layout in layouts]
+    lengths = [None if layout is None else layout.lengths for layout in layouts]
     data = put_together(structure, iter(values))
     plain, mapping, sequence = kinds
     kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
     return kind(
-        num_samples=len(fields[0].values),
+        num_samples=len(samples),
         data=data,
         _paths=paths,
         _layouts=layouts,
-        _length_field=choose_length_field(length_field, paths, axes),
+        _length_field=choose_length_field(
+            options.length_field, options._sized_field, paths, lengths
+        ),
     )

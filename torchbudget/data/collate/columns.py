@@ -109,13 +109,19 @@ class Column(NamedTuple):
             raise
 
 
-def read_column(field: Field) -> Column:
+def read_column(field: Field, list_dtype: torch.dtype | None = None) -> Column:
     """Read one field; every sample must have the dtype, axes and device of the first.
 
+    Args:
+        field: of all samples.
+        list_dtype: of a field of lists, where all of them may be empty.
+
     Raises:
-        CollateError: a sample differs, a list is ragged or not of numbers, or torch has no such
-            dtype.
+        CollateError: a sample differs, a list is ragged or not of numbers, torch has no such
+            dtype, or all lists are empty and nothing says of which dtype they are.
     """
+    if field.kind == "list":
+        return _read_lists(field.path, field.values, list_dtype)
     read: Callable[[FieldPath, Any], Column] = _READERS.get(field.kind, _read_numbers)
     return read(field.path, field.values)
 
@@ -196,25 +202,53 @@ def _numbers(kind: str, values: Sequence[Any]) -> Tensor:
     return flat if kind == "int" else flat.to(torch.get_default_dtype())
 
 
-def _read_lists(path: FieldPath, values: Sequence[list[Any]]) -> Column:
+def _read_lists(path: FieldPath, values: Sequence[Any], dtype: torch.dtype | None) -> Column:
     """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
 
-    An empty list has no dtype of its own and takes the others'.
+    An empty list has no dtype of its own and takes the others'. If all are empty it is `dtype`,
+    which the others must have.
     """
+    column = _read_flat_lists(path, values) or _read_tensors(
+        path, _lists_to_tensors(path, values, dtype)
+    )
+    if dtype not in (None, column.dtype):
+        raise CollateError(
+            f"{show(path)}: expected lists of {dtype}, as the collate's dtype says, got lists of "
+            f"{column.dtype}; convert them in the data set, or leave dtype out"
+        )
+    return column
+
+
+def _read_flat_lists(path: FieldPath, values: Sequence[Any]) -> Column | None:
+    """The column of lists of ints or of floats alone; `None` of others."""
     kinds = {kind_of(v[0]) for v in values if v}
     if len(kinds) == 1 and (kind := min(kinds)) in _TYPECODES:
-        # [1, 0.5] or a mistake: the slow way below reads the one, explains the other.
+        # [1, 0.5] or a mistake: the slow way reads the one, explains the other.
         with suppress(TypeError, OverflowError):
             flat = _numbers(kind, list(chain.from_iterable(values)))
             lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
             return Column(path, lengths[:, None], flat.dtype, flat=flat)
+    return None
+
+
+def _lists_to_tensors(
+    path: FieldPath, values: Sequence[Any], dtype: torch.dtype | None
+) -> list[Tensor]:
     tensors = [_list_to_tensor(path, i, value) for i, value in enumerate(values)]
-    model = next((t for t in tensors if t.numel()), tensors[0])
+    model = next((t for t in tensors if t.numel()), None)
+    if model is None and dtype is None:
+        raise CollateError(
+            f"{show(path)}: all {len(values)} lists of this batch are empty, and so have no dtype: "
+            "give the collate that of other batches, as in dtype=torch.int64 or "
+            "dtype={field: torch.int64}, or make tensors in the data set"
+        )
+    if model is None:
+        model = max(tensors, key=Tensor.dim).to(dtype)
     for position, tensor in enumerate(tensors):
         if not tensor.numel():
             shape = (0, *model.shape[1:]) if not values[position] else tensor.shape
             tensors[position] = torch.empty(shape, dtype=model.dtype)
-    return _read_tensors(path, tensors)
+    return tensors
 
 
 def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor:
@@ -238,5 +272,4 @@ def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor
 _READERS: dict[str, Callable[[FieldPath, Any], Column]] = {
     "tensor": _read_tensors,
     "array": _read_arrays,
-    "list": _read_lists,
 }

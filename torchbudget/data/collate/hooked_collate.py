@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torchbudget.data.collate.options import of_sized_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +38,7 @@ class HookedCollate:
             inputs if self.on_input is None else self.on_input(inputs),
             targets if self.on_target is None else self.on_target(targets),
         )
+
+    def of_sized_field(self, name: Any | None) -> HookedCollate:
+        """The same for samples whose sizes are those of a field."""
+        return replace(self, collate_fn=of_sized_field(self.collate_fn, name))

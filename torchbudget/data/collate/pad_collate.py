@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
+from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import Column, new_tensor
+from torchbudget.data.collate.columns import new_tensor, read_column
+from torchbudget.data.collate.options import CollateOptions, of_field, read_axes, read_dtype
 from torchbudget.data.collate.padded_batch import (
     PADDED_KINDS,
     PaddedBatch,
@@ -20,19 +21,44 @@ from torchbudget.data.collate.padded_batch import (
     Placement,
     pad,
 )
-from torchbudget.data.collate.structure import FieldPath, find_path, show, take_apart
+from torchbudget.data.collate.structure import Field, FieldPath, show
 from torchbudget.errors import CollateError, OptionError
 
 Side: TypeAlias = str | float
-Axes: TypeAlias = int | tuple[int, ...]
 Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
 
 # By convention: F.cross_entropy ignores -100, and attention ignores what is masked with 0.
 _OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
 
 
+def _read_value(value: Any) -> Any:
+    if not callable(value) and not isinstance(value, (int, float, complex)):
+        raise OptionError(
+            f"padding_value must be a number, a function or a mapping of those, got {value!r}"
+        )
+    return value
+
+
+def _read_side(side: Any) -> float:
+    """The share of the padding on the left."""
+    if side in ("right", "left"):
+        return float(side == "left")
+    if isinstance(side, bool) or not isinstance(side, (int, float)) or not 0 <= side <= 1:
+        raise OptionError(
+            'side must be "right", "left", or the share of padding on the left, from 0 to 1, '
+            f"got {side!r}"
+        )
+    return float(side)
+
+
+def _read_multiple(multiple: Any) -> int | tuple[int, ...]:
+    if isinstance(multiple, tuple):
+        return tuple(map(size_multiple_of, multiple))
+    return size_multiple_of(multiple)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PadCollate:
+class PadCollate(CollateOptions):
     """Collates ragged samples into a `PaddedBatch`: every field padded to one shape.
 
     **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested to any depth,
@@ -57,12 +83,17 @@ class PadCollate:
             0.5 centres samples.
         length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
             padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
-            channels, -1 for channels by time. A field without such an axis has no length.
+            channels, -1 for channels by time, `()` for a field of one fixed shape. A field
+            without such an axis has no length.
         size_multiple: padded lengths are rounded up to a multiple of it. It must be that of the
             sampler or stream: give an int for all of `length_axes`, a tuple of one per axis, or
             the sampler or stream itself, from which the int is read once.
         length_field: the field, by name or position, whose lengths are the batch's `lengths`,
-            `mask` and `num_tokens`; by default the first that has one of the `length_axes`.
+            `mask` and `num_tokens`. Default: in a stream, the field that its `size` names; else
+            any that has one of the `length_axes`, which must then be equally long in each sample,
+            as a text's ids and labels are.
+        dtype: of fields that are lists, for batches in which all of a field's lists are empty and
+            so have none of their own. Lists of another dtype raise an error.
         mask: the name, such as "attention_mask", of a field that is added to a batch of dict
             samples: the length field's mask as int64 ones and zeros, as Hugging Face models take
             it. `PaddedBatch.mask` is the same as bool.
@@ -73,13 +104,13 @@ class PadCollate:
             an option names.
 
     >>> collate = PadCollate(padding_value={"ids": 9}, side="left", mask="attention_mask")
-    >>> batch = collate([{"ids": [1, 2, 3], "labels": [4, 5]}, {"ids": [6], "labels": [7]}])
+    >>> batch = collate([{"ids": [1, 2, 3], "labels": [4, 5, 6]}, {"ids": [7], "labels": [8]}])
     >>> batch["ids"]
     tensor([[1, 2, 3],
-            [9, 9, 6]])
+            [9, 9, 7]])
     >>> batch["labels"]
-    tensor([[   4,    5],
-            [-100,    7]])
+    tensor([[   4,    5,    6],
+            [-100, -100,    8]])
     >>> batch["attention_mask"]
     tensor([[1, 1, 1],
             [0, 0, 1]])
@@ -91,39 +122,35 @@ class PadCollate:
 
     padding_value: PaddingValue | Mapping[Any, PaddingValue] = 0
     side: Side | Mapping[Any, Side] = "right"
-    length_axes: Axes | Mapping[Any, Axes] = 0
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
-    length_field: Any | None = None
     mask: str | None = None
     _rules: dict[tuple[FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "padding_value": _read_value,
+        "side": _read_side,
+        "length_axes": read_axes,
+        "size_multiple": _read_multiple,
+        "dtype": read_dtype,
+    }
+
     def __post_init__(self) -> None:
-        """Read every option once, so that an invalid one fails here and not in a worker."""
-        for option, read in _PER_FIELD.items():
-            given = getattr(self, option)
-            is_mapping = isinstance(given, Mapping)
-            # A copy: later changes to the caller's mapping must not change a frozen value.
-            kept = {k: read(v) for k, v in given.items()} if is_mapping else read(given)
-            object.__setattr__(self, option, kept)
+        """Check the options."""
+        CollateOptions.__post_init__(self)
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
-        structure, fields = take_apart(samples)
-        paths = [entry.path for entry in fields]
-        for option in _PER_FIELD:
-            given = getattr(self, option)
-            for name in given if isinstance(given, dict) else ():
-                find_path(name, paths, option)
         placements: dict[Any, Placement] = {}
 
-        def write(column: Column) -> tuple[torch.Tensor, PaddedLayout]:
+        def write(entry: Field) -> tuple[torch.Tensor, PaddedLayout]:
+            column = read_column(entry, of_field(self.dtype, entry.path, None))
             return pad(column, self._rule(column.path, column.shapes.shape[1]), placements)
 
-        batch = make_batch(PADDED_KINDS, structure, fields, write, self.length_field)
+        batch = make_batch(PADDED_KINDS, samples, self, write)
         return batch if self.mask is None else self._add_mask(batch)
 
     def _rule(self, path: FieldPath, ndim: int) -> PaddingRule:
@@ -131,8 +158,8 @@ class PadCollate:
         if (path, ndim) not in self._rules:
             axes: list[int] = []
             multiples = [1] * ndim
-            named = _of_field(self.length_axes, path, (0,))
-            multiple = _of_field(self.size_multiple, path, 1)
+            named = of_field(self.length_axes, path, (0,))
+            multiple = of_field(self.size_multiple, path, 1)
             each = multiple if isinstance(multiple, tuple) else (multiple,) * len(named)
             if len(each) != len(named):
                 raise OptionError(
@@ -146,7 +173,7 @@ class PadCollate:
                 raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
             self._rules[path, ndim] = PaddingRule(
                 value=self._value(path),
-                left_share=_of_field(self.side, path, 0.0),
+                left_share=of_field(self.side, path, 0.0),
                 multiples=tuple(multiples),
                 length_axes=tuple(axes),
             )
@@ -157,7 +184,7 @@ class PadCollate:
         named, default = (given, 0) if isinstance(given, dict) else ({}, given)
         if path:
             default = _OWN_PADDING.get(path[-1], default)
-        return _of_field(named, path, default)
+        return of_field(named, path, default)
 
     def _add_mask(self, batch: PaddedBatch) -> PaddedBatch:
         data = batch.data
@@ -177,50 +204,3 @@ class PadCollate:
             _paths=(*batch._paths, (self.mask,)),
             _layouts=(*batch._layouts, layout.of_mask()),
         )
-
-
-def _of_field(option: Any, path: FieldPath, default: Any) -> Any:
-    if not isinstance(option, dict):
-        return option
-    return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
-
-
-def _read_value(value: Any) -> Any:
-    if not callable(value) and not isinstance(value, (int, float, complex)):
-        raise OptionError(
-            f"padding_value must be a number, a function or a mapping of those, got {value!r}"
-        )
-    return value
-
-
-def _read_side(side: Any) -> float:
-    """The share of the padding on the left."""
-    if side in ("right", "left"):
-        return float(side == "left")
-    if isinstance(side, bool) or not isinstance(side, (int, float)) or not 0 <= side <= 1:
-        raise OptionError(
-            'side must be "right", "left", or the share of padding on the left, from 0 to 1, '
-            f"got {side!r}"
-        )
-    return float(side)
-
-
-def _read_axes(axes: Any) -> tuple[int, ...]:
-    named = axes if isinstance(axes, tuple) else (axes,)
-    if not all(map(is_int, named)) or len(set(named)) < len(named):
-        raise OptionError(f"length_axes must be an int or a tuple of different ints, got {axes!r}")
-    return named
-
-
-def _read_multiple(multiple: Any) -> int | tuple[int, ...]:
-    if isinstance(multiple, tuple):
-        return tuple(map(size_multiple_of, multiple))
-    return size_multiple_of(multiple)
-
-
-_PER_FIELD: dict[str, Callable[[Any], Any]] = {
-    "padding_value": _read_value,
-    "side": _read_side,
-    "length_axes": _read_axes,
-    "size_multiple": _read_multiple,
-}

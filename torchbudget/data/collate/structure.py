@@ -184,29 +184,6 @@ def _fail_at_keys(path: FieldPath, column: Sequence[Mapping[Any, Any]]) -> NoRet
     )
 
 
-def choose_length_field(name: Any | None, paths: Sequence[FieldPath], axes: Sequence[int]) -> int:
-    """The index of the field whose lengths are the batch's: the named or the first ragged one.
-
-    Without a ragged field: the first that is not text.
-
-    Args:
-        name: names a field.
-        paths: one per field.
-        axes: the number of ragged axes of each field; −1 for texts.
-
-    Raises:
-        CollateError: there is no such field, or it is not ragged.
-    """
-    if name is None:
-        return next((i for i, k in enumerate(axes) if k > 0), axes.index(max(axes)))
-    index = find_path(name, paths, "length_field")
-    if axes[index] <= 0:
-        raise CollateError(
-            f"length_field names {show(paths[index])}, which has no ragged axis; name one that has"
-        )
-    return index
-
-
 def put_together(structure: Any, fields: Iterator[Any]) -> Any:
     """The structure with the next of `fields` in the place of each field."""
     # By hand: torch's tree_map takes five times as long, and this runs for every sample too.

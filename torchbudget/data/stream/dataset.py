@@ -9,8 +9,9 @@ from typing import Any
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.data.collate.options import of_sized_field
 from torchbudget.data.collate.pad_collate import PadCollate
-from torchbudget.data.sizes.key import SizeKey
+from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.resumable import ResumableStream
 from torchbudget.data.stream.settings import (
     Settings,
@@ -88,7 +89,8 @@ class BudgetedIterableDataset(ResumableStream):
         batches_per_epoch: batches on each rank; a source that ends earlier starts over.
         uneven: ranks may have unequal numbers of batches.
         collate_fn: makes a batch of a list of samples. Default: `PadCollate` with the same
-            `size_multiple`.
+            `size_multiple`. The batches of `PadCollate` and `PackCollate` report the lengths of the
+            field that `size` names, unless their `length_field` names another.
         max_batch_size: as in `MemoryBudgetBatchSampler`.
         batch_size_multiple: likewise.
         size_multiple: likewise.
@@ -181,7 +183,9 @@ class BudgetedIterableDataset(ResumableStream):
             drop_last=drop_last,
             on_error=on_error,
             batches_per_epoch=batches_per_epoch,
-            collate_fn=collate_fn or PadCollate(size_multiple=size_multiple),
+            collate_fn=of_sized_field(
+                collate_fn or PadCollate(size_multiple=size_multiple), field_of(size)
+            ),
             rules=rules | callables_of(size, transforms),
         )
         super().__init__(settings, num_replicas=num_replicas, rank=rank)
