@@ -1,17 +1,15 @@
-"""Checkpoints: which loaders have a position, and files that are there as a whole or not at all."""
+"""Checkpoints: which loaders have a position."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.train.test_fit import Training
 from torchbudget.errors import StateError
-from torchbudget.train.checkpoint import has_position, load_run_state, run_state, save
+from torchbudget.train.checkpoint import has_position, load_run_state, run_state
 
 
 class OwnSampler(BatchSampler):
@@ -43,12 +41,3 @@ def test_a_position_needs_a_loader_that_can_load_it() -> None:
     state = run_state(training.model, training.accumulator, training.loader, epoch=0, is_over=True)
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
-
-
-def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    """A save that fails leaves the file of before."""
-    path = tmp_path / "last.pt"
-    save({"steps": 1}, path)
-    with pytest.raises(Exception, match="pickle"):
-        save({"steps": lambda: 2}, path)
-    assert torch.load(path, weights_only=True) == {"steps": 1}

@@ -66,6 +66,26 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+NEVER = (Epoch, math.inf)
+
+
+class BrokenOff(Exception):  # noqa: N818  (no failure)
+    """A training ended here, as if its process had."""
+
+
+class BreakOff:
+    """A callback that breaks a training off after a record, whose checkpoint is written then."""
+
+    def __init__(self, kind: type[Any], number: float) -> None:
+        self.record = (kind, number)
+        self.seen = False
+
+    def __call__(self, record: Step | Epoch) -> None:
+        if self.seen:
+            raise BrokenOff
+        self.seen = (type(record), record.number) == self.record
+
+
 class Training:
     """Everything that a run consists of, made anew."""
 
@@ -90,6 +110,14 @@ class Training:
         arguments = {"epochs": 4, "weight": tokens, "validation": self.validation}
         return fit(self.model, self.loader, loss_of, self.accumulator, **arguments | options)
 
+    def fit_until(self, kind: type[Any], number: float, **options: Any) -> list[Epoch]:
+        """Save after every step, and break off after that record; the epochs if it never comes."""
+        callbacks = [*options.pop("callbacks", ()), BreakOff(kind, number)]
+        try:
+            return self.fit(checkpoint_steps=1, callbacks=callbacks, **options)
+        except BrokenOff:
+            return []
+
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [[1], [4, 5], [8], [3, 10, 13]])
@@ -101,11 +129,7 @@ def test_stopped_and_resumed_is_uninterrupted(at: list[int], workers: int, tmp_p
     torch.manual_seed(11)
     for stop in [*at, math.inf]:
         part = Training(workers)
-        found = part.fit(
-            folder=tmp_path,
-            checkpoint_steps=1,
-            callbacks=[lambda record, s=stop: isinstance(record, Step) and record.number == s],
-        )
+        found = part.fit_until(Step, stop, folder=tmp_path)
         torch.manual_seed(0)  # another process begins with other numbers
     assert_equal(part.model, whole.model)
     facts = [(e.number, e.validation, e.steps, e.skipped) for e in found]
@@ -125,14 +149,9 @@ def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> No
     whole = Training(workers, stateful)
     expected = whole.fit(epochs=3)
     torch.manual_seed(11)
-    for stop in [(Step, 2), (Step, 4), (Step, 5), (Epoch, 1), (Step, 11), None]:
+    for stop in [(Step, 2), (Step, 4), (Step, 5), (Epoch, 1), (Step, 11), NEVER]:
         part = Training(workers, stateful)
-        found = part.fit(
-            epochs=3,
-            folder=tmp_path,
-            checkpoint_steps=1,
-            callbacks=[lambda record, s=stop: (type(record), record.number) == s],
-        )
+        found = part.fit_until(*stop, epochs=3, folder=tmp_path)
         torch.manual_seed(0)
     assert_equal(part.model, whole.model)
     assert [e.validation for e in found] == [e.validation for e in expected]
@@ -174,14 +193,9 @@ def test_a_stream_is_stopped_and_goes_on(
     expected = whole.fit(epochs=3, folder=tmp_path / "whole")
     last = expected[0].steps
     torch.manual_seed(11)
-    for stop in [(Step, 2), (Step, last), (Epoch, 0), (Step, last + 1), (Epoch, 1), None]:
+    for stop in [(Step, 2), (Step, last), (Epoch, 0), (Step, last + 1), (Epoch, 1), NEVER]:
         part = Streamed(workers, stateful, batches)
-        found = part.fit(
-            epochs=3,
-            folder=tmp_path / "part",
-            checkpoint_steps=1,
-            callbacks=[lambda record, s=stop: (type(record), record.number) == s],
-        )
+        found = part.fit_until(*stop, epochs=3, folder=tmp_path / "part")
         torch.manual_seed(0)
     assert [e.steps for e in found] == [e.steps for e in expected]
     assert_equal(part.model, whole.model)
@@ -249,7 +263,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.train.test_fit import Training, evaluate, loss_of, tokens
+from tests.train.test_fit import BreakOff, BrokenOff, Step, Training
 
 folder, files = sys.argv[1:]
 dist.init_process_group("gloo")
@@ -259,10 +273,13 @@ for kind in ("whole", "stopped"):
         training = Training()
         torch.manual_seed(100 + dist.get_rank())  # every rank drops others
         where = Path(files, kind)
-        history = training.fit(
-            folder=where, checkpoint_steps=2, validation=training.loader,
-            callbacks=[lambda record: getattr(record, "weight", 0) and record.number == stop],
-        )
+        try:
+            history = training.fit(
+                folder=where, checkpoint_steps=2, validation=training.loader,
+                callbacks=[BreakOff(Step, stop)],
+            )
+        except BrokenOff:
+            pass
     told.append([[e.loss, e.validation, e.steps] for e in history])
     told.append(training.model.head.weight.tolist())
 Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told))

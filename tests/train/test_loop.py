@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.train.test_fit import Training, loss_of, samples, tokens
 from torchbudget import GradAccumulator, PadCollate, evaluate, train_epoch
+from torchbudget.errors import OptionError
 
 
 def test_an_evaluation_is_that_of_the_whole() -> None:
@@ -43,3 +44,35 @@ def test_tensors_and_a_last_incomplete_step() -> None:
         device="cpu",
     )
     assert [step.weight for step in steps] == [8, 2]
+
+
+def test_a_batch_that_weighs_nothing_is_left_out() -> None:
+    """Its mean is NaN; in training it is left out, too."""
+    model = nn.Linear(3, 1)
+    batches = [torch.ones(4, 3), torch.zeros(0, 3), 2 * torch.ones(2, 3)]
+
+    def loss_of_rows(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    found = evaluate(model, batches, loss_of_rows, weight=len, mean=True)
+    rows = torch.cat(batches)
+    assert found == pytest.approx(loss_of_rows(model, rows).item(), rel=1e-6)
+
+
+def test_a_loss_of_one_element_is_a_scalar() -> None:
+    """Of shape (1,), in training and in evaluation; one of several is refused in both."""
+    model = nn.Linear(3, 1)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.0), model, steps=2)
+    batches = [torch.ones(4, 3), torch.zeros(2, 3)]
+
+    def one(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum(0)
+
+    [step] = train_epoch(model, batches, one, accumulator)
+    assert evaluate(model, batches, one) == pytest.approx(step.loss, rel=1e-6)
+    for run in (
+        lambda: evaluate(model, batches, lambda m, batch: m(batch)),
+        lambda: train_epoch(model, batches, lambda m, batch: m(batch), accumulator),
+    ):
+        with pytest.raises(OptionError, match="the loss must be a scalar"):
+            run()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from operator import length_hint
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -17,7 +15,7 @@ from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 
 def run_state(
@@ -27,6 +25,7 @@ def run_state(
     *,
     epoch: int,
     is_over: bool,
+    generators: Sequence[torch.Generator] = (),
 ) -> dict[str, Any]:
     """Model, optimizers, schedulers, scaler, accumulator; of each rank, data and generators.
 
@@ -37,11 +36,14 @@ def run_state(
         accumulator: with its optimizers.
         loader: a `StatefulDataLoader`, or one whose batch sampler or stream is a `ResumableSource`.
         epoch: that the current loop over the loader reads; after it, the coming one.
-        is_over: whether that loop is.
+        is_over: whether that loop is, on this rank.
+        generators: that loaders draw from.
     """
     mine = {
         "data": _data_state(loader, epoch, is_over=is_over),
+        "is_over": is_over,
         "random": asdict(RandomState.take()),
+        "generators": [generator.get_state() for generator in generators],
     }
     return {
         "version": _VERSION,
@@ -71,12 +73,37 @@ def load_run_state(
         source.load_state_dict(position)
 
 
-def restore_generators(state: dict[str, Any], accumulator: GradAccumulator) -> None:
+def is_over(
+    state: dict[str, Any], accumulator: GradAccumulator, loader: DataLoader[Any], *, epoch: int
+) -> bool:
+    """Whether this rank has no batches left in the epoch in which a loaded state was saved."""
+    sources: tuple[Any, ...] = (loader.batch_sampler, loader.dataset)
+    return _of_this_rank(state, accumulator)["is_over"] or any(
+        isinstance(source, ResumableSource) and source.epoch > epoch for source in sources
+    )
+
+
+def restore_generators(
+    state: dict[str, Any],
+    accumulator: GradAccumulator,
+    generators: Sequence[torch.Generator] = (),
+) -> None:
     """Set the random generators to a run's state; on more ranks than saved it, ranks share one.
 
-    Within an epoch this comes after `iter(loader)`, which draws a number itself.
+    Within an epoch this comes after `iter(loader)`, which may draw numbers itself.
+
+    Raises:
+        StateError: the loaders have other generators than those that were saved.
     """
-    RandomState(**_of_this_rank(state, accumulator)["random"]).restore()
+    mine = _of_this_rank(state, accumulator)
+    if len(generators) != len(mine["generators"]):
+        raise StateError(
+            f"the checkpoint has the states of {len(mine['generators'])} generators of the "
+            f"loaders, which have {len(generators)}; pass the generator= that they had"
+        )
+    for generator, its_state in zip(generators, mine["generators"], strict=True):
+        generator.set_state(its_state)
+    RandomState(**mine["random"]).restore()
 
 
 def has_position(loader: DataLoader[Any]) -> bool:
@@ -84,35 +111,6 @@ def has_position(loader: DataLoader[Any]) -> bool:
     return isinstance(loader, Stateful) or any(
         isinstance(source, ResumableSource) for source in (loader.batch_sampler, loader.dataset)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TrackedLoader:
-    """A loader whose sampler or stream knows which batches came.
-
-    Attributes:
-        loader: as the user made it.
-    """
-
-    loader: DataLoader[Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        sources: tuple[Any, ...] = (self.loader.batch_sampler, self.loader.dataset)
-        if not isinstance(self.loader, Stateful):
-            for source in sources:
-                if isinstance(source, ResumableSource):
-                    return source.tracked(self.loader)
-        return iter(self.loader)
-
-    def __length_hint__(self) -> int:
-        return length_hint(self.loader)
-
-
-def save(state: Any, path: Path) -> None:
-    """Write a file so that it is there as a whole, or not at all."""
-    partial = path.with_suffix(".part")
-    torch.save(state, partial)
-    partial.replace(path)
 
 
 def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import compress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import OptionError
-from torchbudget.protocols import HasEpochs, ResumableSource
+from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.protocols import Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.agreement import on_each_rank, on_host
 from torchbudget.train.batches import num_samples
+from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
+from torchbudget.train.run_folder import RunFolder
 from torchbudget.train.step import Step
+
+_OTHER: Final = 2**32  # between the seeds of training's and of validation's workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +72,10 @@ def fit(
 
     The first rank writes into the folder: `last.pt`, the state of everything; `best.pt`, the
     model's of the best validation loss; and `statistics.jsonl`, a line for every step and every
-    epoch. A run that was stopped takes the same steps as one that was not, on as many ranks, and
-    bit for bit where the kernels are deterministic. Only the random numbers of the loader's workers
-    are not repeated in the epoch that was stopped.
+    epoch. Each file is there as a whole or not at all. A run that was stopped, killed or lost its
+    power takes the same steps as one that was not, on as many ranks, and bit for bit where the
+    kernels are deterministic. Only the random numbers of the loader's workers are not repeated:
+    workers that are started again are seeded as before, and begin again with their first numbers.
 
     Args:
         model: as it is called; put into training mode.
@@ -84,10 +89,12 @@ def fit(
         weight: of a batch in the loss of a step. Default: its samples.
         validation: a loader to evaluate on after each epoch.
         patience: stop after so many epochs in a row without a better validation loss.
-        folder: for files; made where it does not exist.
+        folder: for files; made where it does not exist; the same for all ranks.
         checkpoint_steps: save after every so many steps, too.
-        callbacks: called with every `Step` and `Epoch`; the training ends after one that returns
-            true, which must then be so on every rank.
+        callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
+            on every rank, after one that returns true on any; that is saved too. To break off and
+            go on later, raise instead. One that has `state_dict` and `load_state_dict`, on every
+            rank, is saved as the first rank has it.
         device: that batches are moved to; `None`: they are not moved.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
@@ -97,13 +104,18 @@ def fit(
     Raises:
         OptionError: patience without validation; checkpoints of a loader whose position cannot be
             saved; or a folder, and a model that is sharded.
-        StateError: the folder has a `last.pt` that is no checkpoint of such a run.
+        StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
+            cannot be loaded again, because of what callbacks or optimizers have in their state.
+        StateMismatchError: the ranks do not see the same `last.pt`.
+        RankError: a callback or a checkpoint failed on another rank.
+        OSError: a file cannot be written; the checkpoint before it is whole.
     """
     if patience is not None and validation is None:
         raise OptionError("patience needs validation data")
     run = _Run(
         model=model,
         loader=loader,
+        validation=validation,
         accumulator=accumulator,
         folder=None if folder is None else Path(folder),
         checkpoint_steps=checkpoint_steps,
@@ -112,25 +124,24 @@ def fit(
     )
     while run.goes_on(epochs):
         model.train()
-        if run.begin_epoch():
-            train_epoch(
-                model,
-                loader if folder is None else checkpoint.TrackedLoader(loader),
-                criterion,
-                accumulator,
-                weight=weight,
-                device=device,
-                when_begun=run.restore_generators,
-                when_stepped=run.step_taken,
-                progress=progress and run.is_first_rank,
-            )
+        train_epoch(
+            model,
+            run.begin_epoch(),
+            criterion,
+            accumulator,
+            weight=weight,
+            device=device,
+            when_begun=run.restore_generators,
+            when_stepped=run.step_taken,
+            progress=progress and run.is_first_rank,
+        )
         if run.stopped:
             break
         loss = None
         if validation is not None:
             loss = evaluate(
                 model,
-                validation,
+                run.validation_data(),
                 criterion,
                 weight=weight,
                 mean=accumulator.mean,
@@ -164,6 +175,7 @@ class _Run:
 
     model: nn.Module
     loader: DataLoader[Any]
+    validation: Iterable[Any] | None
     accumulator: GradAccumulator
     folder: Path | None
     checkpoint_steps: int | None
@@ -174,81 +186,106 @@ class _Run:
     clock_s: float = 0.0  # up to which the tally's seconds count
     stopped: bool = False
     loaded: dict[str, Any] | None = None  # until its random generators are restored
+    files: RunFolder | None = None
 
     def __post_init__(self) -> None:
         self.is_first_rank = self.accumulator.ranks.rank == 0
+        self.host = on_host(self.accumulator.ranks)
+        self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
+        self.generators = generators_of(self.loader) + generators_of(self.validation)
+        self.stateful: list[Any] = [one for one in self.callbacks if isinstance(one, Stateful)]
+        any_callbacks = any(on_each_rank(self.host, lambda: bool(self.callbacks)))
+        self.agrees = self.folder is not None or any_callbacks  # at each step
         if self.folder is not None:
-            if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
-                raise OptionError(
-                    "checkpoint_steps needs a loader whose position can be saved: one with a "
-                    "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
-                )
-            if self.accumulator.sharded:
-                raise OptionError(
-                    "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
-                )
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # The first rank may still write for an earlier call.
-            self.accumulator.ranks.gather_objects(None)
-            if (self.folder / "last.pt").exists():
-                self._load(self.folder)
+            self._open(self.folder)
 
-    def _load(self, folder: Path) -> None:
-        self.loaded = loaded = torch.load(folder / "last.pt", "cpu", weights_only=True)
+    def _open(self, folder: Path) -> None:
+        if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
+            raise OptionError(
+                "checkpoint_steps needs a loader whose position can be saved: one with a "
+                "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
+            )
+        if self.accumulator.sharded:
+            raise OptionError(
+                "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
+            )
+        # The ranks meet here, since the first one may still write for an earlier call.
+        on_each_rank(self.host, lambda: folder.mkdir(parents=True, exist_ok=True))
+        self.files = RunFolder(folder)
+        found = on_each_rank(self.host, self._read)
+        for rank, mine in enumerate(found):
+            if mine != found[0]:
+                raise StateMismatchError(
+                    f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
+                    f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
+                )
+        if self.loaded is not None:
+            self._load(self.loaded)
+        if self.is_first_rank:
+            steps = 0 if self.loaded is None else _steps_of(self.loaded)
+            self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
+
+    def _read(self) -> str:
+        """Read the last checkpoint; which one it is."""
+        self.loaded = None if self.files is None else self.files.read()
+        if self.loaded is None:
+            return "no checkpoint"
+        return f"the checkpoint {self.loaded.get('id')}"
+
+    def _load(self, loaded: dict[str, Any]) -> None:
         checkpoint.load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
+        if len(loaded["callbacks"]) != len(self.stateful):
+            raise StateError(
+                f"the checkpoint has the states of {len(loaded['callbacks'])} callbacks, but "
+                f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
+            )
+        for callback, its_state in zip(self.stateful, loaded["callbacks"], strict=True):
+            callback.load_state_dict(its_state)
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
         self.tally = _Tally(**loaded["tally"])
+        self.stopped = loaded["stopped"]
+        self.seed = loaded["seeds"][self.host.rank % len(loaded["seeds"])]
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
             self.restore_generators()
-        if self.is_first_rank:
-            self._truncate_statistics(folder, loaded["run"]["training"]["accumulator"]["steps"])
-
-    def _truncate_statistics(self, folder: Path, steps: int) -> None:
-        """Delete the lines of what came after the checkpoint, since it will come again."""
-        path = folder / "statistics.jsonl"
-        if not path.exists():
-            return
-        last = {"step": steps, "epoch": len(self.history) - 1}
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-        records = map(json.loads, lines)
-        kept = (record["number"] <= last[record["kind"]] for record in records)
-        path.write_text("".join(compress(lines, kept)), "utf-8")
 
     def restore_generators(self) -> None:
         """Go on with the random numbers of the run that was loaded."""
         if self.loaded is not None:
-            checkpoint.restore_generators(self.loaded["run"], self.accumulator)
+            checkpoint.restore_generators(self.loaded["run"], self.accumulator, self.generators)
             self.loaded = None
 
-    def begin_epoch(self) -> bool:
-        """Whether the coming epoch is to be trained on.
+    def begin_epoch(self) -> Iterable[Any]:
+        """What this rank is to train on in the coming epoch.
 
-        It is not where the run was stopped after that epoch's last step, before its end.
+        It is nothing where it was stopped after its last batch of that epoch. It takes the steps
+        of the other ranks then, which may have batches left.
         """
         self.clock_s = time.perf_counter()
         number = len(self.history)
-        sampler: Any = self.loader.batch_sampler
-        if self.loaded is not None and (
-            self.loaded["epoch_is_over"]
-            or (isinstance(sampler, ResumableSource) and sampler.epoch > number)
+        loaded = self.loaded  # within this epoch, or it would not be there any more
+        if loaded is not None and checkpoint.is_over(
+            loaded["run"], self.accumulator, self.loader, epoch=number
         ):
-            self.restore_generators()
-            return False
-        for source in (sampler, self.loader.sampler, self.loader.dataset):
-            if isinstance(source, HasEpochs):
-                source.set_epoch(number)
-        return True
+            return ()
+        tracked = self.folder is not None
+        return EpochLoader(loader=self.loader, epoch=number, seed=self.seed, tracked=tracked)
+
+    def validation_data(self) -> Iterable[Any]:
+        """What this rank is to evaluate on after the present epoch."""
+        loader = () if self.validation is None else self.validation
+        return EpochLoader(loader=loader, epoch=len(self.history), seed=self.seed + _OTHER)
 
     def step_taken(self, step: Step, batches_done: int | None) -> bool:
-        """Count, write and save; whether the training ends here."""
+        """Count, write, call back and save; whether the training ends here."""
         self.tally.add(step)
-        self._write(step)
-        if self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0:
+        self._note(step)
+        due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
+        if due or (self.stopped and checkpoint.has_position(self.loader)):
             self._save(is_over=batches_done is None)
-        return self._call_back(step)
+        return self.stopped
 
     def end_epoch(self, validation: float | None) -> None:
-        """Add the epoch to the history, write and save."""
+        """Add the epoch to the history, write, call back and save."""
         self._read_clock()
         tally, best = self.tally, min(self._losses(), default=math.inf)
         epoch = Epoch(
@@ -261,11 +298,8 @@ class _Run:
         )
         self.history.append(epoch)
         self.tally = _Tally()
-        self._write(epoch)
-        self._save(is_over=True)
-        if self.folder is not None and self.is_first_rank and self._losses()[-1] < best:
-            checkpoint.save(self.model.state_dict(), self.folder / "best.pt")
-        self._call_back(epoch)
+        self._note(epoch)
+        self._save(is_over=True, is_best=self._losses()[-1] < best)
 
     def goes_on(self, epochs: int) -> bool:
         """Whether another epoch comes: the best validation loss is not too many epochs ago."""
@@ -280,39 +314,60 @@ class _Run:
         losses = (epoch.validation for epoch in self.history)
         return [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
 
-    def _call_back(self, record: Step | Epoch) -> bool:
-        for callback in self.callbacks:
-            self.stopped |= bool(callback(record))
-        return self.stopped
+    def _note(self, record: Step | Epoch) -> None:
+        """Write a record, and pass it to the callbacks; where one ends the training, all ranks do.
+
+        They come before the checkpoint, which so has what they change.
+        """
+
+        def note_here() -> bool:
+            if self.files is not None and self.is_first_rank:
+                self.files.write_record(type(record).__name__.lower(), asdict(record))
+            ends = [bool(callback(record)) for callback in self.callbacks]
+            return any(ends)
+
+        if self.agrees:
+            self.stopped = any(on_each_rank(self.host, note_here))
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
         self.tally.seconds += now_s - self.clock_s
         self.clock_s = now_s
 
-    def _write(self, record: Step | Epoch) -> None:
-        if self.folder is not None and self.is_first_rank:
-            line = {"kind": type(record).__name__.lower(), **asdict(record)}
-            with (self.folder / "statistics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-    def _save(self, *, is_over: bool) -> None:
-        """Write `last.pt`, within an epoch or after its last batch."""
-        if self.folder is None:
+    def _save(self, *, is_over: bool, is_best: bool = False) -> None:
+        """Write the checkpoint, within an epoch or after its last batch; before, the best model."""
+        files = self.files
+        if files is None:
             return
         if self.tally.steps:
             self._read_clock()
         state = {
+            "id": secrets.token_hex(8),
             "run": checkpoint.run_state(
                 self.model,
                 self.accumulator,
                 self.loader,
                 epoch=len(self.history),
                 is_over=is_over,
+                generators=self.generators,
             ),
+            "callbacks": [callback.state_dict() for callback in self.stateful],
+            "seeds": self.host.gather_objects(self.seed),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
-            "epoch_is_over": is_over and bool(self.tally.steps),
+            "stopped": self.stopped,
         }
-        if self.is_first_rank:
-            checkpoint.save(state, self.folder / "last.pt")
+
+        def write_here() -> None:
+            if self.is_first_rank and is_best:
+                files.save_best(self.model.state_dict())
+            if self.is_first_rank:
+                files.save(state)
+
+        on_each_rank(self.host, write_here)
+
+
+def _steps_of(loaded: dict[str, Any]) -> int:
+    """How many steps a checkpoint comes after."""
+    steps: int = loaded["run"]["training"]["accumulator"]["steps"]
+    return steps

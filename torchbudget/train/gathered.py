@@ -1,11 +1,10 @@
-"""Outputs of samples, sent from the ranks that computed them, and errors that all ranks share."""
+"""Outputs of samples, sent from the ranks that computed them."""
 
 from __future__ import annotations
 
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,34 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from torchbudget.errors import RankError
 from torchbudget.train.process_group import Ranks
 
 # What a rank sends in one collective: a few of them for many small outputs, while what they take
 # beside the outputs stays below so much for each rank.
 _CHUNK_BYTES: Final = 64 * 2**20
-
-
-@contextmanager
-def failing_together(ranks: Ranks) -> Iterator[None]:
-    """What runs inside succeeds on all ranks, or raises on all of them; one small collective.
-
-    A rank that fails waits here for the others, which are at work still.
-
-    Args:
-        ranks: joined by a process group on the host.
-
-    Raises:
-        RankError: it failed on another rank.
-    """
-    try:
-        yield
-    except Exception as error:
-        ranks.gather_objects(f"{type(error).__name__}: {error}")
-        raise
-    for rank, failure in enumerate(ranks.gather_objects(None)):
-        if failure is not None:
-            raise RankError(f"rank {rank} failed, see its traceback: {failure}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
@@ -99,6 +100,9 @@ def evaluate(
 
     Returns:
         The loss; NaN where all weights are 0.
+
+    Raises:
+        OptionError: a loss is not a scalar.
     """
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
@@ -107,7 +111,11 @@ def evaluate(
     with evaluation_mode([model]):
         for batch in loader:
             own = float(weight(batch))
-            losses += criterion(model, moved(batch, device)).double() * (own if mean else 1)
+            loss = criterion(model, moved(batch, device))
+            if loss.numel() != 1:
+                raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
+            if own or not mean:  # the mean of nothing is NaN, and counts for nothing
+                losses += loss.reshape(()).double() * (own if mean else 1)
             weights += own
     total = torch.stack([losses, losses.new_tensor(weights)]).to(ranks.device(near))
     loss, weighed = ranks.sum(total).tolist()

@@ -21,8 +21,9 @@ from torchbudget.errors import OptionError
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.progress import with_bar
 from torchbudget.protocols import HasNumSamples, Stateful
+from torchbudget.train.agreement import failing_together
 from torchbudget.train.batches import moved
-from torchbudget.train.gathered import Parcel, failing_together, gathered
+from torchbudget.train.gathered import Parcel, gathered
 from torchbudget.train.loop import evaluation_mode
 from torchbudget.train.process_group import Ranks
 

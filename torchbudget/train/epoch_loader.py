@@ -1,0 +1,72 @@
+"""The random numbers that loops over loaders draw, so that a loop can begin as it did before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochLoader:
+    """A loader in one epoch of a training.
+
+    The workers' seeds are not drawn from a generator that others draw from, since workers that
+    persist are seeded once, but once more where a training goes on.
+
+    Attributes:
+        loader: as the user made it.
+        epoch: of the training.
+        seed: of the training, for the workers of all loops.
+        tracked: its sampler or stream is to know which batches came.
+    """
+
+    loader: Iterable[Any]
+    epoch: int
+    seed: int
+    tracked: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        loader: Any = self.loader
+        if not isinstance(loader, DataLoader):
+            return iter(loader)
+        sources: tuple[Any, ...] = (loader.batch_sampler, loader.sampler, loader.dataset)
+        for source in sources:
+            if isinstance(source, HasEpochs):
+                source.set_epoch(self.epoch)
+        # Workers that persist are those of the first epoch.
+        with _workers_seeded(loader, self.seed + (0 if loader.persistent_workers else self.epoch)):
+            if self.tracked and not isinstance(loader, Stateful):
+                for source in sources:
+                    if isinstance(source, ResumableSource):
+                        return source.tracked(loader)
+            return iter(loader)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.loader)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its samplers draw from, each once."""
+    sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [one for one in dict.fromkeys(found) if isinstance(one, torch.Generator)]
+
+
+@contextmanager
+def _workers_seeded(loader: DataLoader[Any], seed: int) -> Iterator[None]:
+    """Inside, `iter(loader)` draws the seed of its workers from a generator of its own."""
+    before = loader.generator
+    loader.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        loader.generator = before
