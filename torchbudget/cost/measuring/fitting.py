@@ -44,6 +44,8 @@ from torchbudget.errors import CostError
 _EXPLAINED: Final = 5e-4
 # More terms must leave less than this share of the error without them.
 _BETTER: Final = 0.3
+# One that is missed by less is certain enough to be the peak of steps that were not seen.
+_CERTAIN: Final = 0.01
 # A moment that the fit to the other steps misses by more is no polynomial of the shape.
 _POLYNOMIAL: Final = 0.1
 # Nor is one of a loop, which only seems to be the same moment in steps of other lengths.
@@ -132,7 +134,7 @@ def _fit_moments(
     # Beyond the steps that were seen, only what is certain, and grows slowly, may be the largest.
     squares = np.array([n == 2 for n, _ in powers])
     slow = ~np.array([squares[terms[moment]].any() for moment in good.tolist()])
-    certain = good[slow & (errors[good] < _EXPLAINED)]
+    certain = good[slow & (errors[good] < _CERTAIN)]
     # Of moments that are equal, the simplest.
     lengths = np.array([len(terms[moment]) for moment in good.tolist()])
     rank = np.lexsort((errors[good], lengths))

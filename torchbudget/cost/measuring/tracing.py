@@ -216,6 +216,8 @@ class _FakeBytes(LiveBytes):
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        # An operation whose outputs are cached may lack one that its own kernel would call.
+        self.fakes.cache_enabled = False
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()
