@@ -97,10 +97,10 @@ def test_blocks_are_returned_when_they_are_freed():
         ("", {}),
         ("expandable_segments:True", {"expandable_segments": "True"}),
         (
-            "max_split_size_mb: 128, roundup_power2_divisions:[256:1,>:4],expandable_segments:False",
+            "max_split_size_mb: 128,roundup_power2_divisions:[64:1,>:4],expandable_segments:False",
             {
                 "max_split_size_mb": "128",
-                "roundup_power2_divisions": "[256:1,>:4]",
+                "roundup_power2_divisions": "[64:1,>:4]",
                 "expandable_segments": "False",
             },
         ),

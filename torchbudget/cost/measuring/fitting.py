@@ -125,7 +125,7 @@ def _fit_moments(
     powers = powers_of(len(domain[0]))
     shares = np.unique(history, axis=1) / peaks[:, None]  # relative errors count
     matrix = matrix / peaks[:, None]
-    terms, coefficients, errors = _explain(matrix, shares, choices_of(powers))
+    terms, coefficients, errors = explain(matrix, shares, choices_of(powers))
     # Not all are polynomials: where a loop has fewer turns elsewhere, its k-th one may be the last.
     good = np.flatnonzero(errors < polynomial)
     if not len(good) or (shares[:, good].max(axis=1) < 1 - _EXPLAINED).any():
@@ -263,14 +263,14 @@ def _left_out_errors(matrix: FloatArray, peak: FloatArray, floor: float) -> Floa
     return errors
 
 
-def _explain(
+def explain(
     matrix: FloatArray, history: FloatArray, choices: Sequence[Columns]
 ) -> tuple[list[Columns], FloatArray, FloatArray]:
     """The terms of each moment and its coefficients, by plain least squares for all at once.
 
     Args:
         matrix: features over peaks, shape `(k, c)`.
-        history: bytes over peaks, shape `(k, moments)`.
+        history: bytes over peaks, shape `(k, moments)`; or those of each storage.
         choices: columns that a moment may use, from the simplest choice on.
 
     Returns:

@@ -16,6 +16,7 @@ from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.judging import fits, judged_cost
+from torchbudget.cost.measuring.reserving import CudaDevice, reserved
 from torchbudget.cost.measuring.running import run_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
 from torchbudget.cost.measuring.traced import Traced, trace_probes
@@ -63,6 +64,10 @@ def measure_cost(
     the CPU a run also counts what else the process has in memory (interpreter, libraries, data):
     measure in the process that will train, after everything is loaded.
 
+    For CUDA, tracing predicts bytes of the device, without one at hand: an epoch of mixed shapes is
+    replayed through a model of torch's caching allocator, with the settings that the environment
+    states. The notes say what is assumed. Where a device is at hand, "auto" measures there.
+
     The cost is judged where it will be used: at batches that just fit the budget, from the smallest
     size to the largest; without a budget, all over the range of sizes. Where a prediction is off by
     more than a percent, that shape is fitted to as well. A cost whose every moment was traced holds
@@ -88,7 +93,8 @@ def measure_cost(
         sizes: of the data set, shape `(N,)` or `(N, d)`: which of them occur, and are judged.
         budget: the device's bytes, which no run may exceed; needed unless `method="trace"`.
         method: "trace", "run" or "auto"; where a step cannot be traced, "auto" runs only.
-        device: the device that the parameters are expected on; checked.
+        device: the device that the parameters are expected on; checked. With `method="trace"` it may
+            be `"cuda"` while they are on the CPU: the cost is then predicted for CUDA.
         size_multiple: sizes of probes are multiples of it, as padded sizes are: an int, or the
             sampler or stream to read it from.
 
@@ -108,8 +114,13 @@ def measure_cost(
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise CostError(f"device={str(device)!r}: this torch has no CUDA device to measure on")
+    target = None if device is None else torch.device(device)
+    cuda = target is not None and target.type == "cuda"
+    if cuda and method != "trace" and not torch.cuda.is_available():
+        raise CostError(
+            f"device={str(device)!r}: this torch has no CUDA device to measure on; method='trace' "
+            "predicts its bytes from a trace of the model on the CPU"
+        )
     domain = Domain.of(max_size, size_multiple_of(size_multiple), min_size=min_size, sizes=sizes)
     room = None if budget is None else MemoryBudget.of(budget).device
     if method != "trace" and room is None:
@@ -118,9 +129,10 @@ def measure_cost(
         )
     state = TrainingState(step)
     state.check_parameters(contents=method != "trace")
-    if device is not None and torch.device(device).type != state.device.type:
+    predicted = cuda and method == "trace" and state.device.type in ("cpu", "cuda")
+    if target is not None and target.type != state.device.type and not predicted:
         raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
-    subject = Subject(step, make_batch, domain, state)
+    subject = Subject(step, make_batch, domain, state, target)
     if autocast_is_active():
         subject.notes.append("measured inside an autocast, without its cache of casts")
     with counting(unit="shapes", description="measuring", leave=False, delay_s=2) as advance:
@@ -129,7 +141,7 @@ def measure_cost(
     return replace(
         cost,
         time_form=fit_time(cost.probes),
-        measured_on=describe_step(step),
+        measured_on=describe_step(step) | (_predicted_on() if predicted else {}),
         notes=(*subject.notes, *state.notes()),
     )
 
@@ -137,7 +149,7 @@ def measure_cost(
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
     """The cost without its time, its notes and what it was measured on."""
     if method == "trace" or room is None:
-        traced = trace_probes(subject, room)
+        traced = _traced_on_target(subject, room)
         least = misfit = _LEAST_TRACE_MARGIN
         if not traced.aligned:
             least = _LEAST_PEAKS_MARGIN
@@ -158,6 +170,19 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         subject.notes.append("several axes without a trace: few runs separate them poorly")
     everywhere = known is not None and known.aligned
     return judged_cost(forms, probes, least, subject, everywhere=everywhere)
+
+
+def _traced_on_target(subject: Subject, room: int | None) -> Traced:
+    """Bytes of tensors; on CUDA, what its allocator reserves for them."""
+    target = subject.state.device if subject.target is None else subject.target
+    if target.type != "cuda":
+        return trace_probes(subject, room)
+    device = CudaDevice.detect()
+    return reserved(trace_probes(subject, device.room_for_tensors(room)), subject, device, room)
+
+
+def _predicted_on() -> dict[str, str]:
+    return {"device": "cuda, predicted", "allocator": f"native, {CudaDevice.detect().segments}"}
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, Final, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
 from torchbudget.cost.measuring.judging import fits
+from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
 from torchbudget.cost.measuring.terms import plain_powers
 from torchbudget.cost.measuring.tracing import Trace, ValueDependentError, tracing
@@ -67,12 +68,14 @@ class Traced:
         probes: what was traced.
         aligned: whether each moment of the step was fitted, otherwise only the peaks.
         under: how much a fit to the other peaks is below a peak at most.
+        requests: what each step asked of the device's allocator, by shape.
     """
 
     forms: tuple[Form, ...]
     probes: tuple[Probe, ...]
     aligned: bool
     under: float = 0.0
+    requests: Mapping[Shape, Requests] = field(default_factory=dict)
 
 
 def trace_probes(subject: Subject, room: int | None) -> Traced:
@@ -93,7 +96,7 @@ def trace_probes(subject: Subject, room: int | None) -> Traced:
         subject.notes.append(
             "what is compiled was traced as eager code; only runs count it compiled"
         )
-    with tracing(subject.step, subject.state) as trace:
+    with tracing(subject.step, subject.state, subject.target) as trace:
         tracer = _Tracer(subject, trace)
         first = tracer.explore()
         tracer.fit_shapes()
@@ -115,7 +118,7 @@ def trace_probes(subject: Subject, room: int | None) -> Traced:
             f"the step asked tensors for {before.assumed} truth values; the trace assumes that "
             "all of them are False"
         )
-    return traced
+    return replace(traced, requests={s: one.requests for s, one in tracer.traces.items()})
 
 
 @dataclass(slots=True)

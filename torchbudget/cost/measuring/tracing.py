@@ -18,14 +18,16 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchbudget.cost.measuring.allocator_blocks import BLOCK_BYTES
+from torchbudget.cost.measuring.as_on_cuda import as_on_cuda
 from torchbudget.cost.measuring.reachable import reachable
+from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError
 
-# What an allocator rounds a block up to: CUDA's caching one, and torch's on the CPU.
-_CUDA_BLOCK: Final = 512
+# What torch's allocator on the CPU rounds a block up to.
 _CPU_BLOCK: Final = 64
 # Two steps on one shape that differ by no more do not depend on values.
 _ROUNDING: Final = 4096
@@ -49,6 +51,7 @@ class Trace:
         kept_bytes: bytes that live after the step and did not before.
         assumed: how often the step asked a tensor for a truth value, and got `False`.
         integers: how often it asked a tensor for an integer, and got 1.
+        requests: what it asked of the device's allocator.
     """
 
     live_bytes: IntArray
@@ -56,6 +59,7 @@ class Trace:
     kept_bytes: int
     assumed: int
     integers: int
+    requests: Requests
 
     @property
     def peak_bytes(self) -> int:
@@ -84,7 +88,9 @@ class ValueDependentError(CostError):
 
 
 @contextmanager
-def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Callable[..., Trace]]:
+def tracing(
+    step: Callable[[Any], object], state: TrainingState, target: torch.device | None = None
+) -> Iterator[Callable[..., Trace]]:
     """Trace the user's own step, with the user's own model and optimizer.
 
     Every operation gets fake tensors instead of real ones, so that nothing is computed and no
@@ -93,6 +99,7 @@ def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Cal
     Args:
         step: the full training step on a batch, or forward only.
         state: what it refers to.
+        target: the device that the step is to run on, where that is another one.
 
     Yields:
         A function that traces the step on a batch; its argument `integer` is what integers are that
@@ -101,7 +108,7 @@ def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Cal
         device is to be traced, does not run on fake tensors, or is only a part of a training
         step.
     """
-    live = _FakeBytes(state.device)
+    live = _FakeBytes(state.device, state.device if target is None else target)
     warm = False
 
     def trace(batch: Any, integer: int = 1) -> Trace:
@@ -109,10 +116,13 @@ def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Cal
         live.integer = integer
         if not warm:
             _trace(step, state, live, batch)
+            live.forget(batch)  # it arrives once more
             warm = True
         return _trace(step, state, live, batch)
 
     with state.restored(contents=False), ExitStack() as stack:
+        if target is not None and target.type == "cuda" and state.device.type == "cpu":
+            stack.enter_context(as_on_cuda(state))
         # The compiler would remember that it cannot compile under fake tensors.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if gc.isenabled():  # which would free tensors at a moment that differs from step to step
@@ -123,6 +133,7 @@ def tracing(step: Callable[[Any], object], state: TrainingState) -> Iterator[Cal
                 live.stand_in(tensor)
         except Exception as error:  # of fake tensors, which do not know every layout
             raise CostError(f"{state.name_of(tensor)} cannot be traced: {error}") from error
+        live.num_loaded = len(live.living)
         yield trace
 
 
@@ -130,7 +141,7 @@ def _trace(
     step: Callable[[Any], object], state: TrainingState, live: _FakeBytes, batch: Any
 ) -> Trace:
     live.begin()
-    before = live.num_bytes
+    before, resident = live.num_bytes, tuple(live.living.values())
     try:
         for one in reachable(batch):
             if isinstance(one, torch.Tensor):
@@ -151,7 +162,9 @@ def _trace(
         ) from error
     kept_bytes = live.num_bytes - before - live.arrived_bytes
     history = np.asarray(live.history, np.int64)
-    return Trace(history, tuple(live.operations), kept_bytes, live.assumed, live.integers)
+    loaded = live.num_loaded
+    requests = Requests.of(resident[:loaded], resident[loaded:], live.events)
+    return Trace(history, tuple(live.operations), kept_bytes, live.assumed, live.integers, requests)
 
 
 def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
@@ -205,14 +218,15 @@ def check_values(trace: Callable[..., Trace], batch: Any) -> Trace:
 class _FakeBytes(LiveBytes):
     """The bytes of fake tensors that live on a device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, target: torch.device) -> None:
         # Reads the environment, and is imported by no one where there is no optimizer.
         from torch._functorch import config as functorch_config
 
-        block_bytes = _CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK
+        block_bytes = BLOCK_BYTES if target.type == "cuda" else _CPU_BLOCK
         super().__init__(device.type, block_bytes=block_bytes, kind=FakeTensor)
         self.begin()
         self.integer = 1
+        self.num_loaded = 0  # storages that live before the first step
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -224,7 +238,7 @@ class _FakeBytes(LiveBytes):
 
     def begin(self) -> None:
         """Start the history of another step."""
-        self.history = []
+        self.history, self.events = [], []
         self.operations: list[Any] = []
         self.arrived_bytes = 0
         self.assumed = self.integers = 0
@@ -238,6 +252,12 @@ class _FakeBytes(LiveBytes):
             fake = self._stand_ins[tensor] = self.fakes.from_tensor(tensor)
             self.arrived_bytes += self.count(fake)
         return fake
+
+    def forget(self, batch: Any) -> None:
+        """Drop the fakes of a batch."""
+        for one in reachable(batch):
+            if isinstance(one, torch.Tensor):
+                self._stand_ins.pop(one, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         num_bytes: living now.
         history: living after each operation.
+        living: bytes of each living storage by its number, in the order of allocation.
+        events: the number of each storage that was allocated, with its bytes, or freed, with minus
+            its bytes.
     """
 
     def __init__(
@@ -31,6 +35,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         self.num_bytes = 0
         self.history: list[int] = []
+        self.living: dict[int, int] = {}
+        self.events: list[tuple[int, int]] = []
+        self._numbers = count()
         self._device = device
         self._block_bytes = block_bytes
         self._kind = kind
@@ -53,9 +60,13 @@ class LiveBytes(TorchDispatchMode):
         if id(storage) in self._ids:
             return 0
         self._ids.add(id(storage))
+        number = next(self._numbers)
         self.num_bytes += num_bytes
+        if num_bytes:
+            self.living[number] = num_bytes
+            self.events.append((number, num_bytes))
         # By a weak reference: what is counted must not keep the counter, which may refer to it.
-        weakref.finalize(storage, _forget, weakref.ref(self), id(storage), num_bytes)
+        weakref.finalize(storage, _forget, weakref.ref(self), id(storage), number)
         return num_bytes
 
     def __torch_dispatch__(
@@ -69,8 +80,11 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def _forget(reference: Callable[[], LiveBytes | None], key: int, num_bytes: int) -> None:
+def _forget(reference: Callable[[], LiveBytes | None], key: int, number: int) -> None:
     live = reference()
     if live is not None:
         live._ids.remove(key)
+        num_bytes = live.living.pop(number, 0)
         live.num_bytes -= num_bytes
+        if num_bytes:
+            live.events.append((number, -num_bytes))

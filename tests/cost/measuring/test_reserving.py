@@ -1,0 +1,211 @@
+"""Bytes on a CUDA device that is not at hand: predicted from a trace on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from tests.support.training_cases import ADAMW, CASES, Training, recurrent, training
+from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
+from torchbudget.cost.measuring.caching_allocator import AllocatorSettings
+from torchbudget.cost.measuring.requests import Requests
+from torchbudget.cost.measuring.reserving import CudaDevice, requests_at, reserved_in_epoch
+from torchbudget.cost.measuring.tracing import Trace, tracing
+from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.errors import CostError
+from torchbudget.units import MiB
+
+CUDA = torch.device("cuda")
+ALLOC_CONF = "PYTORCH_ALLOC_CONF"
+FITTED = [(n, (length,)) for n in (2, 20, 64) for length in (32, 100, 256)]
+
+
+def traced(case: Training, shapes: list[tuple[int, tuple[int, ...]]]) -> dict[Any, Requests]:
+    """What steps on batches of these shapes ask of an allocator on CUDA."""
+    with tracing(case.step, TrainingState(case.step), CUDA) as trace:
+        return {(n, size): trace(case.make_batch(n, size[0])).requests for n, size in shapes}
+
+
+def traced_on(device: torch.device | None, case: Training, batch: Any) -> Trace:
+    with tracing(case.step, TrainingState(case.step), device) as trace:
+        return trace(batch)
+
+
+def perceptron(dropout: float = 0.0) -> Training:
+    model = nn.Sequential(nn.Linear(100, 1000), nn.Dropout(dropout), nn.Linear(1000, 10))
+
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+    def make_batch(n: int, length: int) -> Any:
+        return {"x": torch.randn(n, length, 100), "y": torch.randint(10, (n, length))}
+
+    return training(model, loss_of, make_batch, 256, ADAMW)
+
+
+def predict(case: Training, budget: int | None, **options: Any) -> MeasuredCost:
+    return measure_cost(
+        case.step,
+        case.make_batch,
+        max_size=case.max_size,
+        budget=budget,
+        method="trace",
+        device="cuda",
+        **options,
+    )
+
+
+def test_requests_of_other_shapes_are_those_that_a_trace_shows() -> None:
+    """Each storage is a polynomial of the shape, to a thousandth of all that the step allocates."""
+    case = CASES["decoder, scores kept"]()
+    others = [(7, (61,)), (100, (200,))]
+    real = traced(case, FITTED + others)
+    computed = requests_at({shape: real[shape] for shape in FITTED}, others)
+    assert computed is not None
+    for one, shape in zip(computed, others, strict=True):
+        assert np.array_equal(one.order, real[shape].order)
+        total = int(real[shape].sizes.sum())
+        assert np.abs(one.sizes - real[shape].sizes).sum() < 1e-3 * total
+
+
+def test_what_a_step_asks_for_adds_up_to_its_living_bytes() -> None:
+    """Replayed without rounding to segments, the peak is that of the trace."""
+    case = CASES["encoder and decoder"]()
+    trace = traced_on(CUDA, case, case.make_batch(20, (50, 60)))
+    requests = trace.requests
+    live = sum(requests.loaded) + sum(requests.made)
+    peak, seen = live, set()
+    for index in requests.order.tolist():
+        live += int(requests.sizes[index]) * (-1 if index in seen else 1)
+        seen.add(index)
+        peak = max(peak, live)
+    assert peak == trace.peak_bytes
+    allocator_peak = reserved_in_epoch([requests], CudaDevice.of((8, 0), AllocatorSettings()))
+    assert allocator_peak >= peak
+
+
+def test_the_first_traced_step_asks_for_its_batch_too() -> None:
+    """Though it has been stepped on before, to make the optimizer's state."""
+    case = perceptron()
+    with tracing(case.step, TrainingState(case.step), CUDA) as trace:
+        first, second = (trace(case.make_batch(20, 50)).requests for _ in range(2))
+    assert first.sizes.tolist() == second.sizes.tolist()
+    assert first.made == second.made
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", ""])
+def test_an_epoch_through_the_allocator_stays_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, settings: str
+) -> None:
+    """Batches planned under the predicted cost, and traced: full where segments grow."""
+    monkeypatch.setenv(ALLOC_CONF, settings)
+    case, budget = perceptron(), MiB(1500)
+    cost = predict(case, budget)
+    sizes = np.random.default_rng(1).integers(4, 257, 4000)
+    order = [
+        (len(indices), (int(sizes[indices].max()),))
+        for indices in MemoryBudgetBatchSampler(sizes, cost, budget)
+    ]
+    steps = traced(case, order)
+    peak = reserved_in_epoch([steps[shape] for shape in order], CudaDevice.detect())
+    assert peak <= budget
+    if settings:
+        assert peak >= 0.9 * budget
+
+
+def test_fixed_segments_leave_less_room_than_expandable_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are named in the cost, so that a run with the others is noticed."""
+    case = CASES["heavy"]()
+    costs = {}
+    for settings in ("expandable_segments:True", "expandable_segments:False"):
+        monkeypatch.setenv(ALLOC_CONF, settings)
+        costs[settings] = predict(case, MiB(1500))
+    expandable, fixed = costs.values()
+    assert expandable.capacity(100, MiB(1500)) > fixed.capacity(100, MiB(1500))
+    assert expandable.measured_on["allocator"] == "native, expandable segments"
+    assert fixed.measured_on["allocator"] == "native, segments of fixed sizes"
+    assert expandable.measured_on["device"] == "cuda, predicted"
+
+
+def test_the_report_says_what_is_assumed_and_what_no_trace_sees() -> None:
+    """The context, workspaces by architecture, and temporaries inside kernels."""
+    report = predict(perceptron(), None).report()
+    for text in (
+        "600 MiB for the context",
+        "66 MiB for the workspaces of cuBLAS",
+        "no trace sees temporaries inside kernels",
+        "an epoch of mixed shapes reserves",
+    ):
+        assert text in report
+
+
+@pytest.mark.parametrize(
+    ("capability", "workspace"), [((8, 0), 8_519_680), ((9, 0), 2**25), (None, 2**25)]
+)
+def test_workspaces_by_architecture(capability: tuple[int, int] | None, workspace: int) -> None:
+    """`parseChosenWorkspaceSize`, for each of two threads: 32 MiB on Hopper, else 8.125 MiB."""
+    device = CudaDevice.of(capability, AllocatorSettings())
+    assert device.workspaces == (workspace, 2**20) * 2
+
+
+def test_the_step_takes_the_ways_of_cuda() -> None:
+    """`foreach` steps hold copies of all parameters, and a mask of dropout takes a byte."""
+    case = perceptron(dropout=0.5)
+    batch = case.make_batch(200, 100)
+    on_cpu, on_cuda = traced_on(None, case, batch), traced_on(CUDA, case, batch)
+    names = {str(operation) for operation in on_cuda.operations}
+    assert "aten.native_dropout.default" in names
+    assert any("_foreach" in name for name in names)
+    elements = 200 * 100 * 1000
+    assert on_cpu.peak_bytes - on_cuda.peak_bytes >= 3 * elements - MiB(1)
+
+
+def test_attention_with_dropout_keeps_no_scores() -> None:
+    """As CUDA's fused kernels, which the CPU has only without dropout."""
+    query = nn.Parameter(torch.zeros(2, 4, 300, 16))
+    optimizer = torch.optim.SGD([query], lr=0.1)
+
+    def step(_: Any) -> None:
+        F.scaled_dot_product_attention(query, query, query, dropout_p=0.5).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    scores = 4 * 2 * 4 * 300**2
+    peaks = []
+    for device in (None, CUDA):
+        with tracing(step, TrainingState(step), device) as trace:
+            peaks.append(trace({}).peak_bytes)
+    assert peaks[1] < scores < peaks[0]
+
+
+def test_nothing_is_changed() -> None:
+    """Options of optimizers, values and random numbers are as they were."""
+    case = perceptron(dropout=0.5)
+    case.step(case.make_batch(2, 5))
+    before = copy.deepcopy((case.model.state_dict(), case.optimizer.state_dict()))
+    drawn = torch.get_rng_state()
+    predict(case, None)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    after = case.model.state_dict(), case.optimizer.state_dict()
+    assert before[1]["param_groups"] == after[1]["param_groups"]
+    assert all(torch.equal(before[0][name], tensor) for name, tensor in after[0].items())
+
+
+def test_recurrent_modules_are_refused() -> None:
+    """Their kernels of cuDNN keep a reserve for the backward that no trace on the CPU has."""
+    with pytest.raises(CostError, match="LSTM is run by cuDNN"):
+        predict(recurrent(nn.LSTM), None)
+
+
+def test_a_budget_below_the_context_is_refused() -> None:
+    """The context and workspaces alone take 666 MiB."""
+    with pytest.raises(CostError, match="666 MiB, which leaves nothing of a budget of 500 MiB"):
+        predict(perceptron(), MiB(500))

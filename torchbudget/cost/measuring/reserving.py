@@ -1,0 +1,268 @@
+"""Reserved bytes of a step on CUDA, where none is at hand: its trace, replayed through a model.
+
+Batches of ever other shapes leave gaps between the blocks of torch's caching allocator, so that it
+reserves more than ever lives at once. How much more shows in an epoch of mixed shapes, not in any
+single step. Such an epoch is replayed through the `CachingAllocator` model, in batches that fill
+the budget. The requests of a step on any shape are computed from those of the traced ones: where
+steps allocate in one order, the bytes of each storage are a polynomial of the shape, as those of
+each moment are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchbudget.cost.measuring.caching_allocator import AllocatorSettings, CachingAllocator
+from torchbudget.cost.measuring.fitting import explain, total_form
+from torchbudget.cost.measuring.requests import Requests
+from torchbudget.cost.measuring.shapes import Size, Subject
+from torchbudget.cost.measuring.terms import (
+    Powers,
+    choices_of,
+    features,
+    plain_powers,
+    powers_of,
+)
+from torchbudget.cost.measuring.traced import Traced
+from torchbudget.cost.models.form import FloatArray
+from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.errors import CostError
+from torchbudget.machine.allocators import cuda_allocator_settings
+from torchbudget.units import format_bytes
+
+Shape: TypeAlias = tuple[int, Size]
+
+# What a process has on a device outside torch's allocator: the context, and libraries with their
+# kernels. It differs between devices and drivers; a run on the device measures it.
+CONTEXT_BYTES: Final = 600 * 2**20
+# ATen/cuda/CublasHandlePool.cpp: workspaces that cuBLAS gets from torch's allocator, 8 of 4 MiB on
+# Hopper, 2 of 4 MiB and 8 of 16 KiB elsewhere; and that of cuBLASLt.
+CUBLAS_HOPPER_BYTES: Final = 8 * 4096 * 1024
+CUBLAS_BYTES: Final = 2 * 4096 * 1024 + 8 * 16 * 1024
+CUBLAS_LT_BYTES: Final = 1024 * 1024
+_HOPPER: Final = (9, 0)
+# Each thread has a handle of its own, which has a workspace: the forward's, and the backward's.
+_THREADS: Final = 2
+
+# Steps of an epoch, a share of which do not fill the budget, and the most requests of all of them:
+# 300,000 take about a second.
+_STEPS: Final = 300
+_PARTIAL: Final = 1 / 5
+_MOST_REQUESTS: Final = 10**6
+_MOST_SAMPLES: Final = 2**16
+# A plan leaves room for what an epoch reserves; its batches are then smaller: another epoch.
+_ROUNDS: Final = 8
+_LEAST_GROWTH: Final = 1.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaDevice:
+    """What is assumed of a CUDA device that no step runs on.
+
+    Attributes:
+        settings: of torch's allocator.
+        context_bytes: outside the allocator.
+        workspaces: of libraries, from the allocator, in bytes.
+        architecture: whose workspaces they are.
+    """
+
+    settings: AllocatorSettings
+    context_bytes: int
+    workspaces: tuple[int, ...]
+    architecture: str
+
+    @classmethod
+    def of(cls, capability: tuple[int, int] | None, settings: AllocatorSettings) -> CudaDevice:
+        """A device of a compute capability; `None`: unknown, so that the most is assumed."""
+        hopper = capability is None or capability == _HOPPER
+        architecture = "Hopper, which has the largest" if capability is None else f"{capability}"
+        each = [CUBLAS_HOPPER_BYTES if hopper else CUBLAS_BYTES, CUBLAS_LT_BYTES]
+        return cls(
+            settings=settings,
+            context_bytes=CONTEXT_BYTES,
+            workspaces=tuple(each * _THREADS),
+            architecture=architecture,
+        )
+
+    @classmethod
+    def detect(cls) -> CudaDevice:
+        """The device at hand, if there is any, with the settings that the environment states."""
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return cls.of(capability, AllocatorSettings.of(cuda_allocator_settings()))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """On the device before there is any tensor."""
+        return self.context_bytes + sum(self.workspaces)
+
+    @property
+    def segments(self) -> str:
+        """The kind of its allocator's segments, in words."""
+        return "expandable segments" if self.settings.expandable else "segments of fixed sizes"
+
+    def room_for_tensors(self, room: int | None) -> int | None:
+        """What a budget leaves for tensors.
+
+        Raises:
+            CostError: nothing.
+        """
+        if room is not None and room <= self.fixed_bytes:
+            raise CostError(
+                f"a CUDA context and the workspaces of cuBLAS take {format_bytes(self.fixed_bytes)}"
+                f", which leaves nothing of a budget of {format_bytes(room)}"
+            )
+        return None if room is None else room - self.fixed_bytes
+
+
+def reserved(traced: Traced, subject: Subject, device: CudaDevice, room: int | None) -> Traced:
+    """What traces show, in bytes of the device instead of bytes of tensors.
+
+    What the device has at every moment (context, workspaces, parameters, optimizer state) is added;
+    what comes and goes in a step is multiplied by what an epoch reserves for it. The notes say what
+    is assumed.
+
+    Args:
+        traced: forms and probes in bytes of tensors.
+        subject: what was traced; its notes are appended to.
+        device: what is assumed of it.
+        room: the budget; `None`: as much as the largest probe takes.
+    """
+    one = next(iter(traced.requests.values()))
+    always = device.fixed_bytes + sum(one.loaded) + sum(one.made)
+    living = _scaled(traced, device.fixed_bytes, always, 1.0)
+    if room is None:
+        room = max(probe.peak_bytes for probe in living.probes)
+    epoch = _Epoch(living, subject, device, always)
+    factor = epoch.factor(room)
+    subject.notes.append(
+        f"predicted for CUDA with {device.segments}, not measured there: an epoch of mixed shapes "
+        f"reserves {factor:.3f} times what comes and goes in its costliest step"
+    )
+    subject.notes.append(
+        f"assumed: {format_bytes(device.context_bytes)} for the context and libraries, "
+        f"{format_bytes(sum(device.workspaces))} for the workspaces of cuBLAS (of "
+        f"{device.architecture})"
+    )
+    subject.notes.append("no trace sees temporaries inside kernels, as in convolutions and sorts")
+    return _scaled(traced, device.fixed_bytes, always, factor)
+
+
+def _scaled(traced: Traced, fixed_bytes: int, always: int, factor: float) -> Traced:
+    """Add what is fixed; multiply what is above all that is always there by a factor."""
+    offset = factor * fixed_bytes + (1 - factor) * always
+    return replace(
+        traced,
+        forms=tuple(total_form(form, offset, factor, []) for form in traced.forms),
+        probes=tuple(
+            replace(probe, peak_bytes=round(offset + factor * probe.peak_bytes))
+            for probe in traced.probes
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """An epoch of mixed shapes.
+
+    Attributes:
+        living: what traces show, with what is fixed.
+        subject: what was traced.
+        device: what is assumed of it.
+        always: bytes that are on the device at every moment.
+    """
+
+    living: Traced
+    subject: Subject
+    device: CudaDevice
+    always: int
+
+    def factor(self, room: int) -> float:
+        """How many times the bytes that come and go in its costliest step are reserved for them.
+
+        Batches fill the room, planned with the factor of the epoch before, until it is kept.
+        """
+        factor, domain = 1.0, self.subject.domain
+        rng = np.random.default_rng(0)
+        sizes = [domain.between(share) for share in rng.uniform(size=(_STEPS, domain.axes))]
+        partial = np.where(rng.uniform(size=_STEPS) < _PARTIAL, rng.uniform(size=_STEPS), 1.0)
+        for _ in range(_ROUNDS):
+            scaled = _scaled(self.living, 0, self.always, factor)
+            cost = MeasuredCost(forms=scaled.forms, margin=0)
+            n = np.minimum(cost.capacity(_array(sizes), room), _MOST_SAMPLES) * partial
+            shapes = [(int(k), size) for k, size in zip(n, sizes, strict=True) if k >= 1]
+            steps = requests_at(self.living.requests, shapes) if shapes else None
+            if steps is None:
+                return self._factor_of_traced()
+            peak = reserved_in_epoch(steps, self.device)
+            if peak <= room:
+                break
+            factor = max(_LEAST_GROWTH * factor, self._ratio(peak, shapes))
+        return factor
+
+    def _factor_of_traced(self) -> float:
+        """The factor of the shapes that were traced, in a random order."""
+        shapes = [*self.living.requests]
+        order = np.random.default_rng(0).integers(0, len(shapes), _STEPS).tolist()
+        steps = [self.living.requests[shapes[at]] for at in order]
+        return max(1.0, self._ratio(reserved_in_epoch(steps, self.device), shapes))
+
+    def _ratio(self, peak: int, shapes: Sequence[Shape]) -> float:
+        n, sizes = zip(*shapes, strict=True)
+        cost = MeasuredCost(forms=self.living.forms, margin=0)
+        most = int(cost.fitted_bytes(n, _array(sizes)).max())
+        return (peak - self.always) / max(most - self.always, 1)
+
+
+def reserved_in_epoch(steps: Sequence[Requests], device: CudaDevice) -> int:
+    """The most bytes on the device while steps are replayed in their order, context included."""
+    allocator = CachingAllocator(device.settings)
+    steps[0].load(allocator)
+    for num_bytes in device.workspaces:
+        allocator.malloc(num_bytes)
+    for number, requests in enumerate(accumulate(len(step.order) for step in steps)):
+        steps[number].replay(allocator)
+        if not number:
+            steps[0].make(allocator)
+        if requests > _MOST_REQUESTS:
+            break
+    return device.context_bytes + allocator.peak_reserved_bytes
+
+
+def requests_at(traced: Mapping[Shape, Requests], shapes: Sequence[Shape]) -> list[Requests] | None:
+    """The requests of steps on other shapes, from those of the traced ones.
+
+    Returns:
+        One for each shape; `None` where too few of the traced steps share their order.
+    """
+    orders = Counter(one.order.tobytes() for one in traced.values())
+    order, times = orders.most_common(1)[0]
+    axes = len(shapes[0][1])
+    if times < len(plain_powers(axes)) + 2:
+        return None
+    alike = {shape: one for shape, one in traced.items() if one.order.tobytes() == order}
+    bytes_ = np.stack([one.sizes for one in alike.values()]).astype(np.float64)
+    total = bytes_.sum(axis=1, keepdims=True)
+    powers = powers_of(axes)
+    known = _features(list(alike), powers)
+    _, coefficients, _ = explain(known / total, bytes_ / total, choices_of(powers))
+    wanted = _features(shapes, powers) @ coefficients
+    first = next(iter(alike.values()))
+    return [replace(first, sizes=row) for row in np.maximum(np.rint(wanted), 0).astype(np.int64)]
+
+
+def _features(shapes: Sequence[Shape], powers: Sequence[Powers]) -> FloatArray:
+    n, sizes = zip(*shapes, strict=True)
+    return features(n, sizes, powers)
+
+
+def _array(sizes: Sequence[Size]) -> npt.NDArray[Any]:
+    array = np.array(sizes)
+    return array if array.shape[1] > 1 else array[:, 0]
