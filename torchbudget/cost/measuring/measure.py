@@ -93,8 +93,8 @@ def measure_cost(
         sizes: of the data set, shape `(N,)` or `(N, d)`: which of them occur, and are judged.
         budget: the device's bytes, which no run may exceed; needed unless `method="trace"`.
         method: "trace", "run" or "auto"; where a step cannot be traced, "auto" runs only.
-        device: the device that the parameters are expected on; checked. With `method="trace"` it may
-            be `"cuda"` while they are on the CPU: the cost is then predicted for CUDA.
+        device: the device that the parameters are expected on; checked. With `method="trace"` it
+            may be `"cuda"` while they are on the CPU: the cost is then predicted for CUDA.
         size_multiple: sizes of probes are multiples of it, as padded sizes are: an int, or the
             sampler or stream to read it from.
 
