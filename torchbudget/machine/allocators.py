@@ -1,4 +1,4 @@
-"""Memory allocators: how to make them keep little of freed memory, and how they say it ran out."""
+"""Memory allocators: how to make them keep little of freed memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from typing import Final
 
-import torch
+from torchbudget.machine.nvml import remember_free_bytes
 
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD: Final = -3
@@ -16,14 +16,6 @@ _ONEDNN_KERNELS: Final = "32"
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
 # Torch 2.6 knows the second name only; where the first is known it is read first.
 _CUDA_NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Messages of errors without a class of their own: torch's allocator on the CPU, CUDA's libraries.
-_OUT_OF_MEMORY: Final = (
-    "can't allocate memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "std::bad_alloc",
-)
 
 
 def configure_allocators() -> None:
@@ -37,7 +29,8 @@ def configure_allocators() -> None:
       1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY`. It is read when the process first uses oneDNN;
       from then on it cannot be changed;
     - CUDA: segments that grow instead of being replaced, by `PYTORCH_ALLOC_CONF`, which is read
-      when the process first uses CUDA.
+      when the process first uses CUDA. What other processes have on each GPU by then is noted, if
+      NVML can be read (extra `nvml`).
 
     Variables that the environment has already stay as they are. Processes that are started later
     inherit the variables, but must call `trim_malloc()` themselves unless they are forked.
@@ -46,6 +39,7 @@ def configure_allocators() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_KERNELS)
     if not any(name in os.environ for name in _CUDA_NAMES):
         os.environ.update(dict.fromkeys(_CUDA_NAMES, _CUDA_SEGMENTS))
+    remember_free_bytes()
 
 
 def cuda_allocator_settings() -> dict[str, str]:
@@ -83,10 +77,3 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     done = bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
     malloc_trim(ctypes.c_size_t(0))
     return done
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: on CUDA, on the CPU, or Python's own."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchbudget.errors import SampleTooLargeError, StepError, TorchBudgetError
-from torchbudget.machine.allocators import is_out_of_memory
+from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import halves
 
@@ -160,10 +160,11 @@ class SplitRun:
 
 def ran_out_of_memory(function: Callable[[Any], object], batch: Any) -> bool:
     """Call it; whether memory ran out. The traceback, which refers to tensors, is then gone."""
+    failed_before = failed_allocations()
     try:
         function(batch)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, TorchBudgetError) or not is_out_of_memory(error):
+        if isinstance(error, TorchBudgetError) or not is_out_of_memory(error, failed_before):
             raise
         return True
     return False

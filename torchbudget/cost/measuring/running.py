@@ -20,8 +20,9 @@ from torchbudget.cost.models.form import FloatArray, Form, Term
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.errors import CostError
-from torchbudget.machine.allocators import is_out_of_memory, trim_malloc
+from torchbudget.machine.allocators import trim_malloc
 from torchbudget.machine.host import process_memory
+from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.units import format_bytes
 
@@ -94,10 +95,11 @@ class StepRunner:
         Raises:
             ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
         """
+        failed_before = failed_allocations()
         try:
             return self._run(n, size, held_out=held_out)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error, failed_before):
                 raise
         # Outside the handler, the exception's frames no longer keep the step's tensors alive.
         for parameter in self._state.parameters():

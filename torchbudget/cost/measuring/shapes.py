@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchbudget.checks import is_int
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine.allocators import is_out_of_memory
+from torchbudget.machine.out_of_memory import is_out_of_memory
 
 Size: TypeAlias = tuple[int, ...]
 

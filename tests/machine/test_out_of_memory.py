@@ -1,0 +1,93 @@
+"""Every text that says that memory ran out, in the exception that it comes in.
+
+The texts of CUDA, its libraries, HIP, Triton and MPS are raised by hand, as there are none of them
+here; those of torch's allocator on the CPU and of oneDNN are raised by them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.out_of_memory_texts import AMBIGUOUS, CERTAIN, NEVER, ids
+from torchbudget.machine import out_of_memory
+from torchbudget.machine.out_of_memory import is_out_of_memory
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What a device would say: allocations that failed, and bytes that are left."""
+    device = {"failed": 3, "left": 2**33}
+    monkeypatch.setattr(out_of_memory, "failed_allocations", lambda: device["failed"])
+    monkeypatch.setattr(out_of_memory, "_left", lambda: [(device["left"], 2**28)])
+    return device
+
+
+@pytest.mark.parametrize(("kind", "text"), CERTAIN, ids=ids(CERTAIN))
+def test_what_is_said_for_no_other_reason(kind: type, text: str, short: dict[str, int]) -> None:
+    """It counts however much is free."""
+    assert is_out_of_memory(kind(text))
+    assert is_out_of_memory(kind(text), failed_before=3)
+
+
+@pytest.mark.parametrize(("kind", "text"), AMBIGUOUS, ids=ids(AMBIGUOUS))
+def test_what_is_said_for_other_reasons_too(kind: type, text: str, short: dict[str, int]) -> None:
+    """It counts if an allocation has failed since, or if next to nothing is left."""
+    assert not is_out_of_memory(kind(text))
+    assert not is_out_of_memory(kind(text), failed_before=3)
+    assert is_out_of_memory(kind(text), failed_before=2)
+    short["left"] = 2**27
+    assert is_out_of_memory(kind(text))
+
+
+@pytest.mark.parametrize(("kind", "text"), NEVER, ids=ids(NEVER))
+def test_what_says_something_else(kind: type, text: str, short: dict[str, int]) -> None:
+    """It never counts, even where memory is short."""
+    short["left"] = 0
+    assert not is_out_of_memory(kind(text), failed_before=2)
+
+
+ONEDNN = """
+import resource
+import torch
+from torchbudget.machine.out_of_memory import is_out_of_memory
+
+lstm = torch.nn.LSTM(64, 256, batch_first=True)
+
+def step(n):
+    lstm(torch.randn(n, 200, 64))[0].square().sum().backward()
+
+def data():
+    return int(open("/proc/self/status").read().partition("VmData:")[2].split()[0]) * 1024
+
+step(1)
+seen = set()
+for room in range(120, 260, 20):
+    limit = data() + room * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    try:
+        for n in (8, 12, 17, 25, 36, 52, 75, 110):
+            step(n)
+    except RuntimeError as error:
+        assert is_out_of_memory(error), error
+        seen.add("oneDNN" if "primitive" in str(error) else "torch")
+    if len(seen) == 2:
+        break
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+print(*sorted(seen))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_what_onednn_says_under_a_limit() -> None:
+    """An LSTM under limits of the data segment: whoever fails, it is recognised."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONEDNN], capture_output=True, text=True, check=False, timeout=280
+    )
+    assert not done.returncode, done.stderr
+    seen = done.stdout.split()
+    assert seen
+    if "oneDNN" not in seen:
+        pytest.skip("oneDNN got all that it asked for, or is not used on this machine")

@@ -1,0 +1,98 @@
+"""What out-of-memory looks like: in the words of torch, of the libraries below it, and of others.
+
+Few of these errors have a class of their own. Most say it in their text, and some texts are said
+for other reasons too: those count only where memory was seen to be short.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final
+
+import torch
+
+from torchbudget.errors import MachineError
+from torchbudget.machine.cgroups import cgroup_memory
+from torchbudget.machine.device import device_memory
+from torchbudget.machine.host import machine_memory
+from torchbudget.machine.kernel_files import ROOT, read_fields
+
+# Said for no other reason. "out of memory": CUDA, its driver, HIP, Triton, MPS, XPU, NCCL, each in
+# a sentence of its own; the second: torch's allocator on the CPU, on Linux and on Windows; the
+# third: cuBLAS, cuDNN 8 and 9, cuSOLVER, cuSPARSE, cuFFT, and hipBLAS, MIOpen likewise.
+_CERTAIN: Final = re.compile(
+    r"out of memory"
+    r"|can(?:'|no)t allocate memory|not enough memory: you tried to allocate"
+    r"|\b(?:cu|hip|miopen|rocblas)\w*alloc\w*failed\b"
+    r"|std::bad_alloc",
+    re.IGNORECASE,
+)
+# Also said of what is not supported, or went wrong otherwise: cuDNN, whose search for a plan goes
+# on without the workspace that it did not get; libraries whose handle needs memory; oneDNN.
+_AMBIGUOUS: Final = re.compile(
+    r"unable to find an engine"
+    r"|\b(?:cublas|cudnn|cusolver|cusparse|hipblas|rocblas|miopen)\w*not_?initialized\b"
+    r"|\b(?:cudnn|cusolver)_status_internal_error\b"
+    r"|could not (?:create|execute) a primitive\s*$|could not create a memory(?: object)?\s*$",
+    re.IGNORECASE,
+)
+# Less than this is next to nothing: a library's handle or workspace may not have fitted. Of a limit
+# of this process's own it is half: oneDNN asks for a buffer as large as a layer's, and what the
+# layer had taken is free again when the error is handled.
+_NOTHING_BYTES: Final = 2**28
+_PART: Final = 2
+
+
+def is_out_of_memory(error: BaseException, failed_before: int | None = None) -> bool:
+    """Whether an error says that memory ran out: on a device, on the CPU, or Python's own.
+
+    A text that is also said for other reasons counts if an allocation has failed since
+    `failed_before`, or if next to nothing is free: to be asked while the error is being handled.
+
+    Args:
+        error: any.
+        failed_before: what `failed_allocations` returned before the attempt that raised it; None:
+            unknown.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if _CERTAIN.search(text):
+        return True
+    if not _AMBIGUOUS.search(text):
+        return False
+    failed = failed_before is not None and failed_allocations() > failed_before
+    return failed or any(left < enough for left, enough in _left())
+
+
+def failed_allocations() -> int:
+    """How many allocations have failed on all CUDA devices so far, torch's `num_ooms`.
+
+    Some were never raised: a library that does not get a workspace goes on without.
+    """
+    if not torch.cuda.is_initialized():
+        return 0
+    stats = (torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count()))
+    return sum(one.get("num_ooms", 0) for one in stats)
+
+
+def _left() -> Iterator[tuple[int, int]]:
+    """Bytes that are left, and how many would be enough: of each memory that may be short."""
+    if torch.cuda.is_initialized():
+        # Not of the others: to ask would take a context there.
+        for index in filter(torch.cuda.memory_reserved, range(torch.cuda.device_count())):
+            with suppress(MachineError):
+                yield device_memory(f"cuda:{index}").pool().free_bytes, _NOTHING_BYTES
+    status = read_fields(ROOT / "proc/self/status")
+    for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY and field in status:
+            yield most - status[field], max(_NOTHING_BYTES, most // _PART)
+    with suppress(MachineError):
+        for pool in (machine_memory(), *cgroup_memory()):
+            yield pool.free_bytes, _NOTHING_BYTES
