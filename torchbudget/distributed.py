@@ -50,3 +50,19 @@ def host_group(group: Any = None) -> Any:
             use_local_synchronization=True,
         )
     return _host_groups[group]
+
+
+def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
+    """The largest of both, element by element, over all ranks of the default process group.
+
+    Raises:
+        OptionError: it does not join that many.
+    """
+    if not is_distributed() or torch.distributed.get_world_size() != ranks:
+        raise OptionError(
+            f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
+        )
+    gathered: list[tuple[float, int]] = [(margin, after)] * ranks
+    torch.distributed.all_gather_object(gathered, (margin, after))
+    margins, windows = zip(*gathered, strict=True)
+    return max(margins), max(windows)

@@ -121,6 +121,21 @@ def test_a_state_at_an_epochs_start_is_not_discarded() -> None:
     sampler.set_epoch(3)
 
 
+def test_going_back_to_an_epoch_that_was_over_is_said() -> None:
+    """A state saved after the last batch, and a loop from epoch 0: all samples would come again."""
+    saved = sampler_of()
+    list(saved)
+    sampler = sampler_of()
+    sampler.load_state_dict(saved.state_dict())
+    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) goes back .* epoch 1"):
+        sampler.set_epoch(0)
+    sampler.set_epoch(1)
+    sampler.set_epoch(0)  # a choice, where nothing is loaded any more: no warning
+    sampler.load_state_dict(saved.state_dict())
+    next(iter(sampler))
+    sampler.set_epoch(0)  # likewise, after it was used
+
+
 def test_steps_are_of_the_current_loop() -> None:
     """During a loop `steps` counts from where it began, a resumed one from its position."""
     sampler = sampler_of(samples_per_step=50)

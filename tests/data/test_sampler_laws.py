@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.resuming import in_parts
-from tests.support.samplers import counted
+from tests.support.samplers import TOKENS, counted
 from tests.support.strategies import StairCost, problems, rules
 from torchbudget import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, UnevenRanksError
@@ -270,6 +270,45 @@ def test_resuming_on_other_ranks_brings_every_remaining_sample_once(
         remaining.subtract(index for batches in rest for batch in batches for index in batch)
         assert not any(remaining.values())
         assert len({len(batches) for batches in rest}) == 1
+
+
+@given(
+    ranks=st.integers(2, 6),
+    each=st.integers(0, 20),
+    steps=st.integers(1, 3),
+    budget=st.sampled_from([60, 200]),
+    data=st.data(),
+)
+def test_a_dropped_tail_stays_dropped(
+    ranks: int, each: int, steps: int, budget: int, data: st.DataObject
+) -> None:
+    """Law 4 with drop_last, where the last step's few samples are fewer than the ranks.
+
+    Resumed within the last step that stays, on the same ranks or others, none of them comes back.
+    """
+    each += ranks
+    n = steps * each + data.draw(st.integers(1, min(ranks, each) - 1))
+    sizes = np.random.default_rng(n).integers(1, 50, n)
+    options = {"samples_per_step": each, "drop_last": True}
+    those = samplers(sizes, TOKENS, budget, ranks, **options)
+    try:
+        whole = drawn(those)
+        last = list(samplers(sizes, TOKENS, budget, ranks, **options)[0].steps)[-1]
+    except REFUSALS:
+        return
+    if not whole:
+        return
+    done = len(whole[0]) - data.draw(st.integers(1, last))
+    for sampler in those:
+        sampler.set_epoch(0)
+        list(islice(sampler, done))
+    state = those[0].state_dict()
+    begun = [batch for batches in whole for batch in batches[:done]]
+    others = samplers(sizes, TOKENS, budget, data.draw(st.sampled_from([1, ranks])), **options)
+    for sampler in others:
+        sampler.load_state_dict(state)
+    rest = [batch for batches in drawn(others) for batch in batches]
+    assert counted(begun + rest) == counted(batch for batches in whole for batch in batches)
 
 
 @given(cases(), st.data())

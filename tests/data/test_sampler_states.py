@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from tests.support.resuming import as_pickle, check_every_stop, counted_state, in_parts
 from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
@@ -166,6 +167,37 @@ def test_a_state_under_other_rules_goes_on(other: Any) -> None:
     assert rest == Counter(set(range(300)) - done)
 
 
+@pytest.mark.parametrize("step", [True, False])
+def test_another_balance_is_another_dealing(step: bool) -> None:
+    """Rounds that were dealt by one balance are not read as those of another one.
+
+    At any batch, on several ranks, what is left comes once, and then as it would have come.
+    """
+    options: dict[str, Any] = {"samples_per_step" if step else "window": 100, "num_replicas": 3}
+    saved, other = None, PaddedCost(sample_bytes=1)
+    differ = 0
+    for balances in (
+        (saved, other),
+        (other, saved),
+        (other, PaddedCost(unit_bytes=1, pair_bytes=1)),
+    ):
+        before, after = (
+            [sampler_of(rank=rank, balance=balance, **options) for rank in range(3)]
+            for balance in balances
+        )
+        differ += [list(one) for one in before] != [list(one) for one in after]
+        for done in range(1, len(before[0])):
+            first: list[list[int]] = []
+            for sampler in before:
+                sampler.set_epoch(0)
+                first += itertools.islice(sampler, done)
+            for sampler in after:
+                sampler.load_state_dict(before[0].state_dict())
+                first += sampler
+            assert counted(first) == Counter(range(300))
+    assert differ == 3
+
+
 def _with(**changed: Any) -> Any:
     return lambda state: state | changed
 
@@ -283,12 +315,22 @@ def test_a_tracked_loop_that_is_kept_is_no_longer_the_sampler() -> None:
     assert sampler.state_dict()["epoch"] == 2
 
 
+class WithoutLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 def test_loops_that_cannot_be_tracked() -> None:
     sampler = sampler_of()
     with pytest.raises(OptionError, match="batch_sampler"):
         sampler.tracked(loader_of(sampler_of()))
     with pytest.raises(OptionError, match="in_order=False"):
         sampler.tracked(loader_of(sampler, num_workers=2, in_order=False))
+    fewer = sampler_of(LENGTHS[:150])
+    with pytest.raises(OptionError, match="has 150 sizes, but the data set has 300 samples"):
+        fewer.tracked(loader_of(fewer))
+    nobody_knows = DataLoader(WithoutLength(), batch_sampler=fewer, collate_fn=as_list)
+    assert counted(fewer.tracked(nobody_knows)) == Counter(range(150))
 
 
 @forks

@@ -248,6 +248,17 @@ def test_a_loader_without_a_state_has_no_checkpoints(tmp_path: Path) -> None:
         training.fit(folder=tmp_path, checkpoint_steps=1)
 
 
+@pytest.mark.parametrize("place", ["loader", "validation"])
+def test_sizes_of_another_data_set_are_refused(place: str) -> None:
+    """Half of the samples would never be trained on, or evaluated, in silence."""
+    sampler = MemoryBudgetBatchSampler([1] * 20, PaddedCost(unit_bytes=1), 64)
+    wrong = DataLoader(samples(40, 0), batch_sampler=sampler, collate_fn=PadCollate())
+    training = Training()
+    setattr(training, place, wrong)
+    with pytest.raises(OptionError, match="has 20 sizes, but the data set has 40 samples"):
+        training.fit()
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     torch.save({"run": {"version": 9}}, tmp_path / "last.pt")
     with pytest.raises(StateError, match="version"):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
-import torch
 from torch.utils.data import DataLoader, Sampler
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel, IntArray
-from torchbudget.distributed import is_distributed, ranks_of
-from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
+from torchbudget.data.loaded_state import warn_of_discarded_state
+from torchbudget.data.sampler_loader import check_loader
+from torchbudget.distributed import largest_of_all_ranks, ranks_of
+from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
@@ -43,8 +43,9 @@ class MemoryBudgetBatchSampler(
     `batch_sampler`.
 
     Args:
-        sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`. An array
-            is used as it is (a memory map too).
+        sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`, one for
+            each sample of the data set: `tracked`, `fit` and `predict` compare the two numbers, a
+            plain loop over the loader cannot. A large array is used as it is (a memory map too).
         cost: bytes of a micro-batch, such as `PaddedCost` or `PackedCost` (whose batches are
             packed: the sum of their samples' costs fits).
         budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
@@ -154,6 +155,7 @@ class MemoryBudgetBatchSampler(
         self._iterator: PlanIterator | None = None
         self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
         self._looping = False  # over it: it is not closed
+        self._is_loaded = False  # a state, and no iteration has begun since
         self._iterations = 0
         self._length: tuple[Cursor, int] | None = None
 
@@ -179,15 +181,10 @@ class MemoryBudgetBatchSampler(
         """
         epoch = natural("epoch", epoch)
         if epoch != self.epoch:
-            if self._iterator is None and self._cursor.stop:
-                warnings.warn(
-                    f"set_epoch({epoch}) discards the position that was loaded in epoch "
-                    f"{self.epoch}; go on in that epoch, or do not load the state",
-                    DiscardedStateWarning,
-                    stacklevel=2,
-                )
+            if self._is_loaded:
+                warn_of_discarded_state(self.epoch, epoch, within=bool(self._cursor.stop))
             self._cursor = Cursor(epoch=epoch)
-        self._iterator, self._tracked, self._looping = None, None, False
+        self._iterator, self._tracked, self._looping, self._is_loaded = None, None, False, False
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the epoch from its beginning, or from the loaded position.
@@ -196,6 +193,7 @@ class MemoryBudgetBatchSampler(
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
         """
         self._iterations += 1
+        self._is_loaded = False
         iterator = PlanIterator(self.plan, self._cursor, rank=self.rank, when_finished=self._finish)
         self._iterator = iterator
         return iterator
@@ -230,6 +228,11 @@ class MemoryBudgetBatchSampler(
         """Predicted bytes of a micro-batch of these samples."""
         return self.plan.batch_bytes(indices)
 
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise an `OptionError` where a data set has not one sample for each size."""
+        if isinstance(dataset, Sized):
+            self.plan.order.check_length(len(dataset))
+
     def whole_epoch(self, dataset_length: int) -> Iterator[list[int]]:
         """Indices of each batch of the coming epoch on this rank: see `predict`."""
         return whole_epoch(self.plan, self._cursor, rank=self.rank, dataset_length=dataset_length)
@@ -247,17 +250,11 @@ class MemoryBudgetBatchSampler(
             loader: a `DataLoader` with this sampler as its `batch_sampler`.
 
         Raises:
-            OptionError: it is another loader, or yields batches out of their order.
+            OptionError: it is another loader, yields batches out of their order, or its data set
+                has not one sample for each size.
+            SampleError: it ended before the epoch did.
         """
-        if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
-            raise OptionError(
-                "tracked needs a DataLoader whose batch_sampler this is; a StatefulDataLoader "
-                f"saves its position itself: got {type(loader).__name__}"
-            )
-        if loader.num_workers and not getattr(loader, "in_order", True):
-            raise OptionError(
-                "with in_order=False it is unknown which batches came: use in_order=True"
-            )
+        check_loader(loader, self)
         batches: Iterator[Any] = self._track(loader)
         next(batches)  # up to where the loop begins
         return batches
@@ -275,6 +272,12 @@ class MemoryBudgetBatchSampler(
                     # Also after a look at the sampler within the loop.
                     self._tracked, self._iterator = (iterator, done), iterator
                 yield batch
+            if iterator.after(done)[1].epoch == iterator.began.epoch:
+                raise SampleError(
+                    f"the loader ended after {done} batches of epoch {iterator.began.epoch}, which "
+                    "has more: its data set or its collate_fn raised StopIteration, as next() does "
+                    "on an iterator that has no more"
+                )
         finally:
             if self._is_tracked(iterator) and self._iterator is iterator:
                 self._looping = False
@@ -331,7 +334,7 @@ class MemoryBudgetBatchSampler(
         """
         plan = with_margin_of(self.plan, state_dict)
         self._cursor, self.plan = Cursor.decode(state_dict, self._order, plan.dealing), plan
-        self._iterator, self._tracked, self._looping = None, None, False
+        self._iterator, self._tracked, self._looping, self._is_loaded = None, None, False, True
 
     def replan(self) -> float:
         """Plan later windows with the margin that `MeasuredCost.observe` has found.
@@ -359,7 +362,7 @@ class MemoryBudgetBatchSampler(
         margin = used.with_observed_margin().margin
         after = 0 if self._iterator is None else self._iterator.windows_begun
         if self.num_replicas > 1:
-            margin, after = _largest_of_all_ranks(self.num_replicas, margin, after)
+            margin, after = largest_of_all_ranks(self.num_replicas, margin, after)
         if margin <= used.margin:
             return used.margin
         left = self.plan.left_of(self._cursor)
@@ -377,18 +380,6 @@ class MemoryBudgetBatchSampler(
         """Go on to the next epoch after an epoch's end."""
         if iterator is self._iterator:
             self._cursor = Cursor(epoch=iterator.began.epoch + 1)
-
-
-def _largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
-    """The largest of both, element by element, over all ranks of the default process group."""
-    if not is_distributed() or torch.distributed.get_world_size() != ranks:
-        raise OptionError(
-            f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
-        )
-    gathered: list[tuple[float, int]] = [(margin, after)] * ranks
-    torch.distributed.all_gather_object(gathered, (margin, after))
-    margins, windows = zip(*gathered, strict=True)
-    return max(margins), max(windows)
 
 
 def _window(samples_per_step: int | None, window: int | None) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -77,8 +78,6 @@ class PlanIterator(Iterator[list[int]]):
         self._next = [(one, place) for one, place in self._next if place < after]
         self._next.append((plan, after))
         self._forget_later_windows()
-        if self._drawn and self._drawn == self._ends[-1] and not self._finished:
-            self._advance()
 
     def _forget_later_windows(self) -> None:
         """Forget windows that are planned, but are to be planned anew."""
@@ -88,7 +87,7 @@ class PlanIterator(Iterator[list[int]]):
         self._bounds = islice(self._bounds, self._ends[-1] - self._drawn)
 
     def __next__(self) -> list[int]:
-        if not self._ends:
+        if self._drawn == (self._ends[-1] if self._ends else 0) and not self._finished:
             self._advance()
         bounds = next(self._bounds, None)
         if bounds is None:
@@ -99,7 +98,8 @@ class PlanIterator(Iterator[list[int]]):
         if self._drawn == self._ends[-1]:
             # Planned ahead by one, so that a loop that takes exactly `len` batches, and never asks
             # for one more, has finished its epoch.
-            self._advance()
+            with suppress(Exception):  # the next call meets it: this batch must not be lost
+                self._advance()
         return batch
 
     def _advance(self) -> None:
@@ -107,7 +107,11 @@ class PlanIterator(Iterator[list[int]]):
         if self._next and self._next[0][1] == len(self._ends):
             self._plan, _ = self._next.pop(0)
             self._spans = self._plan.spans(self._planned_to)
-        span = next(self._spans, None)
+        try:
+            span = next(self._spans, None)
+        except Exception:
+            self._spans = self._plan.spans(self._planned_to)  # a generator that raised is over
+            raise
         if span is None:
             self._finished = True
             self._when_finished(self)

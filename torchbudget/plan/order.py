@@ -84,6 +84,14 @@ class Order:
         """Samples to draw from."""
         return self.dataset_length - len(self.skipped)
 
+    def check_length(self, dataset_length: int) -> None:
+        """Raise an `OptionError` where a data set has not one sample for each size."""
+        if dataset_length != self.dataset_length:
+            raise OptionError(
+                f"the sampler has {self.dataset_length:,} sizes, but the data set has "
+                f"{dataset_length:,} samples: pass one size for each sample"
+            )
+
     def epoch(self, epoch: int) -> EpochOrder:
         """The order of one epoch."""
         return EpochOrder(self, epoch)

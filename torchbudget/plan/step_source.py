@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torchbudget.cost.models.protocol import IntArray
 
@@ -48,6 +48,9 @@ class IndexSource(Protocol):
 
     def set_epoch(self, epoch: int, /) -> None:
         """Make the next `iter()` yield this epoch from its beginning."""
+
+    def check_dataset(self, dataset: Any, /) -> None:
+        """Raise an `OptionError` where a data set has not one sample for each size."""
 
     def whole_epoch(self, dataset_length: int, /) -> Iterator[list[int]]:
         """Indices in the data set of each batch on this rank, over all ranks each index once.

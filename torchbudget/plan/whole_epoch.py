@@ -25,11 +25,7 @@ def whole_epoch(plan: Plan, cursor: Cursor, *, rank: int, dataset_length: int) -
         StateError: it begins within the epoch.
     """
     order = plan.order
-    if order.dataset_length != dataset_length:
-        raise OptionError(
-            f"the sampler has {order.dataset_length:,} sizes, but the data set has "
-            f"{dataset_length:,} samples: pass one size for each sample"
-        )
+    order.check_length(dataset_length)
     if len(order.skipped):
         raise OptionError(
             f"oversize='skip' leaves out {len(order.skipped):,} of {dataset_length:,} samples, the "

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
@@ -103,7 +104,8 @@ def fit(
 
     Raises:
         OptionError: patience without validation; checkpoints of a loader whose position cannot be
-            saved; or a folder, and a model that is sharded.
+            saved; a folder, and a model that is sharded; or a sampler has not as many sizes as the
+            data set has samples.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`.
@@ -112,6 +114,10 @@ def fit(
     """
     if patience is not None and validation is None:
         raise OptionError("patience needs validation data")
+    for one in (loader, validation):
+        sampler = getattr(one, "batch_sampler", None)
+        if isinstance(one, DataLoader) and isinstance(sampler, IndexSource):
+            sampler.check_dataset(one.dataset)
     run = _Run(
         model=model,
         loader=loader,

@@ -392,6 +392,17 @@ def test_a_state_that_is_never_used_is_warned_about() -> None:
     assert any(worker["rounds"] or worker["start"] for worker in stream.state_dict()["workers"])
 
 
+def test_going_back_to_an_epoch_that_was_over_is_said() -> None:
+    """A state saved after the last batch, and a loop from epoch 0: all samples would come again."""
+    saved = make()
+    list(saved)
+    stream = make()
+    stream.load_state_dict(saved.state_dict())
+    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) goes back .* epoch 1"):
+        stream.set_epoch(0)
+    assert list(stream) == list(make())
+
+
 def test_a_state_that_comes_too_late_for_workers() -> None:
     """They live already, and would go on without it."""
     _, stream = begun_at(7)

@@ -14,7 +14,7 @@ from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
-from torchbudget.data.stream.tracking import StampedBatch
+from torchbudget.data.stream.tracking import StampedBatch, collated
 from torchbudget.data.stream.windows import BufferedSamples, Windows
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.solver import WindowKey
@@ -88,25 +88,26 @@ class EpochReader(Iterator[Any]):
         )
 
     def __next__(self) -> Any:
-        found = None
+        found = batch = None
         if not self.finished:
             if self._batches is None:
                 self._batches = self._read(self.cursor)
             try:
                 found = next(self._batches, None)
+                if found is not None:
+                    batch = collated(self._settings.collate_fn, found[2])
             except BaseException:
                 self._batches = None  # the next call meets the same error, and not the epoch's end
                 raise
         if found is None:
             self._end_epoch()
             raise StopIteration
-        self._samples, self._rounds_done, samples = found
+        self._samples, self._rounds_done, _ = found
         self.windows.num_batches += 1
         if self._to_come is not None:
             self._to_come -= 1
             if not self._to_come:
                 self._end_epoch()
-        batch = self._settings.collate_fn(samples)
         return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
 
     def _end_epoch(self) -> None:

@@ -15,18 +15,14 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.checks import natural
+from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.tracking import TrackedLoop, check_loader, stamped_batches
-from torchbudget.errors import (
-    DiscardedStateWarning,
-    OptionError,
-    RepeatedSamplesWarning,
-    StateError,
-)
+from torchbudget.errors import OptionError, RepeatedSamplesWarning, StateError
 from torchbudget.protocols import ResumableSource
 
 Stream = TypeVar("Stream", bound="ResumableStream")
@@ -70,13 +66,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         if natural("epoch", epoch) != self.epoch:
             state = self._loaded()
             unused = reader is None and not self._progress.last_loop
-            if unused and state is not None and not state.is_beginning:
-                warnings.warn(
-                    f"set_epoch({epoch}) discards the position that was loaded in epoch "
-                    f"{self.epoch}; go on in that epoch, or do not load the state",
-                    DiscardedStateWarning,
-                    stacklevel=2,
-                )
+            if unused and state is not None:
+                warn_of_discarded_state(self.epoch, epoch, within=not state.is_beginning)
             self._begin_at(epoch, None)
         elif reader is not None and reader.epoch == epoch:
             self._reader = self._reader_at(reader.slot, reader.began)

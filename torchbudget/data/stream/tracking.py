@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import OptionError, SampleError, StateError
 
 
 class StampedBatch:
@@ -37,6 +37,21 @@ class StampedBatch:
         return StampedBatch(pin_memory(self.batch, device), self.worker, self.cursor)
 
 
+def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    """The batch that a user's function makes.
+
+    Raises:
+        SampleError: it raised `StopIteration`, which would be taken for the epoch's end.
+    """
+    try:
+        return collate_fn(samples)
+    except StopIteration as error:
+        raise SampleError(
+            f"collate_fn={collate_fn!r} raised StopIteration, which would end the epoch in "
+            "silence: it called next() on an iterator that has no more"
+        ) from error
+
+
 class CollateBeside:
     """A loader's `collate_fn` that sees the batch alone.
 
@@ -50,8 +65,9 @@ class CollateBeside:
     def __call__(self, batch: Any) -> Any:
         """Collate what was stamped, and what was not."""
         if isinstance(batch, StampedBatch):
-            return StampedBatch(self._collate_fn(batch.batch), batch.worker, batch.cursor)
-        return self._collate_fn(batch)
+            inner = collated(self._collate_fn, batch.batch)
+            return StampedBatch(inner, batch.worker, batch.cursor)
+        return collated(self._collate_fn, batch)
 
 
 def stamped_batches(loader: DataLoader[Any]) -> Iterator[Any]:
