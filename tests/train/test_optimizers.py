@@ -19,7 +19,7 @@ from tests.support.large_steps import (
     sgd,
 )
 from torchbudget import GradAccumulator
-from torchbudget.errors import StateError
+from torchbudget.errors import ForeignStepWarning, OptionError, StateError
 
 
 def test_schedulers_and_several_optimizers() -> None:
@@ -103,3 +103,36 @@ def test_the_state_of_other_optimizers_is_refused() -> None:
     state = GradAccumulator([sgd(model) for model in models], models).training_state()
     with pytest.raises(StateError, match="2 optimizers, there are 1"):
         GradAccumulator(sgd(models[0]), models[0]).load_training_state(state)
+
+
+def test_an_infinite_norm_is_only_measured() -> None:
+    """Finite gradients stay finite where their norm overflows, since nothing is clipped."""
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1e-30)
+    accumulator = GradAccumulator(optimizer, steps=1, max_norm=math.inf)
+    with accumulator.micro_batch(1):
+        accumulator.backward((parameter * 1e30).sum())
+    assert accumulator.last.gradient_norm == math.inf
+    assert parameter.tolist() == [-1.0, -1.0]
+
+
+def test_an_optimizer_in_the_backward_is_noticed() -> None:
+    """A hook of the user's that steps, and the mark of torch's `_apply_optimizer_in_backward`."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model)
+    for parameter in model.parameters():
+        inner = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, inner=inner: inner.step())
+    data = Data.make(4)
+    with (
+        pytest.warns(ForeignStepWarning, match="raised after its backward"),
+        pytest.raises(OptionError, match="steps inside the backward"),
+        accumulator.micro_batch(data.weight),
+    ):
+        accumulator.backward(loss_sum(model, data))
+    model = make_model("CNN")
+    optimizer = sgd(model)
+    for parameter in model.parameters():
+        parameter._in_backward_optimizers = [optimizer]
+    with pytest.raises(OptionError, match="steps inside the backward"):
+        GradAccumulator(optimizer, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torchbudget.train.gradient_sums import GradientSums
 from torchbudget.train.process_group import Ranks
 
 
@@ -19,6 +20,9 @@ def test_a_single_rank_needs_no_process_group() -> None:
     assert whole[0] is rows
     assert starts == [0]
     parameter = torch.zeros(2, requires_grad=True)
-    ranks.sum_gradients([parameter])
+    sums = GradientSums(ranks, [parameter], torch.ones(()))
+    sums.allocate()
+    assert sums.sum([]) == 1
     assert parameter.grad is None
+    assert ranks.sum_on_host([1, 2.5]) == [1, 2.5]
     assert ranks.device(torch.device("meta")) == torch.device("cpu")

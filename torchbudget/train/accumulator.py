@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,15 +14,18 @@ from torch.optim import Optimizer
 from torchbudget.checks import positive_number, several
 from torchbudget.cost.measuring.training_state import AccumulatesGradients
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.errors import OptionError, SampleTooLargeError, StepError
+from torchbudget.errors import OptionError, StepError
 from torchbudget.plan.step_source import StepSource
 from torchbudget.protocols import SplittablePaddedBatch
 from torchbudget.train.batches import check_splittable, num_samples
+from torchbudget.train.half_precision import backward_times, check_carried
 from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.optimizers import Optimizers
-from torchbudget.train.process_group import DistributedModules, Ranks
+from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import SplitRun
-from torchbudget.train.step import OpenMicroBatch, Pending, Step, step_boundary_of, total_over_ranks
+from torchbudget.train.step import OpenMicroBatch, Pending, Step, in_float64, step_boundary_of
+from torchbudget.train.taking import StepTaker
+from torchbudget.train.wrappers import DistributedModules
 
 
 class GradAccumulator(AccumulatesGradients):
@@ -55,7 +57,9 @@ class GradAccumulator(AccumulatesGradients):
         divisor: a constant that losses are divided by before backward, and gradients multiplied by
             after; near the weight of a step it keeps half-precision sums from overflowing. A power
             of 2 changes no bit.
-        group: of processes. Default: all, where `torch.distributed` is initialized.
+        group: of processes. Default: those that the modules are distributed over, else all, where
+            `torch.distributed` is initialized. With tensor parallelism, those that have the same
+            part of the parameters.
 
     Attributes:
         last: the latest `Step`, `None` before the first.
@@ -66,7 +70,8 @@ class GradAccumulator(AccumulatesGradients):
         sharded: whether FSDP shards a module.
 
     Raises:
-        OptionError: an argument of a wrong type or value.
+        OptionError: an argument of a wrong type or value, or a module or an optimizer that reduces
+            gradients or steps in a way that cannot be exact.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -99,7 +104,6 @@ class GradAccumulator(AccumulatesGradients):
     ) -> None:
         self.modules = several("module", module, nn.Module)
         self.mean = mean
-        self.ranks = Ranks(group)
         self.last: Step | None = None
         self.stepped = False
         self.out_of_memory = 0
@@ -113,13 +117,30 @@ class GradAccumulator(AccumulatesGradients):
         )
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
+        self.ranks = Ranks(self._distributed.group(group))
+        self._distributed.check_meshes(self._optimizers.parameters(), self.ranks.group)
+        self._optimizers.check_sparse(self.modules, len(self.ranks))
+        if self.sharded and (samples or weight):
+            raise OptionError(
+                "with fully_shard every rank must know the step's last micro-batch in advance, and "
+                "samples= and weight= end it when each rank has its share: let steps come from the "
+                "sampler's plan, pass steps=, or say micro_batch(…, last=True)"
+            )
         self._boundary = step_boundary_of(steps, samples, weight, len(self.ranks))
+        self._reads_weights = mean or weight is not None
         self._pending = Pending()
         self._steps = 0
         self._open: OpenMicroBatch | None = None
         self._run: SplitRun | None = None  # of `run_or_split`
         self._detector = MisuseDetector(
             self._optimizers.optimizers, self.modules, self._distributed.modules
+        )
+        self._taker = StepTaker(
+            ranks=self.ranks,
+            distributed=self._distributed,
+            optimizers=self._optimizers,
+            detector=self._detector,
+            divisor=self._divisor,
         )
 
     @contextmanager
@@ -160,24 +181,21 @@ class GradAccumulator(AccumulatesGradients):
         """
         if self._open is not None:
             raise OptionError("micro_batch must not be inside another one")
-        opened = OpenMicroBatch.of(weight)
+        opened = OpenMicroBatch.of(weight, read=self._reads_weights)
         if samples is None and self.needs_samples:
             raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
         self.stepped = False
         before, run = self._pending, self._run
         # To the plan and to other ranks, the parts of a batch that was split are one micro-batch.
         parts_follow = run is not None and run.parts_follow
-        is_first = not before.micro_batches and not before.weight
-        self._detector.micro_batch_begins(
-            restarted=self._boundary.restarted(),
-            without_gradients=self._optimizers.each_parameter() if is_first else (),
-        )
-        pending = replace(
-            before,
-            micro_batches=before.micro_batches + (not parts_follow),
-            samples=before.samples + (samples or 0),
-            weight=before.weight + opened.weight,
-        )
+        if run is not None and run.attempt is None:
+            raise StepError("run_or_split's function opened a second micro_batch: it must open one")
+        if not self._steps and before.is_empty:
+            self._distributed.check_options()  # a hook may have been registered since
+            self._detector.notice_others(self._distributed.others_with(self._parameters()))
+        self._check_gradients()
+        self._detector.micro_batch_begins(restarted=self._boundary.restarted())
+        pending = before.with_next(opened, samples or 0, counts=not parts_follow)
         ends = not parts_follow and (self._boundary.ends(pending) or last)
         self._open = opened
         try:
@@ -220,18 +238,18 @@ class GradAccumulator(AccumulatesGradients):
         if loss.numel() != 1:
             raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
         self._detector.check_loss(loss, mean=self.mean, weight=opened.weight)
-        opened.backwards += 1
-        if self.mean and not opened.weight:  # the mean of nothing is NaN, and so are its gradients
-            if self.sharded:
+        factor = (opened.weight if self.mean else 1.0) / self._divisor
+        if self.sharded:
+            if not factor:
                 raise OptionError("a mean loss of weight 0 has no backward, which FSDP needs")
+            check_carried(loss, factor)
+        opened.backwards += 1
+        if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
-        factor = opened.weight if self.mean else 1
-        opened.loss = opened.loss + loss.detach().double() * factor
-        factor /= self._divisor
-        scaled = loss if factor == 1 else loss * factor
-        if self._optimizers.scaler is not None:
-            scaled = self._optimizers.scaler.scale(scaled)
-        torch.autograd.backward(scaled, **options)
+        opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
+        parameters, scaler = self._parameters(), self._optimizers.scaler
+        with self._detector.backward_runs(() if self._steps else parameters):
+            backward_times(loss, factor, parameters, scaler, **options)
 
     def run_or_split(
         self, function: Callable[[Any], object], batch: Any, *, cost: MeasuredCost | None = None
@@ -264,24 +282,23 @@ class GradAccumulator(AccumulatesGradients):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
         before = self._pending
-        self._run = run = SplitRun(batch, self._optimizers.parameters(), self.modules)
+        self._run = run = SplitRun(batch, self._parameters(), self.modules)
         try:
-            for part in run.failures(function, self._detector.check_gradients):
+            for part in run.failures(function, self._check_gradients):
                 self.out_of_memory += 1
                 n = num_samples(part)
                 if cost is not None:
                     cost.observe(n, part.padded_size, None)
                 if n == 1:
-                    # The other ranks learn of it in the collective that they meet in next.
-                    parameters = self._optimizers.parameters()
-                    total_over_ranks(self.ranks, self._pending, parameters, failed=True)
-                    raise SampleTooLargeError(
-                        "out of memory with one sample; shorten it, or give it more memory"
-                    )
+                    run.give_up("out of memory with one sample; shorten it, or give it more memory")
         except BaseException:
             run.undo()
             if run.whole is not None:  # parts that succeeded are undone, too
                 self._pending = before
+            if run.gave_up is not None and len(self.ranks) > 1:
+                # The others learn of it in the collective that they meet in next, and abandon their
+                # step, so that what this rank has of it must not be in another one.
+                self._take_step(failure=run.gave_up)
             raise
         finally:
             self._run = None
@@ -324,44 +341,35 @@ class GradAccumulator(AccumulatesGradients):
                 "steps come from the sampler's plan, or say micro_batch(…, last=True)"
             )
 
-    def _take_step(self, *, done: bool = False) -> bool:
-        """Take the step; whether every rank is at the end of its data."""
+    def _take_step(self, *, done: bool = False, failure: str | None = None) -> bool:
+        """Take the step, or give it up on every rank; whether all are at the end of their data."""
         pending, self._pending = self._pending, Pending()
-        parameters = self._optimizers.parameters()
-        total = total_over_ranks(self.ranks, pending, parameters, done=done)
-        if not total.micro_batches:  # in `flush`, ranks at their end meet here once more
-            return total.done
         self._boundary.taken(pending.micro_batches)
-        self._steps += 1
-        self._distributed.broadcast_buffers()
-        if len(self.ranks) > 1 and not self.sharded:
-            # One that has a gradient on no rank keeps none, and the optimizer leaves it alone.
-            present = [p for p, n in zip(parameters, total.present, strict=True) if n]
-            self.ranks.sum_gradients(present)
-        norm, skipped = None, total.weight == 0
-        with self._detector.own_step(parameters):
-            if not skipped:
-                # FSDP has divided the sum over ranks by their number.
-                factor = self._divisor * (len(self.ranks) if self.sharded else 1)
-                norm, skipped = self._optimizers.step(factor / total.weight)
-            self._optimizers.clear()
-        if not skipped:
-            self._optimizers.schedule()
-        self.stepped = True
-        self.last = Step(
-            number=self._steps,
-            loss=total.loss / total.weight if total.weight else math.nan,
-            weight=total.weight,
-            gradient_norm=norm,
-            micro_batches=total.micro_batches,
-            skipped=skipped,
-        )
-        return total.done
+        step, is_over = self._taker.take(pending, self._steps + 1, done=done, failure=failure)
+        if step is not None:
+            self._steps, self.last, self.stepped = step.number, step, True
+        return is_over
+
+    def _parameters(self) -> list[Tensor]:
+        return self._optimizers.parameters()
+
+    def _check_gradients(self) -> None:
+        is_first = self._pending.is_empty
+        self._detector.check_gradients(self._optimizers.each_parameter() if is_first else ())
 
     # ------------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the accumulation stands; in the middle of a step with its gradients, copied."""
+        """Where the accumulation stands; in the middle of a step with its gradients, copied.
+
+        Raises:
+            StepError: in the middle of a step whose gradients FSDP has, which does not return them.
+        """
+        if self.sharded and not self._pending.is_empty:
+            raise StepError(
+                "in the middle of a step FSDP keeps gradients where they cannot be saved: save "
+                "between steps, where accumulator.stepped is true"
+            )
         self._detector.state_saved()
         return self._pending.encode(self._steps, self._optimizers.parameters())
 

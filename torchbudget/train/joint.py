@@ -63,16 +63,16 @@ def joint_backward(
     if accumulator is None:
         modules = [forward] if isinstance(forward, nn.Module) else []
         return _two_passes(forward, batches, criterion, modules, None, torch.autograd.backward)
-    share = 1 / len(accumulator.ranks)
-
-    def backward(loss: Tensor) -> None:
-        # Every rank has the whole loss, so each counts for its share: the criterion's own
-        # parameters get their gradient once when the gradients of all ranks are summed.
-        accumulator.backward(loss if accumulator.mean else loss * share)
-
-    with accumulator.micro_batch(share, last=True):
+    # Every rank has the whole loss, with weight 1, and the step divides by their number: so the
+    # criterion's own parameters get their gradient once.
+    with accumulator.micro_batch(1, last=True):
         return _two_passes(
-            forward, batches, criterion, accumulator.modules, accumulator.ranks, backward
+            forward,
+            batches,
+            criterion,
+            accumulator.modules,
+            accumulator.ranks,
+            accumulator.backward,
         )
 
 
@@ -103,7 +103,7 @@ def _two_passes(
     if loss.numel() != 1:
         raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")
     backward(loss)
-    # The loss was divided by the number of ranks, but each representation is on one rank only.
+    # The step divides by the number of ranks, but each representation is on one rank only.
     factor = 1 if ranks is None else len(ranks)
     for micro_batch, state in zip(micro_batches, states, strict=True):
         state.restore()

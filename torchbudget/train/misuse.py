@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchbudget import errors
+from torchbudget.train.optimizers import STEPS_IN_BACKWARD
 
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
 _MEAN: Final = 1
@@ -67,11 +68,32 @@ class MisuseDetector:
 
     # ------------------------------------------------------------------ called by the accumulator
 
-    def micro_batch_begins(self, *, restarted: bool, without_gradients: Iterable[Tensor]) -> None:
+    def notice_others(self, modules: Iterable[nn.Module]) -> None:
+        """Raise where one of these distributed modules runs in a micro-batch."""
+        me = weakref.ref(self)
+        for module in modules:
+            handle = module.register_forward_pre_hook(_Hook(me, MisuseDetector._other_runs))
+            weakref.finalize(self, handle.remove)
+
+    def micro_batch_begins(self, *, restarted: bool) -> None:
         """A micro-batch begins.
 
         Args:
             restarted: the data began again, so that what is pending is of an earlier epoch.
+        """
+        if restarted and self._pending["micro_batches"]:
+            self._warn(
+                errors.ForgottenStepWarning,
+                f"{self._pending['micro_batches']} micro-batches of an earlier epoch are still in "
+                "the gradients, and now count for the next step; call accumulator.flush() at the "
+                "end of an epoch",
+            )
+        self.in_micro_batch = True
+
+    def check_gradients(self, without_gradients: Iterable[Tensor]) -> None:
+        """Warn where gradients changed since the last micro-batch; from here on they may.
+
+        Args:
             without_gradients: parameters that must not have gradients yet.
         """
         if any(parameter.grad is not None for parameter in without_gradients):
@@ -80,18 +102,6 @@ class MisuseDetector:
                 "gradients were there before the step's first micro-batch, and count for it: call "
                 "optimizer.zero_grad() before",
             )
-        if restarted and self._pending["micro_batches"]:
-            self._warn(
-                errors.ForgottenStepWarning,
-                f"{self._pending['micro_batches']} micro-batches of an earlier epoch are still in "
-                "the gradients, and now count for the next step; call accumulator.flush() at the "
-                "end of an epoch",
-            )
-        self.check_gradients()
-        self.in_micro_batch = True
-
-    def check_gradients(self) -> None:
-        """Warn where gradients changed since the last micro-batch; from here on they may."""
         if self._sentinel is not None:
             parameter, gradient, version = self._sentinel
             if parameter.grad is not gradient or gradient._version != version:
@@ -138,6 +148,18 @@ class MisuseDetector:
                 "eval()",
             )
 
+    @contextmanager
+    def backward_runs(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """A backward runs inside, which must leave these parameters as they are.
+
+        Raises:
+            OptionError: it changed one.
+        """
+        versions = [parameter._version for parameter in parameters]
+        yield
+        if versions != [parameter._version for parameter in parameters]:
+            raise errors.OptionError(STEPS_IN_BACKWARD)
+
     def check_loss(self, loss: Tensor, *, mean: bool, weight: float) -> None:
         """Warn where a loss is a mean but a sum is expected, or the reverse.
 
@@ -173,6 +195,11 @@ class MisuseDetector:
         """A state was saved: what is pending is in it, and not lost with this object."""
         self._pending["lost"] = 0
 
+    def step_abandoned(self) -> None:
+        """A step failed, and its gradients were cleared."""
+        self._pending.update(micro_batches=0, lost=0)
+        self._sentinel = None
+
     @contextmanager
     def own_step(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """The accumulator steps its optimizers inside, on these parameters."""
@@ -184,8 +211,7 @@ class MisuseDetector:
                 "GradAccumulator where model or optimizer are changed",
             )
         self._parameters = parameters_now
-        self._pending.update(micro_batches=0, lost=0)
-        self._sentinel = None
+        self.step_abandoned()
         self._in_own_step = True
         try:
             yield
@@ -219,6 +245,15 @@ class MisuseDetector:
                 errors.UnsynchronizedWarning,
                 "the forward of a distributed module is outside accumulator.micro_batch(…): it "
                 "will reduce gradients by itself, and they are reduced again",
+            )
+
+    def _other_runs(self) -> None:
+        if self.in_micro_batch and torch.is_grad_enabled():
+            raise errors.OptionError(
+                "a DistributedDataParallel runs that GradAccumulator does not know, so it would "
+                "reduce gradients by itself in every backward, and ranks with unequal numbers of "
+                "micro-batches would wait for ever: pass the wrapped one, "
+                "GradAccumulator(optimizer, module=ddp)"
             )
 
     def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.checks import positive_number
 from torchbudget.errors import OptionError, StateError
+from torchbudget.train.dtensors import local_part, total_norm
+
+SPARSE: Final = (
+    "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
+    "sparse=False, or leave max_norm out on one rank"
+)
+
+STEPS_IN_BACKWARD: Final = (
+    "an optimizer steps inside the backward, in a hook of a parameter: each micro-batch would be a "
+    "step of its own, on a part of the gradient; remove the hook, and let the accumulator step"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +59,29 @@ class Optimizers:
             )
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise OptionError("ReduceLROnPlateau needs a metric: step it yourself, after evaluate")
+        # Not imported here, which reads the environment: none exists without it.
+        sharding: Any = sys.modules.get("torch.distributed.optim")
+        if sharding and any(
+            isinstance(one, sharding.ZeroRedundancyOptimizer) for one in self.optimizers
+        ):
+            raise OptionError(
+                "ZeroRedundancyOptimizer has the state of its own parameters only, so that "
+                "training_state() could not save it: shard the model with fully_shard instead"
+            )
+        if any(hasattr(p, "_in_backward_optimizers") for p in self.each_parameter()):
+            raise OptionError(STEPS_IN_BACKWARD)
         if self.max_norm is not None:
             positive_number("max_norm", self.max_norm)
+
+    def check_sparse(self, modules: Sequence[nn.Module], ranks: int) -> None:
+        """Raise an `OptionError` where gradients will be sparse, and are clipped or summed."""
+        if self.max_norm is None and ranks == 1:
+            return
+        mine = {id(parameter) for parameter in self.each_parameter()}
+        for part in (part for module in modules for part in module.modules()):
+            is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+            if is_sparse and id(part.weight) in mine:
+                raise OptionError(SPARSE)
 
     def each_parameter(self) -> Iterator[Tensor]:
         """All parameters; one that two optimizers share comes twice. O(1) up to the first."""
@@ -58,16 +93,21 @@ class Optimizers:
         """All parameters, each once."""
         return list({id(p): p for p in self.each_parameter()}.values())
 
-    def step(self, factor: float) -> tuple[float | None, bool]:
+    def step(self, factor: float, divisors: Mapping[int, float]) -> tuple[Tensor | None, bool]:
         """Multiply the gradients, unscale them once, clip them, step, and update the scale.
+
+        Args:
+            factor: of all gradients.
+            divisors: of the parameters with these ids, whose gradients were divided before.
 
         Returns:
             The norm before clipping, `None` without `max_norm`; and whether the scaler skipped.
+
+        Raises:
+            OptionError: a gradient is sparse, and is to be clipped.
         """
         parameters = self.parameters()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients and factor != 1:
-            torch._foreach_mul_(gradients, factor)
+        self._multiply(parameters, factor, divisors)
         scaler = self.scaler or torch.amp.GradScaler(enabled=False)
         scales = scaler.is_enabled()
         # A scaler fails on an optimizer that has no gradients at all.
@@ -77,13 +117,30 @@ class Optimizers:
         for optimizer in active:
             scaler.unscale_(optimizer)
         norm = self._clip(parameters, together=scales and len(active) > 1)
-        scale = scaler.get_scale()
+        # The scaler lowers its scale exactly where it skips. It is read once, after the optimizers
+        # were enqueued.
+        before = scaler.scale(torch.ones((), device=parameters[0].device)) if scales else None
         for optimizer in active:
             scaler.step(optimizer)
         scaler.update()
-        return norm, scaler.get_scale() < scale  # it lowers its scale exactly where it skipped
+        if before is None:
+            return norm, False
+        return norm, bool(scaler.scale(torch.ones_like(before)) < before)
 
-    def _clip(self, parameters: Sequence[Tensor], *, together: bool) -> float | None:
+    @staticmethod
+    def _multiply(
+        parameters: Sequence[Tensor], factor: float, divisors: Mapping[int, float]
+    ) -> None:
+        by_factor: dict[float, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                own = factor * divisors.get(id(parameter), 1)
+                by_factor.setdefault(own, []).append(local_part(parameter.grad))
+        for own, gradients in by_factor.items():
+            if own != 1:
+                torch._foreach_mul_(gradients, own)
+
+    def _clip(self, parameters: Sequence[Tensor], *, together: bool) -> Tensor | None:
         """Clip to `max_norm`, if there is one; the norm before.
 
         The scaler decides for each optimizer alone whether it steps. So with several together, all
@@ -92,15 +149,18 @@ class Optimizers:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self.max_norm is None and not together:
             return None
-        norm = nn.utils.get_total_norm(gradients)
-        # The norm of FSDP's sharded gradients is a DTensor, whose local part is this shard's alone.
-        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if together and not math.isfinite(value):
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            raise OptionError(SPARSE)
+        norm = total_norm(gradients)
+        if together and not torch.isfinite(norm):
             for parameter in parameters:
                 parameter.grad = None
-        elif self.max_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
-        return value if self.max_norm is not None else None
+        elif self.max_norm is not None and self.max_norm < math.inf:
+            # As torch.nn.utils.clip_grads_with_norm_, which takes no DTensors beside plain ones.
+            factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for device, parts in groupby(map(local_part, gradients), attrgetter("device")):
+                torch._foreach_mul_(list(parts), factor.to(device))
+        return norm if self.max_norm is not None else None
 
     def clear(self) -> None:
         """Set all gradients to `None`."""

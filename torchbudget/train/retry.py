@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,7 @@ class SplitRun:
     Attributes:
         attempt: the run of a part that has not succeeded yet, and can be undone.
         whole: the first run, where it failed: then parts are run, of which some may have succeeded.
+        gave_up: why this rank has given up, of which other ranks do not know.
     """
 
     def __init__(
@@ -109,6 +110,12 @@ class SplitRun:
         self._modules = modules
         self.attempt: Attempt | None = None
         self.whole: Attempt | None = None
+        self.gave_up: str | None = None
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Raise `SampleTooLargeError`, which no other rank knows of."""
+        self.gave_up = reason
+        raise SampleTooLargeError(reason)
 
     @property
     def parts_follow(self) -> bool:
@@ -137,9 +144,7 @@ class SplitRun:
             failed = ran_out_of_memory(function, part)
             succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
             if failed and succeeded:
-                raise SampleTooLargeError(
-                    "out of memory in the optimizer's step, after the micro-batches"
-                )
+                self.give_up("out of memory in the optimizer's step, after the micro-batches")
             if not failed and not succeeded:
                 raise StepError("run_or_split's function opened no micro_batch")
             if succeeded:
@@ -158,11 +163,11 @@ class SplitRun:
                 attempt.undo()
 
 
-def ran_out_of_memory(function: Callable[[Any], object], batch: Any) -> bool:
+def ran_out_of_memory(function: Callable[..., object], *arguments: Any) -> bool:
     """Call it; whether memory ran out. The traceback, which refers to tensors, is then gone."""
     failed_before = failed_allocations()
     try:
-        function(batch)
+        function(*arguments)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, TorchBudgetError) or not is_out_of_memory(error, failed_before):
             raise

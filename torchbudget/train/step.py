@@ -5,22 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
-from torchbudget.errors import OptionError, SampleTooLargeError, StateError
+from torchbudget.errors import OptionError, StateError
 from torchbudget.plan.step_source import StepSource
-from torchbudget.train.process_group import Ranks
+
+Number = TypeVar("Number")
 
 _VERSION: Final = 1  # of the state
+_WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unread(Generic[Number]):
+    """A field whose number may still be on a device: it is read, once, when it is asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, one: Any, owner: type | None = None) -> Number:
+        if one is None:
+            raise AttributeError(self._name)  # so that the field has no default
+        value = vars(one)[self._name]
+        if isinstance(value, Tensor):
+            vars(one)[self._name] = value = value.item()
+        return cast("Number", value)
+
+    def __set__(self, one: Any, value: Tensor | Number) -> None:
+        vars(one)[self._name] = value
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, since `_Unread` keeps values in `vars`
 class Step:
     """What one optimizer step did, over all ranks.
+
+    `loss` and `gradient_norm` are read from the device when they are first asked for, which waits
+    for the step to end there.
 
     Attributes:
         number: of the step, from 1.
@@ -33,21 +56,56 @@ class Step:
     """
 
     number: int
-    loss: float
+    loss: _Unread[float] = _Unread()
     weight: float
-    gradient_norm: float | None
+    gradient_norm: _Unread[float | None] = _Unread()
     micro_batches: int
     skipped: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """What was accumulated on this rank since the last step."""
+    """What was accumulated on this rank since the last step.
+
+    Attributes:
+        micro_batches: of which the parts of one that was split count once.
+        samples: in them.
+        weight: Σ weight, where it is known.
+        unread: Σ weight of the tensors on a device, which are read at the step.
+        loss: Σ loss, in float64.
+    """
 
     micro_batches: int = 0
     samples: float = 0
     weight: float = 0
+    unread: Tensor | None = None
     loss: Tensor | float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was accumulated."""
+        return not self.micro_batches and not self.weight and self.unread is None
+
+    def with_next(self, opened: OpenMicroBatch, samples: float, *, counts: bool) -> Pending:
+        """It with a micro-batch that begins, which `counts` unless it is a part of another one."""
+        unread = [one for one in (self.unread, opened.unread) if one is not None]
+        return replace(
+            self,
+            micro_batches=self.micro_batches + counts,
+            samples=self.samples + samples,
+            weight=self.weight + opened.weight,
+            unread=sum(unread[1:], unread[0]) if unread else None,
+        )
+
+    def read(self) -> Pending:
+        """It with a weight that is known: where there was a tensor on a device, that waits for it.
+
+        Raises:
+            OptionError: the sum of the weights is no finite number of at least 0.
+        """
+        if self.unread is None:
+            return self
+        return replace(self, weight=self.weight + _checked(self.unread), unread=None)
 
     def encode(self, steps: int, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """It as plain types; the gradients of what is pending are copied.
@@ -57,10 +115,12 @@ class Pending:
             parameters: that have the gradients.
         """
         gradients = [p.grad for p in parameters] if self.micro_batches else []
+        state = asdict(replace(self.read(), loss=float(self.loss)))
+        del state["unread"]
         return {
             "version": _VERSION,
             "steps": steps,
-            **asdict(replace(self, loss=float(self.loss))),
+            **state,
             "gradients": [None if g is None else g.detach().clone() for g in gradients],
         }
 
@@ -81,7 +141,8 @@ class Pending:
             raise StateError("the state's gradients are of other parameters")
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-        return cls(**{field.name: state[field.name] for field in fields(cls)})
+        names = [field.name for field in fields(cls) if field.name != "unread"]
+        return cls(**{name: state[name] for name in names})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,90 +150,46 @@ class OpenMicroBatch:
     """What has come so far in a micro-batch that is not over."""
 
     weight: float
+    unread: Tensor | None = None
     backwards: int = 0
     loss: Tensor | float = 0.0
 
     @classmethod
-    def of(cls, weight: float | Tensor) -> OpenMicroBatch:
+    def of(cls, weight: float | Tensor, *, read: bool) -> OpenMicroBatch:
         """One that begins.
+
+        Args:
+            weight: a number, or a tensor of one.
+            read: whether a tensor on a device must be read now.
 
         Raises:
             OptionError: the weight is no finite number of at least 0, nor a tensor of one.
         """
-        value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
-        if not is_number(value) or not 0 <= value < math.inf:
-            raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
-        return cls(weight=float(value))
+        if isinstance(weight, Tensor) and weight.numel() == 1 and not read and waits(weight):
+            return cls(weight=0.0, unread=in_float64(weight))
+        return cls(weight=_checked(weight))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
-    """A step's numbers over all ranks.
-
-    Attributes:
-        loss: Σ loss.
-        weight: Σ weight.
-        micro_batches: their number.
-        done: every rank is at the end of its data.
-        present: for each parameter, on how many ranks it has a gradient; empty on a single rank.
-    """
-
-    loss: float
-    weight: float
-    micro_batches: int
-    done: bool
-    present: Sequence[float]
+def _checked(weight: float | Tensor) -> float:
+    value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
+    return float(value)
 
 
-def total_over_ranks(
-    ranks: Ranks,
-    pending: Pending,
-    parameters: Sequence[Tensor],
-    *,
-    done: bool = False,
-    failed: bool = False,
-) -> Total:
-    """Sum what all ranks have of this step; one collective.
+def waits(tensor: Tensor) -> bool:
+    """Whether reading the tensor's values waits for a device."""
+    return tensor.device.type != "cpu"
 
-    Args:
-        ranks: that share the step.
-        pending: what this rank has of it.
-        parameters: of which some may have no gradient.
-        done: this rank is at the end of its data.
-        failed: this rank gives up.
 
-    Raises:
-        OptionError: a gradient is sparse, on any of several ranks.
-        SampleTooLargeError: another rank gives up, and this one does not.
-    """
-    # On one rank without tensors: `measure_cost` may trace the step on fake ones.
-    alone = len(ranks) == 1
-    gradients = [] if alone else [parameter.grad for parameter in parameters]
-    present = [float(gradient is not None) for gradient in gradients]
-    sparse = any(g is not None and g.layout is not torch.strided for g in gradients)
-    loss = float(pending.loss) if alone else 0.0
-    numbers = [loss, pending.weight, pending.micro_batches, done, failed, sparse, *present]
-    if not alone:
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        mine[0] = pending.loss  # may be on another device
-        numbers = ranks.sum(mine.to(ranks.device(parameters[0].device))).tolist()
-    loss, weight, micro_batches, at_end, failures, sparse_ones, *present = numbers
-    # Every rank raises, since every rank has the sum: none is left waiting in a collective.
-    if sparse_ones:
-        raise OptionError(
-            "sparse gradients cannot be summed over ranks; make the embedding with sparse=False"
-        )
-    if failures and not failed:
-        raise SampleTooLargeError(
-            "out of memory with one sample on another rank, which has given up"
-        )
-    return Total(
-        loss=loss,
-        weight=weight,
-        micro_batches=int(micro_batches),
-        done=at_end == len(ranks),
-        present=present,
-    )
+def in_float64(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in float64, without its graph; on the host where the device has none."""
+    return tensor.detach().to(float64_device(tensor.device), torch.float64)
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device, or the host if the device has no float64."""
+    return torch.device("cpu") if device.type in _WITHOUT_FLOAT64 else device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,338 @@
+"""DDP and FSDP2 as users set them up: what they leave alone is summed, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.train.test_accumulator_ranks import COMMON
+
+SHARDED = (
+    COMMON
+    + """
+import copy
+from torch import nn
+
+case, = arguments
+kind, name = "fsdp", "transformer"
+
+
+class Scaled(nn.Module):
+    "A model, and a parameter beside it that scales its logits."
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model(name)
+        self.scale = nn.Parameter(torch.full((5,), 1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+large, model = Scaled(), Scaled()
+if case == "outside":
+    fully_shard(model.inner)
+    given = model.inner
+elif case == "layers":  # no module as a whole
+    fully_shard(model.inner.layer)
+    fully_shard(model.inner.head)
+    given = model
+else:
+    ignored = {model.scale, model.inner.head.weight} if case == "ignored" else None
+    fully_shard(model.inner.layer, ignored_params=ignored)
+    fully_shard(model, ignored_params=ignored)
+    given = model
+    if case == "factor":
+        model.set_gradient_divide_factor(7.0)
+        model.inner.layer.set_gradient_divide_factor(0.5)
+theirs = OPTIMIZERS["AdamW"](large.parameters())
+mine = OPTIMIZERS["AdamW"](model.parameters())
+accumulator = GradAccumulator(mine, given, max_norm=0.1)
+worst, norms = 0.0, 0.0
+for number in range(4):
+    data = Data.make(24, seed=number)
+    plain = copy.deepcopy(large)
+    (loss_sum(plain, data) / data.weight).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    large_step(large, theirs, data, 0.1)
+    pieces = [data[list(range(at, at + 4))] for at in range(0, 24, 4)][rank::ranks]
+    for place, piece in enumerate(pieces):
+        with accumulator.micro_batch(weight=piece.weight, last=place == len(pieces) - 1):
+            accumulator.backward(loss_sum(model, piece))
+    norms = max(norms, norm)
+    worst = max(worst, abs(accumulator.last.gradient_norm / norm - 1))
+    for one, other in zip(model.parameters(), large.parameters(), strict=True):
+        full = one.full_tensor() if hasattr(one, "full_tensor") else one
+        worst = max(worst, float((full - other).detach().norm() / other.detach().norm()))
+finish([worst, norms])
+"""
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["outside", "layers", "ignored", "factor"])
+def test_parameters_that_fsdp_does_not_reduce(case: str, tmp_path: Path) -> None:
+    """Beside what is sharded, ignored in it, or divided by a user's factor: at most 1e-12."""
+    results = run_ranks(SHARDED, tmp_path, 2, case)
+    assert max(worst for worst, _ in results) <= 1e-12
+    assert results[0][1] > 0.1  # which was clipped
+
+
+REFUSED = (
+    COMMON
+    + """
+from torch import nn
+from torchbudget.errors import OptionError, StepError
+
+kind, name = "fsdp", "transformer"
+told = []
+
+
+def refused(make, error=OptionError):
+    try:
+        make()
+    except error as refusal:
+        told.append(str(refusal))
+    else:
+        told.append("")
+
+
+sharded = make_model(name)
+fully_shard(sharded)
+optimizer = OPTIMIZERS["SGD"](sharded.parameters())
+refused(lambda: GradAccumulator(optimizer, sharded, samples=8))
+refused(lambda: GradAccumulator(optimizer, sharded, weight=8))
+refused(lambda: GradAccumulator(optimizer))
+refused(lambda: GradAccumulator(optimizer, sharded, group=dist.new_group([rank],
+    use_local_synchronization=True)))
+accumulator = GradAccumulator(optimizer, sharded, steps=2)
+data = Data.make(4)
+with accumulator.micro_batch(weight=data.weight):
+    accumulator.backward(loss_sum(sharded, data))
+refused(accumulator.state_dict, StepError)
+with accumulator.micro_batch(weight=data.weight):
+    accumulator.backward(loss_sum(sharded, data))
+assert accumulator.state_dict()["steps"] == 1
+
+
+def half():
+    model = make_model(name).bfloat16()
+    fully_shard(model)
+    accumulator = GradAccumulator(OPTIMIZERS["SGD"](model.parameters()), model, mean=True)
+    with accumulator.micro_batch(weight=257, last=True):
+        accumulator.backward(model(data.x).mean())
+
+
+def hooked():
+    ddp = DistributedDataParallel(make_model(name))
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+    GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), ddp)
+
+
+def static():
+    ddp = DistributedDataParallel(make_model(name), static_graph=True)
+    GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), ddp)
+
+
+def bare(given):
+    ddp = DistributedDataParallel(make_model(name))
+    accumulator = GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), given(ddp), steps=2)
+    with torch.no_grad():
+        ddp(data.x)  # outside of a micro-batch it may run
+    with accumulator.micro_batch(weight=data.weight):
+        accumulator.backward(loss_sum(ddp, data))
+
+
+def late():
+    ddp = DistributedDataParallel(make_model(name))
+    accumulator = GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), ddp)
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+    with accumulator.micro_batch(weight=data.weight):
+        accumulator.backward(loss_sum(ddp, data))
+
+
+def zero():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = make_model(name)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    GradAccumulator(optimizer, model)
+
+
+refused(half)
+refused(static)
+refused(hooked)
+refused(late)
+refused(lambda: bare(lambda ddp: ddp.module))
+refused(lambda: bare(lambda ddp: ()))
+refused(zero)
+halves = [dist.new_group(ranks) for ranks in ([0], [1])]
+modules = [DistributedDataParallel(make_model(name), process_group=group)
+    for group in (halves[rank], None)]
+parameters = [p for module in modules for p in module.parameters()]
+refused(lambda: GradAccumulator(torch.optim.SGD(parameters, lr=0.1), modules))
+finish(told)
+"""
+)
+
+SAID = [
+    "fully_shard every rank must know the step's last micro-batch",
+    "fully_shard every rank must know the step's last micro-batch",
+    "DTensor over ranks that share a step",
+    "reduces gradients over 2 ranks, but 1 share a step",
+    "save between steps",
+    "compute it in float32",
+    "static_graph=True",
+    "communication hook",
+    "communication hook",
+    "pass the wrapped one",
+    "pass the wrapped one",
+    "ZeroRedundancyOptimizer",
+    "distributed over different ranks",
+]
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
+    """At construction, or at the first micro-batch where only that can know; no rank waits."""
+    for told in run_ranks(REFUSED, tmp_path, 2):
+        assert len(told) == len(SAID)
+        for text, said in zip(told, SAID, strict=True):
+            assert said in text
+
+
+SUBGROUPS = (
+    COMMON
+    + """
+from torch import nn
+
+kind = name = "CNN"
+groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+half, place = divmod(rank, 2)
+
+
+class Own(nn.Module):
+    "A part that each rank has for itself, as DDP is told."
+
+    _ddp_params_and_buffers_to_ignore = ("own", "seen")
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model(name)
+        self.own = nn.Parameter(torch.tensor(1.0 + rank, dtype=torch.float64))
+        self.register_buffer("seen", torch.tensor(float(rank)))
+        self.register_buffer("shared", torch.tensor(float(rank)))
+
+    def forward(self, x):
+        return self.inner(x) * self.own
+
+
+model = Own()
+ddp = DistributedDataParallel(model, process_group=groups[half])
+model.shared += rank  # after DDP's own broadcast
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+accumulator = GradAccumulator(optimizer, ddp, steps=1)
+pieces = [Data.make(4, seed=10 * half + one) for one in range(2)]  # of the ranks of this half
+before = model.own.item()
+large = make_model(name)
+weight = sum(piece.weight for piece in pieces)
+owns = [nn.Parameter(torch.tensor(1.0 + 2 * half + one, dtype=torch.float64)) for one in range(2)]
+loss = sum(loss_sum(lambda x: large(x) * own, piece) for own, piece in zip(owns, pieces))
+(loss / weight).backward()
+torch.optim.SGD([*large.parameters(), *owns], lr=0.1).step()
+with accumulator.micro_batch(weight=pieces[place].weight):
+    accumulator.backward(loss_sum(ddp, pieces[place]))
+worst = max(difference(model.inner, large), abs(model.own.item() / owns[place].item() - 1))
+finish([worst, model.seen.item(), model.shared.item(), accumulator.last.weight == weight])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_ddp_over_a_subgroup_and_what_it_ignores(tmp_path: Path) -> None:
+    """Steps are shared by DDP's own ranks; what it ignores is each rank's own: at most 1e-12."""
+    for rank, (worst, seen, shared, weighed) in enumerate(run_ranks(SUBGROUPS, tmp_path, 4)):
+        assert worst <= 1e-12
+        assert weighed
+        assert seen == rank  # left alone
+        assert shared == 2 * (2 * (rank // 2))  # of the first rank of its group
+
+
+TENSOR_PARALLEL = (
+    COMMON
+    + """
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module,
+)
+from torchbudget.errors import OptionError
+
+kind = name = ""
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def make():
+    torch.manual_seed(3)
+    return Block().double()
+
+
+large, model = make(), make()
+parallelize_module(model, mesh["tensor"], {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(),
+})
+layouts = dict(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+parallelize_module(model, mesh["tensor"], PrepareModuleInput(**layouts))
+theirs = OPTIMIZERS["AdamW"](large.parameters())
+mine = OPTIMIZERS["AdamW"](model.parameters())
+try:
+    GradAccumulator(mine, model)
+    told = ""
+except OptionError as error:
+    told = str(error)
+accumulator = GradAccumulator(mine, model, max_norm=0.1, group=mesh.get_group("data"))
+place, worst = mesh.get_local_rank("data"), 0.0
+for number in range(4):
+    x = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    theirs.zero_grad()
+    (large(x).square().sum() / len(x)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(large.parameters(), 0.1).item()
+    theirs.step()
+    pieces = [x[:1], x[1:3], x[3:]] if number == 2 and place == 0 else [x[:4]] if place else [x[4:]]
+    if number == 2 and place == 1:
+        pieces = []  # a rank without data
+    for piece in pieces:
+        with accumulator.micro_batch(weight=len(piece)):
+            accumulator.backward(model(piece).square().sum())
+    accumulator.step()
+    for one, other in zip(model.parameters(), large.parameters(), strict=True):
+        full = one.full_tensor() if isinstance(one, DTensor) else one
+        worst = max(worst, float((full - other).detach().norm() / other.detach().norm()))
+    worst = max(worst, abs(accumulator.last.gradient_norm / norm - 1))
+finish([told, worst, accumulator.last.weight])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_gradients_are_summed_by_their_local_parts(tmp_path: Path) -> None:
+    """Over `group`, the ranks that have the same part; without it, refused: at most 1e-12."""
+    for told, worst, weight in run_ranks(TENSOR_PARALLEL, tmp_path, 4):
+        assert "pass group=" in told
+        assert worst <= 1e-12
+        assert weight == 6

@@ -1,0 +1,154 @@
+"""Taking a step: its numbers and gradients over all ranks, and then the optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchbudget.errors import OptionError, SampleTooLargeError
+from torchbudget.train.gradient_sums import GradientSums
+from torchbudget.train.misuse import MisuseDetector
+from torchbudget.train.optimizers import SPARSE, Optimizers
+from torchbudget.train.process_group import Ranks
+from torchbudget.train.retry import ran_out_of_memory
+from torchbudget.train.step import Pending, Step, float64_device
+from torchbudget.train.wrappers import DistributedModules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTaker:
+    """Takes the step of what is pending on the ranks that share it.
+
+    No device is waited for before the optimizers are enqueued: what decides about the step is
+    summed on the host.
+
+    Attributes:
+        ranks: that share the step.
+        distributed: the modules that reduce gradients by themselves.
+        optimizers: that step.
+        detector: of misuse.
+        divisor: that losses were divided by.
+    """
+
+    ranks: Ranks
+    distributed: DistributedModules
+    optimizers: Optimizers
+    detector: MisuseDetector
+    divisor: float
+
+    def take(
+        self, pending: Pending, number: int, *, done: bool, failure: str | None
+    ) -> tuple[Step | None, bool]:
+        """Take a step, or give it up on every rank.
+
+        If anything raises, its gradients are cleared, since the weights are forgotten.
+
+        Args:
+            pending: on this rank.
+            number: of the step.
+            done: this rank is at the end of its data.
+            failure: why this rank gives up: memory has run out.
+
+        Returns:
+            The step, `None` where no rank has any micro-batch; and whether every rank is at the end
+            of its data.
+
+        Raises:
+            OptionError: a gradient is sparse, or a weight is no number of at least 0.
+            SampleTooLargeError: this rank gives up, or another one.
+        """
+        try:
+            return self._take(pending.read(), number, done=done, failure=failure)
+        except BaseException:
+            self.optimizers.clear()
+            self.detector.step_abandoned()
+            raise
+
+    def _take(
+        self, pending: Pending, number: int, *, done: bool, failure: str | None
+    ) -> tuple[Step | None, bool]:
+        parameters = self.optimizers.parameters()
+        device = float64_device(parameters[0].device)
+        loss = torch.as_tensor(pending.loss, dtype=torch.float64, device=device)
+        sums = GradientSums(self.ranks, self.distributed.summed(parameters), loss)
+        if failure is None and ran_out_of_memory(sums.allocate):
+            failure = "out of memory where gradients are summed over ranks"
+        total = total_over_ranks(self.ranks, pending, sums, done=done, failure=failure)
+        if not total.micro_batches:  # in `flush`, ranks at their end meet here once more
+            sums.drop(total.present)
+            return None, total.done
+        self.distributed.broadcast_buffers()
+        loss = sums.sum(total.present)
+        norm, skipped = None, total.weight == 0
+        with self.detector.own_step(parameters):
+            if not skipped:
+                factor = self.divisor / total.weight
+                norm, skipped = self.optimizers.step(factor, self.distributed.divisors())
+            self.optimizers.clear()
+        if not skipped:
+            self.optimizers.schedule()
+        step = Step(
+            number=number,
+            loss=loss / total.weight if total.weight else math.nan,
+            weight=total.weight,
+            gradient_norm=norm,
+            micro_batches=total.micro_batches,
+            skipped=skipped,
+        )
+        return step, total.done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """A step's numbers over all ranks.
+
+    Attributes:
+        weight: Σ weight.
+        micro_batches: their number.
+        done: every rank is at the end of its data.
+        present: for each parameter that is summed, on how many ranks it has a gradient.
+    """
+
+    weight: float
+    micro_batches: int
+    done: bool
+    present: Sequence[float]
+
+
+def total_over_ranks(
+    ranks: Ranks, pending: Pending, sums: GradientSums, *, done: bool, failure: str | None
+) -> Total:
+    """Sum what all ranks have of this step; one collective on the host.
+
+    Args:
+        ranks: that share the step.
+        pending: what this rank has of it.
+        sums: of gradients, which are allocated.
+        done: this rank is at the end of its data.
+        failure: why this rank gives up: memory has run out.
+
+    Raises:
+        OptionError: a gradient is sparse, on any of several ranks.
+        SampleTooLargeError: this rank gives up, or another one.
+    """
+    numbers = [pending.weight, pending.micro_batches, done, failure is not None, sums.sparse]
+    sums_of = ranks.sum_on_host([*numbers, *sums.present])
+    weight, micro_batches, at_end, failures, sparse, *present = sums_of
+    # Every rank raises, since every rank has the sum: none is left waiting in a collective.
+    if sparse:
+        raise OptionError(SPARSE)
+    if failures:
+        raise SampleTooLargeError(
+            failure
+            or "out of memory on another rank, which has given up, see its error; the step "
+            "is abandoned on every rank"
+        )
+    return Total(
+        weight=weight,
+        micro_batches=int(micro_batches),
+        done=at_end == len(ranks),
+        present=present,
+    )

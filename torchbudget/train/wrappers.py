@@ -1,0 +1,206 @@
+"""The modules that reduce gradients by themselves: DDP and FSDP2, and what they leave alone."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbudget.distributed import is_distributed
+from torchbudget.errors import OptionError
+from torchbudget.train.dtensors import mesh_ranks
+
+
+class DistributedModules:
+    """The distributed modules among those that are trained.
+
+    `DistributedDataParallel` never reduces gradients: the accumulator sums them itself, so that
+    ranks may have unequal numbers of micro-batches. FSDP2 keeps only shards of the gradients, so it
+    must reduce them itself, in the step's last backward.
+
+    Args:
+        modules: that are trained.
+
+    Attributes:
+        modules: all whose forward must be inside `accumulating`.
+        sharded: whether FSDP2 shards any module.
+
+    Raises:
+        OptionError: one is the older FSDP, which divides gradients before the weight over all ranks
+            is known; or a DDP with an option that needs its own reduction.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        inner = list(dict.fromkeys(part for module in modules for part in module.modules()))
+        # Not imported here, which would read the environment: no such module exists without it.
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        if fsdp and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in inner):
+            raise OptionError(
+                "FullyShardedDataParallel is not supported; torch.distributed.fsdp.fully_shard is"
+            )
+        self._replicated = [p for p in inner if isinstance(p, DistributedDataParallel)]
+        self._shards: list[Any] = [p for p in inner if fsdp and isinstance(p, fsdp.FSDPModule)]
+        # Flags that are set on an outermost one apply to all inside it.
+        nested = {id(part) for one in self._shards for part in one.modules() if part is not one}
+        self._roots = [one for one in self._shards if id(one) not in nested]
+        self.modules: list[nn.Module] = [*self._replicated, *self._roots]
+        self.sharded = bool(self._roots)
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raise an `OptionError` where DDP has an option that the accumulator would bypass."""
+        for module in self._replicated:
+            bypassed = {
+                "static_graph=True": module.static_graph,
+                "a communication hook (register_comm_hook, mixed_precision=)": module._comm_hooks,
+                "delay_all_reduce_named_params=": module._delay_all_reduce_params,
+            }
+            for name, given in bypassed.items():
+                if given:
+                    raise OptionError(
+                        f"DistributedDataParallel has {name}, which acts in its own reduction of "
+                        "gradients; GradAccumulator sums them itself, once a step: leave it out"
+                    )
+
+    def group(self, given: Any) -> Any:
+        """The processes that share a step: as given, else those of the modules; `None`: all.
+
+        Raises:
+            OptionError: the modules are of different processes, or of others than given.
+        """
+        groups = {tuple(dist.get_process_group_ranks(group)): group for group in self._groups()}
+        if given is None and len(groups) > 1:
+            which = " and ".join(str(list(ranks)) for ranks in groups)
+            raise OptionError(
+                f"the modules are distributed over different ranks, {which}: pass group= of those "
+                "that share a step"
+            )
+        for ranks, group in groups.items():
+            if given is None and len(ranks) < dist.get_world_size():
+                given = group
+        number = dist.get_world_size(given) if self._roots else 1
+        for param_group in self._param_groups():
+            if _divisor(param_group.mesh_info) != number:
+                raise OptionError(
+                    f"fully_shard reduces gradients over {_divisor(param_group.mesh_info)} ranks, "
+                    f"but {number} share a step: pass group= of the ranks of its mesh"
+                )
+        return given
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self._replicated:
+            yield module.process_group
+        for param_group in self._param_groups():
+            mesh = param_group.mesh_info
+            for name in ("shard_process_group", "replicate_process_group"):
+                group = getattr(mesh, name, None)
+                if group is not None and group.size() == _divisor(mesh):  # else there are two
+                    yield group
+
+    def _param_groups(self) -> Iterator[Any]:
+        """The groups of parameters that FSDP2 shards and reduces together."""
+        for module in self._shards:
+            state = module._get_fsdp_state()
+            # A single one, or none, in older versions of torch.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if groups is None else groups
+            yield from (group for group in groups if group is not None)
+
+    def divisors(self) -> dict[int, float]:
+        """What FSDP2 divides the sum over ranks by, for the id of each parameter that it reduces.
+
+        Raises:
+            OptionError: this version of torch does not say.
+        """
+        found = {}
+        for group in self._param_groups():
+            if getattr(group, "reduce_scatter_reduce_op", None) is not None:
+                raise OptionError(
+                    "this torch does not say what set_reduce_scatter_divide_factor was given: "
+                    "leave it out; GradAccumulator divides by the weight in any case"
+                )
+            factor = getattr(group, "gradient_divide_factor", None)
+            divisor = _divisor(group.mesh_info) if factor is None else factor
+            found.update({id(one.sharded_param): float(divisor) for one in group.fsdp_params})
+        return found
+
+    def summed(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the parameters whose gradients the accumulator sums over ranks.
+
+        Not those that FSDP2 reduces, nor those that DDP was told to ignore, which are each rank's
+        own. A parameter that no such module contains is summed.
+        """
+        left = set(self.divisors())
+        for module in self._replicated:
+            named = module.module.named_parameters(remove_duplicate=False)
+            left |= {id(one) for name, one in named if name in module.parameters_to_ignore}
+        return [parameter for parameter in parameters if id(parameter) not in left]
+
+    def check_meshes(self, parameters: Iterable[Tensor], group: Any) -> None:
+        """Raise an `OptionError` where a DTensor that is summed is spread over ranks of the group.
+
+        Their parts are of different elements, whose sum has no meaning.
+        """
+        if not is_distributed():
+            return
+        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        for parameter in self.summed(parameters):
+            if mesh_ranks(parameter) & (ranks - {dist.get_rank()}):
+                raise OptionError(
+                    "a parameter is a DTensor over ranks that share a step. If fully_shard made "
+                    "it, pass module= as well; if it is tensor parallel, pass group= of the ranks "
+                    "that have the same part of it, such as mesh.get_group('data')"
+                )
+
+    def others_with(self, parameters: Iterable[Tensor]) -> list[nn.Module]:
+        """DDP modules of any of the parameters that are not among the given modules.
+
+        torch keeps no list of them, but Python's garbage collector does: O(objects).
+        """
+        if not is_distributed():
+            return []
+        mine = {id(parameter) for parameter in parameters}
+        known = set(map(id, self._replicated))
+        return [
+            one
+            for one in gc.get_objects()
+            if issubclass(type(one), DistributedDataParallel)
+            and id(one) not in known
+            and any(id(parameter) in mine for parameter in one.parameters())
+        ]
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """No gradients are reduced inside, except by FSDP2 where it is the step's last backward."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+        with ExitStack() as stack:
+            for module in self._replicated:
+                stack.enter_context(module.no_sync())
+                # Otherwise the first forward after a step broadcasts buffers, a collective, for
+                # which a rank without micro-batches would never come: see `broadcast_buffers`.
+                module.require_forward_param_sync = False
+            yield
+
+    def broadcast_buffers(self) -> None:
+        """Copy DDP's buffers from its first rank to every rank, as each forward of DDP does.
+
+        Those that it was told to ignore are each rank's own.
+        """
+        for module in self._replicated:
+            if module.broadcast_buffers:
+                for buffer in module.modules_buffers:
+                    dist.broadcast(buffer, group_src=0, group=module.process_group)
+
+
+def _divisor(mesh: Any) -> int:
+    """The number of ranks that FSDP2 reduces gradients over: sharding them, replicating them."""
+    sizes = (getattr(mesh, "shard_mesh_size", 1), getattr(mesh, "replicate_mesh_size", 1))
+    return int(sizes[0] * sizes[1])
