@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from tests.support.dying_workers import no_signals_of_workers
 from tests.support.ranks import run_ranks
 from tests.support.resuming import as_pickle, check_every_stop
 from tests.support.streams import (
@@ -227,9 +228,11 @@ def die(sample: Any) -> Any:
 
 
 def test_a_killed_worker_is_no_hang() -> None:
-    gc.collect()  # torch raises wherever this process is, in a finalizer of an earlier test too
     loader = DataLoader(make(transforms=[die]), batch_size=None, num_workers=2)
-    with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+    with (
+        no_signals_of_workers(),
+        pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"),
+    ):
         list(loader)
 
 
