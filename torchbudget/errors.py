@@ -22,6 +22,7 @@ TorchBudgetError
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was discarded before it was used
 ├── RepeatedSamplesWarning               an epoch reads what the one before has read
+├── PaddedSizeWarning                    batches are padded to more than was planned
 ├── MeasureWarning                       a measured cost may be wrong
 ├── ForgottenStepWarning                 accumulated gradients were never applied
 ├── ForeignStepWarning                   other code stepped, or changed the gradients
@@ -120,6 +121,10 @@ class DiscardedStateWarning(TorchBudgetWarning):
 
 class RepeatedSamplesWarning(TorchBudgetWarning):
     """An epoch reads the same samples as the one before, and others never come."""
+
+
+class PaddedSizeWarning(TorchBudgetWarning):
+    """Batches are padded to more than was planned, so that they may be over the budget."""
 
 
 class MeasureWarning(TorchBudgetWarning):

@@ -14,6 +14,7 @@ from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.data.loaded_state import warn_of_discarded_state
+from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.sampler_loader import check_loader
 from torchbudget.distributed import largest_of_all_ranks, ranks_of
 from torchbudget.errors import OptionError, SampleError, StateError
@@ -66,7 +67,7 @@ class MemoryBudgetBatchSampler(
         batch_size_multiple: numbers of samples are multiples of it wherever that many fit, are
             left, and need no splitting to give every rank as many micro-batches.
         size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
-            same).
+            same, of another library too; `tracked` warns).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
             measured time of a step (`balance=cost.time`). Default: the cost itself.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
@@ -156,6 +157,7 @@ class MemoryBudgetBatchSampler(
         self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
         self._looping = False  # over it: it is not closed
         self._is_loaded = False  # a state, and no iteration has begun since
+        self._beginning: PlannedLoop | None = None  # the tracked loop that begins now
         self._iterations = 0
         self._length: tuple[Cursor, int] | None = None
 
@@ -196,7 +198,7 @@ class MemoryBudgetBatchSampler(
         self._is_loaded = False
         iterator = PlanIterator(self.plan, self._cursor, rank=self.rank, when_finished=self._finish)
         self._iterator = iterator
-        return iterator
+        return iterator if self._beginning is None else self._beginning.planned(iterator)
 
     def __len__(self) -> int:
         """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
@@ -260,7 +262,11 @@ class MemoryBudgetBatchSampler(
         return batches
 
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        batches = iter(loader)
+        loop = self._beginning = PlannedLoop(self.plan)
+        try:
+            batches = iter(loader)
+        finally:
+            self._beginning = None
         iterator = self._iterator
         if iterator is None:
             raise StateError("the loader began no iteration of this sampler")
@@ -268,6 +274,7 @@ class MemoryBudgetBatchSampler(
         try:
             yield None
             for done, batch in enumerate(batches, 1):
+                loop.compare(batch)
                 if self._is_tracked(iterator):
                     # Also after a look at the sampler within the loop.
                     self._tracked, self._iterator = (iterator, done), iterator

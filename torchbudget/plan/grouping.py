@@ -28,11 +28,13 @@ class Rounds(NamedTuple):
         places: of the samples, shape `(S,)`.
         starts: where each micro-batch begins among them.
         stops: where it ends.
+        padded_sizes: of each, on every axis; `None` where nothing is padded or planned.
     """
 
     places: IntArray
     starts: list[int]
     stops: list[int]
+    padded_sizes: list[list[int]] | None = None
 
 
 _NONE: Final = Rounds(np.empty(0, np.int64), [], [])
@@ -110,7 +112,11 @@ class ByCost:
         if len(sizes) < self.ranks.number:
             raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks.number} ranks")
         block = solve(self.rules, sizes[None], self.ranks, key)
-        return Rounds(places[block.samples], block.starts.tolist(), block.stops.tolist())
+        padded = None
+        if self.rules.packing is None:
+            padded = self.rules.padded(block.padded()).reshape(len(block.starts), -1).tolist()
+        starts, stops = block.starts.tolist(), block.stops.tolist()
+        return Rounds(places[block.samples], starts, stops, padded)
 
 
 @dataclass(frozen=True, slots=True)

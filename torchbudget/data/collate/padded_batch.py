@@ -131,6 +131,18 @@ class PaddedBatch(Batch):
         layout: PaddedLayout = self._length_layout
         return tuple(layout.padded_shape[axis] for axis in layout.length_axes)
 
+    def rounding(self, size_multiple: int) -> list[tuple[int, int]]:
+        """The padded lengths, each with what it is if rounded up to `size_multiple` alone.
+
+        They differ where the collate rounds up to more than the sampler plans with.
+        """
+        layout: Any = self._layouts[self._length_field]
+        if layout is None:  # texts alone
+            return []
+        longest = layout.lengths.max(axis=0, initial=0).tolist()
+        rounded = (-(-length // size_multiple) * size_multiple for length in longest)
+        return list(zip(self.padded_size, rounded, strict=True))
+
     @property
     def mask(self) -> Tensor:
         """False where the length field is padding.

@@ -90,7 +90,8 @@ class BudgetedIterableDataset(ResumableStream):
         uneven: ranks may have unequal numbers of batches.
         collate_fn: makes a batch of a list of samples. Default: `PadCollate` with the same
             `size_multiple`. The batches of `PadCollate` and `PackCollate` report the lengths of the
-            field that `size` names, unless their `length_field` names another.
+            field that `size` names, unless their `length_field` names another. One of another
+            library that rounds padded sizes up needs the same `size_multiple`.
         max_batch_size: as in `MemoryBudgetBatchSampler`.
         batch_size_multiple: likewise.
         size_multiple: likewise.
@@ -186,6 +187,7 @@ class BudgetedIterableDataset(ResumableStream):
             collate_fn=of_sized_field(
                 collate_fn or PadCollate(size_multiple=size_multiple), field_of(size)
             ),
+            size_multiple=size_multiple,
             rules=rules | callables_of(size, transforms),
         )
         super().__init__(settings, num_replicas=num_replicas, rank=rank)

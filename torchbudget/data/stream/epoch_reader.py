@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchbudget.data.padded_sizes import PaddedSizes
 from torchbudget.data.sizes.key import sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.progress import Progress
@@ -21,6 +23,18 @@ from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
 
 
+class _MicroBatch(NamedTuple):
+    """Samples of one batch.
+
+    Attributes:
+        samples: of it.
+        padded_size: that was planned; `None` where none was.
+    """
+
+    samples: list[Any]
+    padded_size: list[int] | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     """One micro-batch for each rank.
@@ -28,12 +42,12 @@ class _Round:
     Attributes:
         cursor: where the samples begin that were cut together.
         number: of the rounds of theirs before it.
-        batches: the samples of each rank.
+        batches: of each rank.
     """
 
     cursor: StreamCursor
     number: int
-    batches: list[list[Any]]
+    batches: list[_MicroBatch]
 
 
 class EpochReader(Iterator[Any]):
@@ -61,7 +75,8 @@ class EpochReader(Iterator[Any]):
         self.stamps = False
         self._settings = settings
         self._progress = progress
-        self._batches: Generator[tuple[StreamCursor, int, list[Any]]] | None = None
+        self._padded_sizes = PaddedSizes(settings.size_multiple)
+        self._batches: Generator[tuple[StreamCursor, int, _MicroBatch]] | None = None
         self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
         self.go_on(cursor)
 
@@ -95,7 +110,7 @@ class EpochReader(Iterator[Any]):
             try:
                 found = next(self._batches, None)
                 if found is not None:
-                    batch = collated(self._settings.collate_fn, found[2])
+                    batch = self._collated(found[2])
             except BaseException:
                 self._batches = None  # the next call meets the same error, and not the epoch's end
                 raise
@@ -110,6 +125,13 @@ class EpochReader(Iterator[Any]):
                 self._end_epoch()
         return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
 
+    def _collated(self, micro_batch: _MicroBatch) -> Any:
+        samples, padded_size = micro_batch
+        batch = collated(self._settings.collate_fn, samples)
+        if padded_size is not None:
+            self._padded_sizes.compare(batch, padded_size, len(samples))
+        return batch
+
     def _end_epoch(self) -> None:
         self.finished = True
         self._progress.end(self.epoch, self.slot.worker, self.slot.workers)
@@ -123,7 +145,7 @@ class EpochReader(Iterator[Any]):
             self._batches = None
         self.windows.close()
 
-    def _read(self, start: StreamCursor) -> Generator[tuple[StreamCursor, int, list[Any]]]:
+    def _read(self, start: StreamCursor) -> Generator[tuple[StreamCursor, int, _MicroBatch]]:
         """Yield this rank's micro-batches, each with where it stands after it.
 
         That is where the samples begin that are cut together, and how many of their rounds are
@@ -165,14 +187,14 @@ class EpochReader(Iterator[Any]):
         begun, before, samples = uneven.cursor, 0, uneven.samples
         if last is not None:
             begun, before = last.cursor, last.number
-            samples = [sample for batch in last.batches for sample in batch] + samples
+            samples = [sample for batch in last.batches for sample in batch.samples] + samples
         joined = self._rounds(BufferedSamples(begun, samples))[rank::ranks]
         for done, batch in enumerate(joined, before + 1):
             if done > _done(begun, start):
                 yield begun, done, batch
 
-    def _rounds(self, buffered: BufferedSamples) -> list[list[Any]]:
-        """The samples of each micro-batch: those of a round's ranks, then those of the next round.
+    def _rounds(self, buffered: BufferedSamples) -> list[_MicroBatch]:
+        """The micro-batches: those of a round's ranks, then those of the next round.
 
         Raises:
             UnevenRanksError: they cannot be dealt evenly.
@@ -189,12 +211,16 @@ class EpochReader(Iterator[Any]):
             numbers=np.array([cursor.first_epoch + cursor.window(settings.window)]),
             shuffle=settings.shuffle,
         )
-        places, starts, stops = settings.grouping.rounds(
+        rounds = settings.grouping.rounds(
             samples, buffered.sizes, key=key, drop_last=settings.drop_last and buffered.last
         )
         # An array of objects picks several times as fast as a list.
-        arranged = np.fromiter(samples, dtype=object, count=len(samples))[places].tolist()
-        return [arranged[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places].tolist()
+        padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
+        return [
+            _MicroBatch(arranged[start:stop], padded_size)
+            for start, stop, padded_size in zip(rounds.starts, rounds.stops, padded, strict=False)
+        ]
 
     def _joined(self, uneven: BufferedSamples, following: BufferedSamples) -> BufferedSamples:
         """Samples that cannot be dealt evenly, with those after them."""

@@ -51,6 +51,7 @@ class Settings:
         on_error: what becomes of samples that raise.
         batches_per_epoch: on each rank; `None`: as many as one pass yields.
         collate_fn: makes a batch of a list of samples.
+        size_multiple: padded sizes are rounded up to a multiple of it.
         rules: what else must be the same for samples to be cut the same way.
 
     Raises:
@@ -72,6 +73,7 @@ class Settings:
     on_error: str
     batches_per_epoch: int | None
     collate_fn: Callable[[list[Any]], Any]
+    size_multiple: int
     rules: Plain
 
     def __post_init__(self) -> None:

@@ -1,0 +1,185 @@
+"""Batches that are padded to more than was planned are noticed; others are not accused."""
+
+from __future__ import annotations
+
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudgetBatchSampler,
+    PackCollate,
+    PackedCost,
+    PadCollate,
+    PaddedCost,
+)
+from torchbudget.data.padded_sizes import PaddedSizes
+from torchbudget.errors import PaddedSizeWarning
+
+TOKENS = PaddedCost(unit_bytes=1)
+SIZES = np.random.default_rng(0).integers(3, 60, 300)
+RNG = np.random.default_rng(1)
+SAMPLES = [
+    {
+        "input_ids": RNG.integers(1, 100, n).tolist(),
+        "embedding": RNG.random(64).tolist(),
+        "pixels": [1.0] * 80,
+        "summary": RNG.integers(1, 100, 2 * n).tolist(),
+    }
+    for n in SIZES
+]
+
+
+class Foreign:
+    """Pads as other libraries do: to a multiple, or to a constant, which no sampler knows."""
+
+    def __init__(self, multiple: int = 1, side: str = "right", least: int = 0) -> None:
+        self.multiple, self.side, self.least = multiple, side, least
+
+    def __call__(self, samples: list[dict[str, list[float]]]) -> UserDict[str, torch.Tensor]:
+        return UserDict(
+            {
+                name: self.pad([sample[name] for sample in samples], own=name != "input_ids")
+                for name in samples[0]
+            }
+        )
+
+    def pad(self, values: list[list[float]], *, own: bool) -> torch.Tensor:
+        multiple, least = (1, 0) if own else (self.multiple, self.least)
+        length = max(*map(len, values), least)
+        length = -(-length // multiple) * multiple
+        rows = [
+            [0] * (length - len(row)) + row
+            if self.side == "left"
+            else row + [0] * (length - len(row))
+            for row in values
+        ]
+        return torch.tensor(rows)
+
+
+def sampled(collate: Any, workers: int, size_multiple: int = 1) -> Iterator[Any]:
+    sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 1024, size_multiple=size_multiple)
+    loader = DataLoader(
+        SAMPLES,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=workers,
+    )
+    return sampler.tracked(loader)
+
+
+def streamed(collate: Any, workers: int, size_multiple: int = 1) -> Iterator[Any]:
+    stream = BudgetedIterableDataset(
+        [SAMPLES], TOKENS, 1024, size="input_ids", size_multiple=size_multiple, collate_fn=collate
+    )
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    return stream.tracked(loader)
+
+
+Loop = Callable[..., Iterator[Any]]
+loops = pytest.mark.parametrize("loop", [sampled, streamed])
+forked = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@forked
+@loops
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("collate", "match"),
+    [
+        (Foreign(64), "field 'input_ids' of a batch is padded to 64, where .* was planned"),
+        (Foreign(16, "left"), "field 'input_ids' of a batch is padded to"),
+        (Foreign(least=70), "field 'input_ids' of a batch is padded to 70"),
+        (PadCollate(size_multiple=64, length_field="input_ids"), "a batch is padded to 64"),
+    ],
+)
+def test_more_padding_than_planned_is_noticed(
+    loop: Loop, collate: Any, match: str, workers: int
+) -> None:
+    """And names the next step; in workers too, which pass on what is raised."""
+    if loop is streamed and workers:  # the stream's workers compare: their warnings are errors here
+        with pytest.raises(PaddedSizeWarning, match=match):
+            list(loop(collate, workers))
+        return
+    with pytest.warns(PaddedSizeWarning, match=match) as caught:
+        for _ in loop(collate, workers):
+            pass
+    assert len(caught) == 1
+    assert "size_multiple=1" in str(caught[0].message)
+
+
+@forked
+@loops
+@pytest.mark.parametrize(
+    ("collate", "multiple"),
+    [
+        (Foreign(), 1),
+        (Foreign(side="left"), 1),
+        (Foreign(64), 64),
+        (Foreign(8), 16),
+        (PadCollate(length_field="input_ids"), 1),
+        (PadCollate(length_field="input_ids", size_multiple=8), 8),
+        (PadCollate(length_field="input_ids", size_multiple=8), 16),
+        (PadCollate(length_field="summary"), 1),  # longer than the sizes, and not by rounding
+        (PackCollate(length_field="input_ids"), 1),
+        (len, 1),
+    ],
+)
+def test_what_is_planned_is_not_accused(loop: Loop, collate: Any, multiple: int) -> None:
+    """Nor fields of one fixed shape, nor fields that are longer than the sizes say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loop(collate, 0, multiple))) > 4
+
+
+def test_several_axes() -> None:
+    sizes = RNG.integers(3, 40, (100, 2))
+    images = [torch.rand(3, height, width) for height, width in sizes.tolist()]
+    cost = PaddedCost(pair_bytes=[[0, 1], [0, 0]])
+    for multiple, warns in ((1, True), (16, False)):
+        sampler = MemoryBudgetBatchSampler(sizes, cost, 8192, size_multiple=multiple)
+        loader = DataLoader(
+            images,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=PadCollate(length_axes=(1, 2), size_multiple=16),
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(sampler.tracked(loader))
+        assert [one.category for one in caught] == [PaddedSizeWarning] * warns
+
+
+def test_packed_batches_are_not_compared() -> None:
+    """They have no padding, and are as long as all their samples together."""
+    sampler = MemoryBudgetBatchSampler(SIZES, PackedCost(unit_bytes=1), 1024)
+    loader = DataLoader(
+        SAMPLES,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=PackCollate(length_field="input_ids"),
+    )
+    assert sum(batch.num_samples for batch in sampler.tracked(loader)) == len(SIZES)
+
+
+def test_every_batch_is_compared_with_its_own_plan() -> None:
+    """Also after a loop that was broken off while workers had read ahead."""
+    sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 1024)
+    loader = DataLoader(
+        SAMPLES,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=PadCollate(length_field="input_ids"),
+        num_workers=1,
+    )
+    for _ in sampler.tracked(loader):
+        break
+    assert sum(batch.num_samples for batch in sampler.tracked(loader)) == len(SIZES)
+
+
+def test_texts_alone_have_no_padded_size() -> None:
+    PaddedSizes(1).compare(PadCollate()(["a", "bc"]), [2], 2)

@@ -1,0 +1,148 @@
+"""Whether batches are padded to the size that was planned, or to more than their budget counts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from torch import Tensor, strided
+
+from torchbudget.errors import PaddedSizeWarning
+from torchbudget.plan.plan import Plan
+
+Path: TypeAlias = tuple[Any, ...]
+
+_BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign batch is reported
+
+
+@runtime_checkable
+class KnowsRounding(Protocol):
+    """A batch that knows how it was padded: `PaddedBatch`."""
+
+    def rounding(self, size_multiple: int, /) -> list[tuple[int, int]]:
+        """The padded lengths, and what they are if rounded up to another multiple."""
+
+
+class PaddedSizes:
+    """Compares the padded sizes of batches with the planned ones, and warns once.
+
+    A collate may round up to a multiple that the sampler or stream does not know. Of a batch that
+    knows its lengths that is seen at once. Of any other, a tensor that is longer than planned is
+    suspected if it is padding alone beyond the planned size: a field of one fixed shape, or one
+    that is longer for a reason of its own, has something there.
+
+    Args:
+        size_multiple: that was planned with.
+    """
+
+    def __init__(self, size_multiple: int) -> None:
+        self._size_multiple = size_multiple
+        self._suspected: dict[Path, int] = {}  # in how many batches; -1: never more
+        self._warned = False
+
+    def compare(self, batch: Any, planned: Sequence[int], num_samples: int) -> None:
+        """Look at a batch of samples whose planned padded size is known; O(its tensors)."""
+        if self._warned:
+            return
+        if isinstance(batch, KnowsRounding):
+            self._compare_own(batch.rounding(self._size_multiple), planned)
+            return
+        longest = max(planned)
+        for path, tensor in _tensors(batch):
+            for axis, length in enumerate(tensor.shape):
+                if length > longest and length != num_samples:
+                    self._suspect((*path, axis), tensor, axis, longest)
+
+    def _compare_own(self, rounding: list[tuple[int, int]], planned: Sequence[int]) -> None:
+        # The lengths may be those of another field than the sizes: then they are rounded alike.
+        if len(rounding) == len(planned) and any(
+            came > max(rounded, size)
+            for (came, rounded), size in zip(rounding, planned, strict=True)
+        ):
+            self._warn("a batch", [came for came, _ in rounding], planned)
+
+    def _suspect(self, path: Path, tensor: Tensor, axis: int, longest: int) -> None:
+        times = self._suspected.get(path, 0)
+        if times < 0:
+            return
+        self._suspected[path] = times + 1 if _is_padding_beyond(tensor, axis, longest) else -1
+        if self._suspected[path] == _BATCHES:
+            name = ", ".join(repr(key) for key in path[:-1])
+            field = f"field {name} of a batch" if name else "a batch"
+            self._warn(field, [tensor.shape[axis]], [longest])
+
+    def _warn(self, what: str, came: Sequence[int], planned: Sequence[int]) -> None:
+        self._warned = True
+        sizes = " × ".join(map(str, came)), " × ".join(map(str, planned))
+        warnings.warn(
+            f"{what} is padded to {sizes[0]}, where {sizes[1]} was planned: the budget does not "
+            "count the rest. Give the sampler or stream the multiple that its collate rounds up "
+            f"to, now size_multiple={self._size_multiple}, or let the collate pad to the longest "
+            "sample",
+            PaddedSizeWarning,
+            stacklevel=4,
+        )
+
+
+class PlannedLoop:
+    """One loop over a loader: which padded size was planned for each of its batches.
+
+    Args:
+        plan: of the batches.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._sizes = PaddedSizes(plan.rules.size_multiple)
+        self._planned: deque[tuple[list[int], int]] = deque()  # of batches that are on their way
+
+    def planned(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        """The batches of indices, each noted on its way to the loader."""
+        return _Noted(self._plan, batches, self._planned)
+
+    def compare(self, batch: Any) -> None:
+        """Look at the next batch that came."""
+        if self._planned:
+            self._sizes.compare(batch, *self._planned.popleft())
+
+
+class _Noted(Iterator[list[int]]):
+    def __init__(
+        self, plan: Plan, batches: Iterator[list[int]], planned: deque[tuple[list[int], int]]
+    ) -> None:
+        self._plan, self._batches, self._planned = plan, batches, planned
+
+    def __next__(self) -> list[int]:
+        batch = next(self._batches)
+        if self._plan.rules.packing is None:  # else nothing is padded
+            self._planned.append((self._plan.padded_size(np.array(batch)), len(batch)))
+        return batch
+
+
+def _tensors(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The dense tensors of a batch of any structure, and where they are."""
+    if isinstance(batch, Tensor):
+        if batch.layout is strided and not batch.is_nested:
+            yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _tensors(value, (*path, key))
+    elif isinstance(batch, (tuple, list)):
+        for position, value in enumerate(batch):
+            yield from _tensors(value, (*path, position))
+
+
+def _is_padding_beyond(tensor: Tensor, axis: int, longest: int) -> bool:
+    """Whether what is longer than `longest`, at the end or at the beginning, is one value."""
+    more = tensor.shape[axis] - longest
+    parts = tensor.narrow(axis, longest, more), tensor.narrow(axis, 0, more)
+    return not _is_one_value(tensor) and any(map(_is_one_value, parts))
+
+
+def _is_one_value(tensor: Tensor) -> bool:
+    first = tensor[(0,) * tensor.ndim] if math.prod(tensor.shape) else 0
+    return bool((tensor == first).all())
