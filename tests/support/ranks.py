@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,7 +48,9 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
+def run_ranks(
+    script: str, folder: Path, ranks: int, *arguments: Any, killed: Sequence[int] = ()
+) -> list[Any]:
     """Run a script on that many ranks; what each wrote as JSON to `sys.argv[1]/<rank>.json`.
 
     Ranks find each other as under torchrun, by environment variables, but are forked from a
@@ -58,6 +61,8 @@ def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[An
         folder: of the script and the results; `sys.argv[1]`.
         ranks: their number.
         arguments: follow as text.
+        killed: ranks that the script kills; the result of each is `None`. The others must end by
+            `os._exit`, since `leave` waits for all.
 
     Raises:
         AssertionError: a rank failed, or did not end in time.
@@ -73,8 +78,9 @@ def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[An
     ]
     for process in processes:
         process.start()
+    survivors = [process for rank, process in enumerate(processes) if rank not in killed]
     try:
-        if not _have_ended(processes, timeout_s=240):
+        if not _have_ended(survivors, timeout_s=240):
             _ask_where(processes)
     finally:
         for process in processes:
@@ -82,9 +88,9 @@ def run_ranks(script: str, folder: Path, ranks: int, *arguments: Any) -> list[An
             process.join()
     files = [*sorted(folder.glob("*.error")), *sorted(folder.glob("*.where"))]
     errors = [f"{file.name}: {file.read_text()}" for file in files]
-    codes = [process.exitcode for process in processes]
+    codes = [process.exitcode for process in survivors]
     assert not any(codes), f"exit codes {codes}\n" + "\n".join(errors)
-    return _results(folder, ranks)
+    return _results(folder, ranks, killed)
 
 
 def torchrun(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any]:
@@ -101,8 +107,11 @@ def torchrun(script: str, folder: Path, ranks: int, *arguments: Any) -> list[Any
     return _results(folder, ranks)
 
 
-def _results(folder: Path, ranks: int) -> list[Any]:
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+def _results(folder: Path, ranks: int, killed: Sequence[int] = ()) -> list[Any]:
+    return [
+        None if rank in killed else json.loads((folder / f"{rank}.json").read_text())
+        for rank in range(ranks)
+    ]
 
 
 def _have_ended(processes: list[Any], timeout_s: float) -> bool:

@@ -225,10 +225,11 @@ class _Run:
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
                     f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
                 )
+        steps = 0
         if self.loaded is not None:
+            steps = self.loaded["run"]["training"]["accumulator"]["steps"]
             self._load(self.loaded)
         if self.is_first_rank:
-            steps = 0 if self.loaded is None else _steps_of(self.loaded)
             self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
     def _read(self) -> str:
@@ -371,9 +372,3 @@ class _Run:
                 files.save(state)
 
         on_each_rank(self.host, write_here)
-
-
-def _steps_of(loaded: dict[str, Any]) -> int:
-    """How many steps a checkpoint comes after."""
-    steps: int = loaded["run"]["training"]["accumulator"]["steps"]
-    return steps

@@ -1,0 +1,385 @@
+"""Processes that are killed, full disks and losses of power.
+
+Nothing is lost that a checkpoint was complete of; where a training cannot go on it says so, and it
+does not hang.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.support.ranks import ROOT, run_ranks
+from tests.train.test_fit import Tagger, Training, assert_equal, samples
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PadCollate, PaddedCost
+from torchbudget.train.fit import Epoch
+from torchbudget.train.step import Step
+
+EPOCHS = 2
+
+
+class Small(Training):
+    """A few steps, of which many can be taken."""
+
+    def __init__(self, workers: int = 0) -> None:
+        data = samples(24, 0)
+        lengths = [len(one["x"]) for one in data]
+        self.sampler = MemoryBudgetBatchSampler(
+            lengths, PaddedCost(unit_bytes=1), 60, samples_per_step=8, seed=1
+        )
+        self.loader = DataLoader(
+            data, batch_sampler=self.sampler, collate_fn=PadCollate(), num_workers=workers
+        )
+        torch.manual_seed(11)
+        self.model = Tagger()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.03)
+        self.accumulator = GradAccumulator(self.optimizer, self.model, steps=self.sampler)
+        self.validation = DataLoader(samples(4, 9), batch_size=4, collate_fn=PadCollate())
+
+    def fit(self, **options: Any) -> list[Epoch]:
+        return super().fit(**{"epochs": EPOCHS, "checkpoint_steps": 1} | options)
+
+
+def statistics(folder: Path) -> list[dict[str, Any]]:
+    """Its lines, without times."""
+    lines = map(json.loads, (folder / "statistics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+class Uninterrupted:
+    """A training without any fault, which others are compared with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.training = Small()
+        self.training.fit(folder=folder)
+
+    def check(self, training: Training, folder: Path) -> None:
+        """A training that went on after faults is the same, with all its files."""
+        assert_equal(training.model, self.training.model)
+        assert statistics(folder) == statistics(self.folder)
+        best, expected = Tagger(), Tagger()
+        best.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
+        expected.load_state_dict(torch.load(self.folder / "best.pt", weights_only=True))
+        assert_equal(best, expected)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    return Uninterrupted(tmp_path_factory.mktemp("uninterrupted"))
+
+
+def at_step(number: int, fault: Callable[[], object]) -> Callable[[Step | Epoch], None]:
+    """A callback that makes a fault."""
+
+    def callback(record: Step | Epoch) -> None:
+        if isinstance(record, Step) and record.number == number:
+            fault()
+
+    return callback
+
+
+# ---------------------------------------------------------------------- power
+
+Content = Mapping[str, bytes]
+
+
+class Disk:
+    """What a disk may have when the power goes, at each point of what is written to a folder.
+
+    A mock of the disk, since no test can cut its own power. What was synced is there. Of what was
+    not, all, half or nothing may be: the names of files, and apart from them their contents.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cuts: dict[frozenset[tuple[str, bytes]], int] = {}  # and how many steps must be there
+        self.steps = 0  # in checkpoints that are complete
+        self._synced: dict[int, bytes] = {}  # contents, by inode
+        self._seen: dict[int, bytes] = {}
+        self._names: dict[str, int] = {}  # that were synced
+
+    def sync(self, descriptor: int) -> None:
+        """As `os.fsync`."""
+        self.cut()
+        inode = os.fstat(descriptor).st_ino
+        if inode == self.folder.stat().st_ino:
+            self._names = self._look()
+        elif inode in self._seen:
+            self._synced[inode] = self._seen[inode]
+        self.cut()
+
+    def cut(self) -> None:
+        """Note what may be there now."""
+        for names in (self._names, self._look()):
+            for share in (0.0, 0.5, 1.0):
+                content = {name: self._content(inode, share) for name, inode in names.items()}
+                self.cuts[frozenset(content.items())] = self.steps  # the most there must be
+
+    def _look(self) -> dict[str, int]:
+        names = {}
+        for path in self.folder.iterdir():
+            names[path.name] = inode = path.stat().st_ino
+            self._seen[inode] = path.read_bytes()
+        return names
+
+    def _content(self, inode: int, share: float) -> bytes:
+        synced, seen = self._synced.get(inode, b""), self._seen[inode]
+        return seen[: len(synced) + int(share * (len(seen) - len(synced)))]
+
+
+def test_no_loss_of_power_harms(
+    uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two writes, syncs and renamings: the training goes on as if nothing had been.
+
+    No step is lost of which a checkpoint was complete.
+    """
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    disk, replace = Disk(folder), os.replace
+
+    def replacing(source: Any, target: Any) -> None:
+        disk.cut()
+        replace(source, target)
+        disk.cut()
+
+    monkeypatch.setattr(os, "fsync", disk.sync)
+    monkeypatch.setattr(os, "replace", replacing)
+
+    def written(record: Step | Epoch) -> None:
+        disk.cut()
+        disk.steps = record.number - 1 if isinstance(record, Step) else disk.steps
+
+    training = Small()
+    training.fit(folder=folder, callbacks=[written])
+    monkeypatch.undo()
+    uninterrupted.check(training, folder)
+    assert len(disk.cuts) > 30
+    for number, (content, steps) in enumerate(disk.cuts.items()):
+        where = tmp_path / str(number)
+        where.mkdir()
+        for name, data in content:
+            (where / name).write_bytes(data)
+        if steps:
+            saved = torch.load(where / "last.pt", weights_only=True)
+            assert saved["run"]["training"]["accumulator"]["steps"] >= steps
+        later = Small()
+        later.fit(folder=where)
+        uninterrupted.check(later, where)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def train_to_the_end(folder: Path) -> None:
+    # Workers start as anywhere else: those of a forkserver would watch that one, not this process.
+    multiprocessing.set_start_method(None, force=True)
+    training = Small(workers=1)
+    training.fit(folder=folder, callbacks=[lambda _: time.sleep(0.02)])
+    torch.save(training.model.state_dict(), folder / "model.pt")
+
+
+def test_a_main_process_that_is_killed(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+    """Wherever the signal comes, again and again; its workers end with it."""
+    path = tmp_path / "statistics.jsonl"
+    context = multiprocessing.get_context("forkserver")
+    workers: list[psutil.Process] = []
+    for lines in (1, 5):
+        process = context.Process(target=train_to_the_end, args=(tmp_path,))
+        process.start()
+        while process.is_alive() and not (path.exists() and len(statistics(tmp_path)) >= lines):
+            time.sleep(0.005)
+        workers += psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.join()
+    process = context.Process(target=train_to_the_end, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    ended = Small()
+    ended.model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    uninterrupted.check(ended, tmp_path)
+
+
+def test_a_worker_that_is_killed(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+    """Torch's error names it; then the training goes on from the last checkpoint."""
+
+    def kill_worker() -> None:
+        workers = [one for one in multiprocessing.active_children() if one.pid is not None]
+        os.kill(workers[-1].pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed|exited)"):
+        Small(workers=1).fit(folder=tmp_path, callbacks=[at_step(2, kill_worker)])
+    training = Small(workers=1)
+    training.fit(folder=tmp_path)
+    uninterrupted.check(training, tmp_path)
+
+
+RANK = """
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.train.test_faults import Small, at_step
+from torchbudget.errors import RankError
+
+folder, files, *faults = sys.argv[1:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+
+def fault():
+    if rank == 1 and "kill" in faults:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and "full" in faults:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+
+
+found, start = [], time.monotonic()
+training = Small()
+try:
+    training.fit(folder=files, callbacks=[at_step(4, fault)])
+except (RankError, RuntimeError, OSError) as error:
+    found = [type(error).__name__, str(error)]
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+result = [training.model.head.weight.tolist(), found, time.monotonic() - start]
+Path(folder, f"{rank}.json").write_text(json.dumps(result))
+if "kill" in faults:
+    os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_or_cannot_write(tmp_path: Path) -> None:
+    """The other rank ends within a minute, and both go on as if nothing had been."""
+    whole, *_ = run_ranks(RANK, tmp_path, 2, tmp_path / "whole")
+    survivor, _ = run_ranks(RANK, tmp_path, 2, tmp_path / "files", "kill", killed=[1])
+    assert survivor[1][0] in ("RuntimeError", "DistBackendError")
+    assert survivor[2] < 60
+    first, second = run_ranks(RANK, tmp_path, 2, tmp_path / "files", "full")
+    assert first[1][0] == "OSError"
+    assert "the checkpoint before is whole: make room" in first[1][1]
+    assert second[1][0] == "RankError"
+    assert "rank 0 failed, see its traceback: OSError" in second[1][1]
+    first, second = run_ranks(RANK, tmp_path, 2, tmp_path / "files")
+    assert first[1] == second[1] == []
+    assert first[0] == second[0] == whole[0]
+    assert statistics(tmp_path / "files") == statistics(tmp_path / "whole")
+
+
+# ---------------------------------------------------------------------- full disks
+
+
+def test_a_file_that_may_not_grow(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+    """As on a full disk: the error names the file, and what was saved before is whole."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fill = at_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1])))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*before is whole.*last\.pt"):
+            Small().fit(folder=tmp_path, callbacks=[fill])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    training = Small()
+    training.fit(folder=tmp_path)
+    uninterrupted.check(training, tmp_path)
+
+
+FULL = """
+import sys
+from pathlib import Path
+
+from tests.train.test_faults import Small, Uninterrupted, at_step
+
+folder, mounted, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+files = mounted if workers == 0 else folder / "files"
+
+
+def fill():
+    with (mounted / "ballast").open("wb", buffering=0) as ballast:
+        while ballast.write(bytes(512)):
+            pass
+
+
+def full():
+    try:
+        fill()
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    uninterrupted = Uninterrupted(folder / "whole")
+    try:
+        Small(workers).fit(folder=files, callbacks=[at_step(4, full)])
+    except (OSError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {error}")
+    (mounted / "ballast").unlink()
+    training = Small(workers)
+    training.fit(folder=files)
+    uninterrupted.check(training, files)
+    print("went on")
+"""
+
+
+def run_beside_a_small_disk(folder: Path, mounted: Path, workers: int) -> str:
+    """Run the script with a file system of 256 KiB of its own; what it printed."""
+    script = folder / "script.py"
+    script.write_text(FULL)
+    mount = f"mount -t tmpfs -o size=256k tmpfs {mounted}"
+    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    possible = subprocess.run([*own, mount], capture_output=True, text=True, check=False)
+    if possible.returncode:
+        pytest.skip(f"no file system can be mounted here: {possible.stderr.strip()}")
+    run = [*own, f'{mount} && exec "$@"', "sh", sys.executable, str(script), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*run, str(mounted), str(workers)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The error names the file, and the training goes on once there is room."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    error, ended = run_beside_a_small_disk(tmp_path, mounted, 0).splitlines()
+    assert error.startswith("OSError: [Errno 28] cannot be written (No space left on device)")
+    assert "make room" in error
+    assert ended == "went on"
+
+
+def test_full_shared_memory(tmp_path: Path) -> None:
+    """A worker that cannot write its batch ends the loop with an error; then it goes on."""
+    *error, ended = run_beside_a_small_disk(tmp_path, Path("/dev/shm"), 1).splitlines()  # noqa: S108
+    assert any(word in "".join(error) for word in ("Bus error", "shared memory", "No space left"))
+    assert ended == "went on"
