@@ -225,10 +225,7 @@ class _Run:
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
                     f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        steps = 0
-        if self.loaded is not None:
-            steps = self.loaded["run"]["training"]["accumulator"]["steps"]
-            self._load(self.loaded)
+        steps = 0 if self.loaded is None else self._load(self.loaded)
         if self.is_first_rank:
             self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
@@ -239,7 +236,8 @@ class _Run:
             return "no checkpoint"
         return f"the checkpoint {self.loaded.get('id')}"
 
-    def _load(self, loaded: dict[str, Any]) -> None:
+    def _load(self, loaded: dict[str, Any]) -> int:
+        """Go on from a checkpoint; after how many steps it was saved."""
         checkpoint.load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
         if len(loaded["callbacks"]) != len(self.stateful):
             raise StateError(
@@ -254,6 +252,8 @@ class _Run:
         self.seed = loaded["seeds"][self.host.rank % len(loaded["seeds"])]
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
             self.restore_generators()
+        steps: int = loaded["run"]["training"]["accumulator"]["steps"]
+        return steps
 
     def restore_generators(self) -> None:
         """Go on with the random numbers of the run that was loaded."""
