@@ -65,6 +65,9 @@ class DeviceSource(Protocol):
     def set_fraction(self, fraction: float) -> None:
         """Let the allocator reserve no more than this part of the device."""
 
+    def name(self) -> str:
+        """Which device it is."""
+
     def allocator(self) -> str:
         """Which allocator, with which settings, is in force."""
 
@@ -139,6 +142,10 @@ class TorchSource:
     def set_fraction(self, fraction: float) -> None:
         """See `DeviceSource`."""
         torch.cuda.set_per_process_memory_fraction(fraction, self.index)
+
+    def name(self) -> str:
+        """See `DeviceSource`."""
+        return torch.cuda.get_device_name(self.index)
 
     def allocator(self) -> str:
         """See `DeviceSource`.

@@ -15,6 +15,21 @@ from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
 
 
+def check_not_recurrent(state: TrainingState) -> None:
+    """Check that no module is run by cuDNN's recurrent kernels, which a trace cannot see.
+
+    Raises:
+        CostError: one is; fake tensors have other buffers there than the real ones, or none.
+    """
+    parts = (part for module in state.modules for part in module.modules())
+    recurrent = next((part for part in parts if isinstance(part, nn.RNNBase)), None)
+    if recurrent is not None:
+        raise CostError(
+            f"a {type(recurrent).__name__} is run by cuDNN on CUDA, whose memory cannot be "
+            "predicted from a trace; run it on the device: method='run'"
+        )
+
+
 @contextmanager
 def as_on_cuda(state: TrainingState) -> Iterator[None]:
     """Choose as torch does by default for tensors on CUDA.
@@ -29,13 +44,7 @@ def as_on_cuda(state: TrainingState) -> Iterator[None]:
     Raises:
         CostError: a module is recurrent, of which cuDNN keeps what no other kernel shows.
     """
-    parts = (part for module in state.modules for part in module.modules())
-    recurrent = next((part for part in parts if isinstance(part, nn.RNNBase)), None)
-    if recurrent is not None:
-        raise CostError(
-            f"a {type(recurrent).__name__} is run by cuDNN on CUDA, whose memory cannot be "
-            "predicted from a trace on the CPU; measure it on the device"
-        )
+    check_not_recurrent(state)
     groups = [group for one in state.optimizers for group in one.param_groups if _is_looped(group)]
     for group in groups:
         group["foreach"] = True

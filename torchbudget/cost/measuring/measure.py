@@ -24,6 +24,7 @@ from torchbudget.cost.measuring.tracing import ValueDependentError, check_values
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import CostError
+from torchbudget.machine.device import device_memory
 from torchbudget.progress import counting
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
@@ -188,6 +189,9 @@ def _predicted_on() -> dict[str, str]:
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     """What a cost of this step depends on, beside the shapes: model, dtype, device, torch.
 
+    On CUDA also the allocator's settings in force, since segments of fixed sizes reserve more than
+    expandable ones do.
+
     >>> model = torch.nn.Linear(2, 3)
     >>> describe_step(lambda batch: model(batch))["model"]
     'Linear, 9 parameters, 2bfe5e49'
@@ -197,15 +201,20 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     shapes = repr([(tuple(p.shape), p.requires_grad) for p in parameters])
     digest = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()
     names = ", ".join(type(module).__name__ for module in state.modules) or "no module"
-    device = state.device
-    cuda = device.type == "cuda"
     return {
         "model": f"{names}, {sum(p.numel() for p in parameters):,} parameters, {digest}",
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in state.optimizers),
         "dtype": ", ".join(sorted({str(p.dtype) for p in parameters})),
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({platform.machine()})",
+        **_describe_device(state.device),
         "torch": torch.__version__,
     }
+
+
+def _describe_device(device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return {"device": f"cpu ({platform.machine()})"}
+    source = device_memory(device).source
+    return {"device": source.name(), "allocator": source.allocator()}
 
 
 def _traced(subject: Subject, method: Method, room: int) -> Traced | None:

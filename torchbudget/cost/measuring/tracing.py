@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchbudget.cost.measuring.allocator_blocks import BLOCK_BYTES
-from torchbudget.cost.measuring.as_on_cuda import as_on_cuda
+from torchbudget.cost.measuring.as_on_cuda import as_on_cuda, check_not_recurrent
 from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.training_state import TrainingState
@@ -108,6 +108,8 @@ def tracing(
         device is to be traced, does not run on fake tensors, or is only a part of a training
         step.
     """
+    if state.device.type == "cuda":
+        check_not_recurrent(state)
     live = _FakeBytes(state.device, state.device if target is None else target)
     warm = False
 

@@ -1,0 +1,181 @@
+"""A cost that is run on CUDA: reserved bytes of shapes in turn, and what appears late.
+
+Here is no GPU. The step's tensors are on the CPU, and it allocates blocks, as a decoder would,
+through the model of torch's allocator, whose figures stand in for the device's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.fake_device import ModelledDevice, put_in_place
+from torchbudget import (
+    MeasuredCost,
+    MemoryBudgetBatchSampler,
+    load_cost,
+    measure_cost,
+    peak_memory,
+    trace_peak_bytes,
+)
+from torchbudget.cost.measuring.fragmentation import note_device
+from torchbudget.cost.measuring.measure import describe_step
+from torchbudget.cost.measuring.shapes import Subject
+from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.form import Form, Term
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.machine.device import DeviceMemory
+from torchbudget.units import MiB
+
+BUDGET = MiB(3000)
+LAYERS, UNIT, PAIR, FIXED = 6, 4000, 8, MiB(150)
+SIZES = np.clip(512 * np.random.default_rng(0).lognormal(-1.5, 0.8, 4000), 4, 512).astype(int)
+
+
+def decoder(device: ModelledDevice, late: Callable[[], object] = int) -> Callable[[Any], None]:
+    """A step whose activations are L and L² bytes a sample in each layer."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = device.malloc(FIXED)
+
+    def step(batch: torch.Tensor) -> None:
+        n, size = batch.shape
+        late()
+        kept = []
+        try:
+            for layer in range(LAYERS):
+                kept.append(device.malloc(n * size * UNIT))
+                device.model.free(device.malloc(3 * n * size * UNIT // 2 + layer))
+                kept.append(device.malloc(n * size * size * PAIR))
+            while kept:
+                gradient = device.malloc(n * size * UNIT)
+                device.model.free(kept.pop())
+                device.model.free(gradient)
+        finally:
+            for block in kept:
+                device.model.free(block)
+        model(batch[..., None]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weights.state == "allocated"
+
+    return step
+
+
+def make_batch(n: int, size: int) -> torch.Tensor:
+    return torch.zeros(n, size)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelledDevice]:
+    """A device, which the parameters of every step seem to be on."""
+
+    def make(*, expandable: bool) -> ModelledDevice:
+        found = property(lambda _: torch.device("cuda", 0))
+        monkeypatch.setattr(TrainingState, "device", found)
+        monkeypatch.setattr(TrainingState, "check_parameters", lambda *_, **__: None)
+        return put_in_place(monkeypatch, ModelledDevice(expandable=expandable))
+
+    return make
+
+
+def run(step: Callable[[Any], None]) -> MeasuredCost:
+    return measure_cost(step, make_batch, max_size=512, method="run", budget=BUDGET)
+
+
+@pytest.mark.parametrize(("expandable", "least"), [(True, 0.93), (False, 0.5)])
+def test_an_epoch_of_mixed_shapes_stays_within_the_budget(
+    on_cuda: Callable[..., ModelledDevice], expandable: bool, least: float
+) -> None:
+    """Reserved and outside, without a limit, over 150 batches in the sampler's order.
+
+    With segments of fixed sizes much of the budget is left to gaps.
+    """
+    device = on_cuda(expandable=expandable)
+    step = decoder(device)
+    cost = run(step)
+    assert device.model.reserved_bytes <= FIXED + MiB(20)  # the cache was emptied
+    assert device.figures().fraction == 1
+    assert device.model.num_ooms == 0 or not expandable
+    failed = device.model.num_ooms
+    device.reset_peaks()
+    for batch in list(MemoryBudgetBatchSampler(SIZES, cost, BUDGET))[:150]:
+        n, size = len(batch), int(SIZES[batch].max())
+        with peak_memory("cuda") as peak:
+            step(make_batch(n, size))
+        cost.observe(n, size, peak)  # warnings are errors: no step needs more than is predicted
+        share = peak.bytes / BUDGET
+    assert least <= share <= 1
+    assert device.model.num_ooms == failed
+    kind = "expandable segments" if expandable else "segments of fixed sizes"
+    assert f"shapes that take turns: native, {kind}" in cost.report()
+    assert "outside torch's allocator this process uses 600 MiB: as NVML counts" in cost.report()
+    assert cost.measured_on["allocator"] == f"native, {kind}"
+
+
+def test_what_is_loaded_late_counts_from_the_start(on_cuda: Callable[..., ModelledDevice]) -> None:
+    """Kernels of 200 MiB that only the ninth step loads are in what the first one needs."""
+    device, steps = on_cuda(expandable=True), []
+
+    def late() -> None:
+        steps.append(1)
+        if len(steps) == 9:
+            device.load(MiB(200))
+
+    step = decoder(device, late)
+    cost = run(step)
+    device.model.empty_cache()
+    n, size = cost.probes[0].n, cost.probes[0].size[0]
+    with peak_memory("cuda") as peak:
+        step(make_batch(n, size))
+    assert peak.outside_bytes == MiB(800)
+    assert peak.bytes <= cost.probes[0].peak_bytes <= peak.bytes + MiB(20)
+
+
+def test_other_settings_of_the_allocator_are_named(
+    on_cuda: Callable[..., ModelledDevice], tmp_path: Path
+) -> None:
+    """A cost is loaded where segments are of another kind than where it was measured."""
+    device = on_cuda(expandable=True)
+    step = decoder(device)
+    form = Form(terms=(Term(1.0, 1, (1,)),))
+    MeasuredCost(forms=(form,), margin=0, measured_on=describe_step(step)).save(tmp_path / "c.json")
+    load_cost(tmp_path / "c.json", describe_step(step))
+    device.settings = "native, segments of fixed sizes"
+    with pytest.warns(MeasureWarning, match="allocator: 'native, expandable segments' then"):
+        load_cost(tmp_path / "c.json", describe_step(step))
+
+
+def test_what_keeps_memory_for_each_shape_is_warned_of(
+    on_cuda: Callable[..., ModelledDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuDNN's search for the best algorithm, and CUDA graphs."""
+    device = on_cuda(expandable=True)
+    device.graphs = MiB(64)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        note_device(Subject(*[None] * 4), DeviceMemory(device))
+    texts = [str(one.message) for one in said]
+    assert "cudnn.benchmark is on: cuDNN tries its algorithms on every new shape" in texts[0]
+    assert "CUDA graphs, or other memory pools, keep 64 MiB reserved" in texts[1]
+
+
+def test_recurrent_layers_on_cuda_are_run_not_traced(
+    on_cuda: Callable[..., ModelledDevice],
+) -> None:
+    on_cuda(expandable=True)
+    lstm = nn.LSTM(4, 4)
+
+    def step(batch: torch.Tensor) -> None:
+        lstm(batch)[0].sum().backward()
+
+    with pytest.raises(CostError, match=r"a LSTM is run by cuDNN .* method='run'"):
+        trace_peak_bytes(step, torch.zeros(2, 3, 4))
