@@ -31,6 +31,7 @@ TINY = {
     "any_model": "--shapes 2 --models pairs",
     "any_model_cpu": "--steps 1 --budgets 1 --models pairs --methods auto",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
+    "cuda_reserve": "--steps 30 --budgets 1 --models pairs",
     "accumulate": "--repetitions 2",
     "gradient_error": "",
     "predict": "--samples 30 --max-length 400 --mib 160 --repetitions 1 --most-ranks 1",
@@ -46,6 +47,7 @@ EXACT = {
     "predict": "error",
     "any_model": "least covered",
     "any_model_cpu": "errors",
+    "cuda_reserve": "highest reserved",
 }
 
 

@@ -33,6 +33,7 @@ ALL = (
     "any_model",
     "any_model_cpu",
     "kept_budget",
+    "cuda_reserve",
     "accumulate",
     "gradient_error",
     "predict",

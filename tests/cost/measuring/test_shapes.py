@@ -70,9 +70,8 @@ def test_bad_sizes(arguments: Any, said: str) -> None:
 def test_batches_of_probes_are_limited() -> None:
     """However much of a sample is in its batch, a probe's batch takes some 256 MiB."""
     training = CASES["waves"]()
-    subject = Subject(
-        training.step, training.make_batch, Domain.of(16_000, 1), TrainingState(training.step)
-    )
+    state = TrainingState(training.step)
+    subject = Subject(training.step, training.make_batch, Domain.of(16_000, 1), state, state.device)
     limit = BatchLimit(subject)
     for size in (250, 4000, 16_000):
         bytes_ = 4 * size * limit.most_samples((size,))

@@ -115,13 +115,6 @@ def measure_cost(
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
-    target = None if device is None else torch.device(device)
-    cuda = target is not None and target.type == "cuda"
-    if cuda and method != "trace" and not torch.cuda.is_available():
-        raise CostError(
-            f"device={str(device)!r}: this torch has no CUDA device to measure on; method='trace' "
-            "predicts its bytes from a trace of the model on the CPU"
-        )
     domain = Domain.of(max_size, size_multiple_of(size_multiple), min_size=min_size, sizes=sizes)
     room = None if budget is None else MemoryBudget.of(budget).device
     if method != "trace" and room is None:
@@ -130,9 +123,8 @@ def measure_cost(
         )
     state = TrainingState(step)
     state.check_parameters(contents=method != "trace")
-    predicted = cuda and method == "trace" and state.device.type in ("cpu", "cuda")
-    if target is not None and target.type != state.device.type and not predicted:
-        raise CostError(f"device={str(device)!r}, but the step's parameters are on {state.device}")
+    target = _target_of(device, state.device, method)
+    predicted = method == "trace" and target.type == "cuda"
     subject = Subject(step, make_batch, domain, state, target)
     if autocast_is_active():
         subject.notes.append("measured inside an autocast, without its cache of casts")
@@ -145,6 +137,27 @@ def measure_cost(
         measured_on=describe_step(step) | (_predicted_on() if predicted else {}),
         notes=(*subject.notes, *state.notes()),
     )
+
+
+def _target_of(
+    device: str | torch.device | None, own: torch.device, method: Method
+) -> torch.device:
+    """The device that the step is to run on: that of its parameters, or CUDA where it is predicted.
+
+    Raises:
+        CostError: the parameters are on another device, or there is none.
+    """
+    target = own if device is None else torch.device(device)
+    if target.type == "cuda" and own.type == "cpu" and method == "trace":
+        return target
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise CostError(
+            f"device={str(device)!r}: this torch has no CUDA device to measure on; method='trace' "
+            "predicts its bytes from a trace of the model on the CPU"
+        )
+    if target.type != own.type:
+        raise CostError(f"device={str(device)!r}, but the step's parameters are on {own}")
+    return target
 
 
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
@@ -175,8 +188,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
 
 def _traced_on_target(subject: Subject, room: int | None) -> Traced:
     """Bytes of tensors; on CUDA, what its allocator reserves for them."""
-    target = subject.state.device if subject.target is None else subject.target
-    if target.type != "cuda":
+    if subject.target.type != "cuda":
         return trace_probes(subject, room)
     device = CudaDevice.detect()
     return reserved(trace_probes(subject, device.room_for_tensors(room)), subject, device, room)

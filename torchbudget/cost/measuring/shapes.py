@@ -156,7 +156,7 @@ class Subject:
         make_batch: makes a batch of n samples padded to a size.
         domain: the range of sizes.
         state: what the step trains.
-        target: the device that the step is to run on; `None`: that of the parameters.
+        target: the device that the step is to run on.
         notes: what the user should know; appended to while measuring.
         depends_on_values: whether the step's memory depends on the values in its batch.
         advance: is called with 1 after each shape, to show progress.
@@ -166,7 +166,7 @@ class Subject:
     make_batch: Callable[[int, Any], Any]
     domain: Domain
     state: TrainingState
-    target: torch.device | None = None
+    target: torch.device
     notes: list[str] = field(default_factory=list)
     depends_on_values: bool = False
     advance: Callable[[int], object] = lambda _: None

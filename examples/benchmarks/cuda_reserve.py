@@ -1,0 +1,213 @@
+"""Is the budget of a CUDA device kept and filled, by a model of torch's caching allocator?
+
+Question: with `measure_cost(method="trace", device="cuda")` and no device at hand, how much of the
+budget is reserved over an epoch of ragged batches, with expandable segments and with fixed ones,
+with and without a cap of the allocator; and how much of it do tensors take?
+
+Command: PYTHONPATH=. python examples/benchmarks/cuda_reserve.py [--steps N] [--budgets K]
+[--models TEXT …] [--json PATH]
+
+Hardware: not measured yet.
+
+    no table yet
+
+`budget` is in MiB, 600 of which are assumed for the context; `factor` is what the report gives: how
+many times what comes and goes in its costliest step the epoch reserves that was replayed when
+measuring. `reserved` is context and reserved bytes at their peak over the epoch / the budget,
+without a cap; `capped` with a cap of the budget less the context, where `retries` counts
+allocations that succeeded once the cache was flushed. `filled` is the same with allocated bytes
+instead of reserved ones. Sizes are log-normal, an eighth of the largest size on average on every
+axis, clipped; the sampler plans them. So many of the steps are traced as a fit needs, spread over
+the epoch, and four more; the requests of all others are computed from them. `off` is how far these
+are from those four at most, as a share of all that the step allocates.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from _common import Results, parser
+
+from tests.support.model_classes import CLASSES
+from tests.support.training_cases import CASES, Training
+from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
+from torchbudget.cost.measuring.caching_allocator import (
+    AllocatorOutOfMemoryError,
+    CachingAllocator,
+)
+from torchbudget.cost.measuring.requests import Requests
+from torchbudget.cost.measuring.reserving import CudaDevice, requests_at
+from torchbudget.cost.measuring.tracing import tracing
+from torchbudget.cost.measuring.training_state import TrainingState
+
+Size: TypeAlias = tuple[int, ...]
+Shape: TypeAlias = tuple[int, Size]
+
+MODELS: dict[str, Callable[[], Training]] = {
+    **{name: CASES[name] for name in ("encoder, fused attention", "decoder, scores kept")},
+    **{name: CASES[name] for name in ("encoder and decoder", "images", "graphs", "heavy", "waves")},
+    **{name: CLASSES[name] for name in ("U-Net", "decoder, rotary", "all pairs, contrastive")},
+}
+SEGMENTS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
+BUDGETS = (1500, 4000)
+MOST_SAMPLES = 2_000_000
+FITTED = {1: 12, 2: 26}
+CHECKED = 4
+
+
+def ends(case: Training) -> tuple[Size, Size]:
+    """The smallest and the largest size: by default a sixteenth of it."""
+    largest = tuple(np.atleast_1d(case.max_size).tolist())
+    smallest = max(getattr(case, "min_size", 1), min(largest) // 16)
+    return tuple(smallest for _ in largest), largest
+
+
+def as_size(size: Size) -> int | Size:
+    return size if len(size) > 1 else size[0]
+
+
+def measured(case: Training, budget: int) -> MeasuredCost:
+    smallest, largest = ends(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return measure_cost(
+            case.step,
+            case.make_batch,
+            max_size=largest,
+            min_size=smallest,
+            budget=budget,
+            method="trace",
+            device="cuda",
+        )
+
+
+def planned(case: Training, cost: MeasuredCost, budget: int, steps: int) -> list[Shape]:
+    """The shapes of so many batches."""
+    rng = np.random.default_rng(3)
+    smallest, largest = map(np.array, ends(case))
+
+    def draw(count: int) -> np.ndarray:
+        factors = rng.lognormal(-2.1, 0.8, (count, len(largest)))
+        return np.clip(largest * factors, smallest, largest).astype(int)
+
+    median = as_size(tuple(np.median(draw(1000), axis=0).astype(int).tolist()))
+    most = int(np.clip(2 * steps * cost.capacity(median, budget), 1000, MOST_SAMPLES))
+    sizes = draw(most)
+    batches = islice(MemoryBudgetBatchSampler(sizes, cost, budget), steps)
+    return [(len(one), tuple(sizes[one].max(0).tolist())) for one in batches]
+
+
+def requests_of(case: Training, shapes: list[Shape]) -> tuple[list[Requests], float]:
+    """Those of every shape, and how far those are off that were computed."""
+    distinct = list(dict.fromkeys(shapes))
+    count = FITTED[len(shapes[0][1])] + CHECKED
+    chosen = [distinct[at] for at in np.linspace(0, len(distinct) - 1, count).astype(int)]
+    real: dict[Shape, Requests] = {}
+    with tracing(case.step, TrainingState(case.step), torch.device("cuda")) as trace:
+        for n, size in chosen:
+            if (n, size) not in real:
+                real[n, size] = trace(case.make_batch(n, as_size(size))).requests
+    held_out = [*real][1 :: max(len(real) // CHECKED, 1)][:CHECKED]
+    fitted = {shape: one for shape, one in real.items() if shape not in held_out}
+    computed = requests_at(fitted, held_out)
+    if computed is None:
+        return [real[chosen[at % len(chosen)]] for at in range(len(shapes))], 0.0
+    off = [
+        float(np.abs(one.sizes - real[shape].sizes).sum() / real[shape].sizes.sum())
+        if len(one.sizes) == len(real[shape].sizes)
+        else 1.0
+        for one, shape in zip(computed, held_out, strict=True)
+    ]
+    return requests_at(real, shapes) or [], max(off)
+
+
+def replay(steps: list[Requests], device: CudaDevice, cap: int | None) -> CachingAllocator:
+    """The allocator after an epoch, or after the step that ran out of memory."""
+    allocator = CachingAllocator(device.settings, cap_bytes=cap)
+    with suppress(AllocatorOutOfMemoryError):
+        steps[0].load(allocator)
+        for num_bytes in device.workspaces:
+            allocator.malloc(num_bytes)
+        steps[0].replay(allocator)
+        steps[0].make(allocator)
+        for step in steps[1:]:
+            step.replay(allocator)
+    return allocator
+
+
+def compare(make: Callable[[], Training], mib: int, segments: str, steps: int) -> dict[str, Any]:
+    """The row of one model, budget and kind of segments."""
+    os.environ["PYTORCH_ALLOC_CONF"] = SEGMENTS[segments]
+    budget, case = mib * 2**20, make()
+    cost = measured(case, budget)
+    note = next(note for note in cost.notes if "an epoch of mixed shapes" in note)
+    shapes = planned(case, cost, budget, steps)
+    requests, off = requests_of(case, shapes)
+    device = CudaDevice.detect()
+    free = replay(requests, device, None)
+    capped = replay(requests, device, budget - device.context_bytes)
+
+    def share(num_bytes: int) -> float:
+        return (device.context_bytes + num_bytes) / budget
+
+    return {
+        "segments": segments,
+        "margin": cost.margin,
+        "factor": float(note.partition("reserves ")[2].partition(" times")[0]),
+        "steps": len(shapes),
+        "off": off,
+        "filled": share(free.peak_allocated_bytes),
+        "reserved": share(free.peak_reserved_bytes),
+        "capped": share(capped.peak_reserved_bytes),
+        "retries": capped.num_alloc_retries,
+        "ooms": capped.num_ooms + free.num_ooms,
+    }
+
+
+def main() -> None:
+    line = parser(__doc__, steps=500, budgets=len(BUDGETS))
+    line.add_argument("--models", nargs="+", default=[""], help="parts of the names to compare")
+    arguments = line.parse_args()
+    torch.set_num_threads(1)
+    results = Results(
+        {
+            "step": "",
+            "budget": ",d",
+            "segments": "",
+            "margin": ".1%",
+            "factor": ".2f",
+            "steps": ",d",
+            "off": ".3%",
+            "filled": ".4f",
+            "reserved": ".4f",
+            "capped": ".4f",
+            "retries": "d",
+            "ooms": "d",
+        }
+    )
+    for name, make in MODELS.items():
+        if not any(part in name for part in arguments.models):
+            continue
+        for mib in BUDGETS[: arguments.budgets]:
+            for segments in SEGMENTS:
+                row = compare(make, mib, segments, arguments.steps)
+                results.row(step=name, budget=mib, **row)
+    for segments in SEGMENTS:
+        rows = [row for row in results.rows if row["segments"] == segments]
+        both = [row[way] for row in rows for way in ("reserved", "capped")]
+        results.bar(f"highest reserved / budget, {segments}", max(both), 1)
+        if segments == "expandable":
+            results.bar(f"least reserved / budget, {segments}", min(both), 0.93, at_least=True)
+    results.bar("out of memory", sum(row["ooms"] for row in results.rows), 0)
+    results.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
