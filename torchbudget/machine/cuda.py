@@ -75,6 +75,18 @@ class DeviceSource(Protocol):
         """What memory pools beside the allocator's own have reserved, as of CUDA graphs."""
 
 
+def may_return_early(device: torch.device | str | int | None) -> bool:
+    """Whether a copy to a device may be `non_blocking`: return before it is done.
+
+    Towards CUDA it may: work that is enqueued later waits for it, pinned memory is not reused
+    before, and other memory was read by then. Towards the CPU it may not: whoever reads the copy
+    would not wait. Other devices promise neither.
+    """
+    if device is None:
+        return False
+    return isinstance(device, int) or torch.device(device).type == "cuda"
+
+
 class TorchSource:
     """A CUDA device, as torch and NVML see it.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchbudget.errors import OptionError
+from torchbudget.machine.cuda import may_return_early
 from torchbudget.protocols import HasNumSamples, SplittableBatch
 
 
@@ -43,9 +44,10 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
     """The batch on a device; without one, the batch itself."""
     if device is None:
         return batch
+    early = may_return_early(device)
     if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+        return batch.to(device, non_blocking=early)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=early), batch)
 
 
 def _rows(batch: Any) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchbudget import MeasuredCost, measure_cost
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
 from torchbudget.machine.host import process_memory
 
@@ -352,3 +353,27 @@ def test_a_quantized_buffer() -> None:
         ]
 
     assert all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "hpu"])
+def test_a_device_whose_memory_is_not_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a CPU nor a CUDA device: the host's figures would say nothing about it."""
+    model, _ = network()
+    monkeypatch.setattr(TrainingState, "device", property(lambda _: torch.device(name)))
+    for method in ("trace", "auto", "run"):
+        with pytest.raises(CostError, match=f"parameters are on {name}: only the memory of CPUs"):
+            measure(model, method)
+
+
+def test_parameters_that_only_an_optimizer_has_are_on_the_same_device() -> None:
+    """Such as a loss's temperature, which is in no module."""
+    model, _ = network()
+    elsewhere = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.SGD([*model.parameters(), elsewhere], lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(CostError, match="a tensor of the step is on meta, but the first parameter"):
+        measure(step, "trace")

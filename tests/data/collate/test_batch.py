@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.sample_strategies import Samples, at, batches_of_samples, ten
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
 from torchbudget.errors import CollateError, OptionError
+from torchbudget.train.batches import moved
 
 dicts = [{"x": [1, 2], "y": 1, "s": "a"}, {"x": [3], "y": 2, "s": "bc"}, {"x": [], "y": 3, "s": ""}]
 tuples = [tuple(sample.values()) for sample in dicts]
@@ -124,6 +126,11 @@ class TestReading:
         assert texts == sum(map(len, ("a", "bc", ""))) + 3 * "".__sizeof__()
 
 
+def default_pin(field: Any, pin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tensor pinned, a list of texts as another list."""
+    return pin(field) if isinstance(field, torch.Tensor) else list(field)
+
+
 class TestMoving:
     @collates
     @pytest.mark.parametrize("samples", [dicts, tuples, bare])
@@ -156,6 +163,63 @@ class TestMoving:
         batch = pin_memory(collate(samples))
         assert type(batch) is type(collate(samples))
         assert {id(t) for t in tensors_of(batch)} == set(pinned)
+
+    @collates
+    @pytest.mark.parametrize("samples", [dicts, tuples])
+    def test_a_loader_that_pins_a_container_by_its_type(
+        self, collate: Any, samples: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As torch 2.6 does: it copies the container, and gives it a pinned copy of each field.
+
+        The copy is then the pinned batch, its layouts' tensors too, and the batch is what it was.
+        """
+        pinned: dict[int, torch.Tensor] = {}
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in pinned:
+                tensor = tensor.clone()
+                pinned[id(tensor)] = tensor
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: id(tensor) in pinned)
+        batch = collate(samples)
+        clone = copy.copy(batch)
+        if samples is dicts:
+            clone.update({name: default_pin(field, pin) for name, field in batch.items()})
+        else:
+            for index, field in enumerate(batch):
+                clone[index] = default_pin(field, pin)
+        assert all(tensor.is_pinned() for tensor in tensors_of(clone))
+        assert not any(tensor.is_pinned() for tensor in tensors_of(batch))
+        assert all(map(bitwise, tensors_of(clone), tensors_of(batch)))
+        key = "x" if samples is dicts else 0
+        for other in (batch[key] + 1, pin(batch[key][:1])):
+            with pytest.raises(TypeError, match="a batch cannot be changed"):
+                clone.update({key: other}) if samples is dicts else clone.__setitem__(key, other)
+
+    @pytest.mark.parametrize(
+        ("device", "early"),
+        [("cuda", True), ("cuda:1", True), (0, True), ("cpu", False), ("mps", False)],
+    )
+    def test_only_a_copy_to_cuda_may_return_early(
+        self, device: Any, early: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever reads a copy on the CPU would not wait for it."""
+        asked = []
+
+        def to(tensor: torch.Tensor, *_: Any, non_blocking: bool) -> torch.Tensor:
+            asked.append(non_blocking)
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        batch = PadCollate()(dicts)
+        batch.to(device, non_blocking=True)
+        moved(batch, device)
+        moved({"x": batch["x"]}, device)
+        assert set(asked) == {early}
+        batch.to(device)
+        assert not asked[-1]
 
     @collates
     @pytest.mark.parametrize("arguments", [(torch.float16,), ("cpu", torch.float16)])

@@ -31,6 +31,8 @@ from torchbudget.cost.measuring.reachable import (
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
 
+# Devices whose memory is measured; on the meta device, a step can be traced.
+_MEASURED: Final = ("cpu", "cuda", "meta")
 # How deep containers inside an object's own are restored, such as an optimizer's state.
 _NESTED: Final = 4
 
@@ -118,9 +120,15 @@ class TrainingState:
             contents: whether their values will be saved, too.
 
         Raises:
-            CostError: one is uninitialized, without values, or on another device than the first.
+            CostError: one is uninitialized, without values, or on another device than the first;
+                or that is neither a CPU nor a CUDA device.
         """
         device = self.device
+        if device.type not in _MEASURED:
+            raise CostError(
+                f"the step's parameters are on {device}: only the memory of CPUs and CUDA devices "
+                "can be measured; state the cost, as PaddedCost, or measure it on one of those"
+            )
         for where, one in self._named():
             if is_lazy(one):
                 raise CostError(f"{where} is uninitialized: call the module on a batch first")
@@ -129,11 +137,14 @@ class TrainingState:
                     f"{where} is on the meta device, without values to run the step with; pass "
                     "method='trace', or load the values first"
                 )
-            if isinstance(one, nn.Parameter) and one.device != device:
-                raise CostError(
-                    f"{where} is on {one.device}, but the first parameter is on {device}: only the "
-                    "bytes of one device are measured; move all parameters to it"
-                )
+            # A small buffer on the CPU takes nothing of another device.
+            elsewhere = isinstance(one, nn.Parameter) or one.device.type not in ("cpu", "meta")
+            if elsewhere and one.device != device:
+                raise CostError(_two_devices(where, one.device, device))
+        for parameter in self.parameters():  # those that only an optimizer has, too
+            if parameter.device != device:
+                where = self.name_of(parameter)
+                raise CostError(_two_devices(where, parameter.device, device))
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Which parameter or buffer of which module it is."""
@@ -260,6 +271,13 @@ class TrainingState:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
+
+
+def _two_devices(where: str, device: torch.device, first: torch.device) -> str:
+    return (
+        f"{where} is on {device}, but the first parameter is on {first}: only the bytes of one "
+        "device are measured; move all parameters to it"
+    )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torchbudget.data.collate.structure import (
     take_apart,
 )
 from torchbudget.errors import CollateError, OptionError
+from torchbudget.machine.cuda import may_return_early
 from torchbudget.protocols import SplittableBatch
 
 T = TypeVar("T")
@@ -154,7 +155,8 @@ class Batch:
         Args:
             device: as in `torch.Tensor.to`; a dtype too.
             dtype: of the fields of floating-point numbers.
-            non_blocking: return before the copy from pinned memory is done.
+            non_blocking: return before the copy from pinned memory is done; ignored where the
+                copy could then be read too early, as on the way to the CPU.
 
         Raises:
             OptionError: the dtype is not of floating-point numbers.
@@ -167,9 +169,11 @@ class Batch:
                 "another kind by itself, as in batch['ids'].to(dtype)"
             )
 
+        early = non_blocking and may_return_early(device)
+
         def move(tensor: Tensor) -> Tensor:
             own = dtype if tensor.is_floating_point() else None
-            return tensor.to(device, own, non_blocking=non_blocking)
+            return tensor.to(device, own, non_blocking=early)
 
         return self._map(move)
 
@@ -262,16 +266,16 @@ class MappingView(Batch, Mapping[Any, Any]):
         return len(self.data)
 
     def update(self, fields: Mapping[Any, Any]) -> None:
-        """Accept the batch's own fields, and change nothing.
+        """Accept the batch's own fields, which change nothing, or pinned copies of them.
 
         A `DataLoader` with `batch_size=None` copies each mapping and updates the copy with its own
-        fields. Without this method it would return a plain dict instead.
+        fields; torch 2.6 pins a mapping that way. Without this method both would return a plain
+        dict instead.
 
         Raises:
-            TypeError: the fields are not those of the batch.
+            TypeError: the fields are neither.
         """
-        for key, value in fields.items():
-            _check_same(self.data.get(key), value)
+        _accept(self, {**self.data, **fields})
 
 
 class SequenceView(Batch, Sequence[Any]):
@@ -281,7 +285,10 @@ class SequenceView(Batch, Sequence[Any]):
         return self.data[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _check_same(self.data[index], value)  # as in MappingView.update
+        fields = list(self.data)
+        fields[index] = value
+        named = hasattr(self.data, "_fields")  # as in MappingView.update
+        _accept(self, type(self.data)(*fields) if named else tuple(fields))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -298,13 +305,28 @@ def _of_each(function: Callable[[Layout], T], layouts: Sequence[Layout | None]) 
     return {key: function(layout) for key, layout in each.items()}
 
 
-def _check_same(mine: Any, given: Any) -> None:
-    """Raise a `TypeError` unless all leaves are the same objects, perhaps in other containers."""
-    ours, theirs = (
-        [(path, id(leaf)) for path, leaf in tree_leaves_with_path(tree)] for tree in (mine, given)
-    )
-    if ours != theirs:
+def _accept(batch: Batch, given: Any) -> None:
+    """Take over pinned copies of a batch's fields; the fields themselves change nothing.
+
+    Raises:
+        TypeError: something else was given, since a batch cannot be changed.
+    """
+    ours, theirs = (tree_leaves_with_path(tree) for tree in (batch.data, given))
+    pairs = zip(ours, theirs, strict=False)
+    same = [path == other and _is_same(mine, leaf) for (path, mine), (other, leaf) in pairs]
+    if len(ours) != len(theirs) or not all(same):
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
+    if any(mine is not leaf for (_, mine), (_, leaf) in zip(ours, theirs, strict=True)):
+        object.__setattr__(batch, "data", given)
+        vars(batch).update(vars(batch.pin_memory()))  # its layouts' tensors, too
+
+
+def _is_same(mine: Any, given: Any) -> bool:
+    """Whether it is the same object, or a pinned copy of a tensor."""
+    if mine is given:
+        return True
+    tensors = isinstance(mine, Tensor) and isinstance(given, Tensor)
+    return tensors and given.is_pinned() and (given.shape, given.dtype) == (mine.shape, mine.dtype)
 
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from torchbudget.data.collate.batch import Batch, MappingView, SequenceView
 from torchbudget.data.collate.columns import Column, new_tensor
 from torchbudget.data.collate.structure import fields_of, show
 from torchbudget.errors import CollateError
+from torchbudget.machine.cuda import may_return_early
 
 
 class PaddedLayout(NamedTuple):
@@ -103,7 +104,8 @@ class PaddedLayout(NamedTuple):
         mask = torch.ones((n,) + (1,) * k, dtype=torch.bool, device=device)
         for place, axis in enumerate(self.length_axes):
             edges = np.stack([self.starts[:, axis], self.starts[:, axis] + self.shapes[:, axis]])
-            first, last = torch.from_numpy(edges[..., None]).to(device, non_blocking=True)
+            early = may_return_early(device)
+            first, last = torch.from_numpy(edges[..., None]).to(device, non_blocking=early)
             positions = torch.arange(self.padded_shape[axis], device=device)
             own = (positions >= first) & (positions < last)
             mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
