@@ -34,6 +34,7 @@ from torchbudget import (
     TorchBudgetError,
     configure_allocators,
     format_bytes,
+    limit_device_memory,
     measure_cost,
     parse_bytes,
     peak_memory,
@@ -153,6 +154,7 @@ def train(options: argparse.Namespace) -> None:
     model = Transformer(options.max_length).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     cost = measured_cost(model, optimizer, options.max_length, options.budget)
+    print(limit_device_memory(options.budget, options.device))  # whoever shares the GPU is safe
     sampler = MemoryBudgetBatchSampler(
         sizes, cost, options.budget, samples_per_step=options.samples_per_step, seed=options.seed
     )

@@ -60,8 +60,10 @@ def measure_cost(
     *Tracing* replays the step on fake tensors for 14 shapes (28 for two axes), which takes no
     memory and no arithmetic; it counts the bytes of tensors. *Running* steps for real on about 8
     synthetic batches of up to 0.95 of the budget, twice each, and reads the machine's counters:
-    resident memory on the CPU; on CUDA reserved memory, and what is used outside torch's allocator.
-    "auto" traces to find the form and to choose the shapes, and runs to find offset and scale. On
+    resident memory on the CPU; on CUDA what torch's allocator reserves, and what this process uses
+    outside it (`peak_memory`). There the cache is emptied before each shape, and at the end all
+    shapes are run in turn, with the allocator limited to the budget: what they keep reserved beyond
+    the largest one is added. "auto" traces to find the form and to choose the shapes, and runs to find offset and scale. On
     the CPU a run also counts what else the process has in memory (interpreter, libraries, data):
     measure in the process that will train, after everything is loaded.
 
