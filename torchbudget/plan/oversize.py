@@ -80,18 +80,18 @@ def oversized(
     if not over.size:
         return over
     worst = sizes[over[0]]
-    try:
-        alone = int(rules.cost.batch_bytes(1, rules.padded(worst)))
-        needs = f"needs {format_bytes(alone)}"
-        if alone == MAX_BYTES:
-            needs = "is beyond what was measured for the cost, under a budget"
-    except CostError as error:
-        needs = f"has a cost that cannot be computed ({error})"
     message = (
         f"{over.size:,} of {len(sizes):,} samples are over the budget alone, the first at "
-        f"{called(int(over[0]))}: size {worst.tolist()} {needs} of "
+        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(rules, worst)} of "
         f"{format_bytes(rules.budget_bytes)}"
     )
+    model_bytes = _model_bytes(rules, worst)
+    if rules.budget_bytes < model_bytes < MAX_BYTES:
+        raise OversizeError(
+            f"the model alone needs {format_bytes(model_bytes)} of "
+            f"{format_bytes(rules.budget_bytes)}, before any sample is added (parameters, "
+            "gradients, optimizer state): raise the budget, or shard, offload or shrink the model"
+        )
     if oversize == "raise":
         raise OversizeError(
             f"{message}; raise the budget, shorten those samples, or choose oversize='skip' or "
@@ -99,6 +99,24 @@ def oversized(
         )
     _log.warning("%s; they are skipped", message)
     return over
+
+
+def _needs(rules: BatchRules, size: npt.NDArray[Any]) -> str:
+    try:
+        alone = int(rules.cost.batch_bytes(1, rules.padded(size)))
+    except CostError as error:
+        return f"has a cost that cannot be computed ({error})"
+    if alone == MAX_BYTES:
+        return "is beyond what was measured for the cost, under a budget"
+    return f"needs {format_bytes(alone)}"
+
+
+def _model_bytes(rules: BatchRules, size: npt.NDArray[Any]) -> int:
+    """Of a batch without samples; 0 where the cost cannot say that."""
+    try:
+        return int(rules.cost.batch_bytes(0, np.zeros_like(rules.padded(size))))
+    except Exception:  # noqa: BLE001  (a user's cost may refuse such a batch in its own way)
+        return 0
 
 
 def _fit(rules: BatchRules, sizes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
