@@ -11,13 +11,14 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.resuming import as_pickle, check_every_stop, counted_state, in_parts
 from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
-from torchbudget import PaddedCost, StateMismatchError
-from torchbudget.errors import OptionError, StateError
+from torchbudget import PaddedCost, StateMismatchError, TableCost
+from torchbudget.errors import OptionError, SizesError, StateError
 
 
 def test_a_state_has_its_keys() -> None:
@@ -196,6 +197,58 @@ def test_another_balance_is_another_dealing(step: bool) -> None:
                 first += sampler
             assert counted(first) == Counter(range(300))
     assert differ == 3
+
+
+@pytest.mark.parametrize("oversize", ["skip", "alone"])
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_table_that_does_not_cover_all_samples(oversize: Any, axes: int, ranks: int) -> None:
+    """Where it says nothing of some, there is a state as there are a length and a report."""
+    table = TableCost(numbers=(9, 2), sizes=((40,) * axes, (90,) * axes), peak_bytes=(1000, 1200))
+    sizes = LENGTHS if axes == 1 else np.stack([LENGTHS] * 2, axis=1)
+
+    def make() -> Any:
+        return sampler_of(
+            sizes, 1300, cost=table, oversize=oversize, window=60, num_replicas=ranks, rank=0
+        )
+
+    whole = check_every_stop(make, every=5)
+    assert len(make()) == len(whole)
+    assert make().report().plan.batches == ranks * len(whole)
+
+
+def test_weights_are_copied() -> None:
+    """What becomes of the user's array changes neither draws nor states."""
+    weights = np.ones(300)
+    sampler = sampler_of(weights=weights, replacement=True)
+    state = sampler.state_dict()
+    weights[:150] = 0
+    fresh = sampler_of(weights=np.ones(300), replacement=True)
+    assert [list(sampler) for _ in range(2)] == [list(fresh) for _ in range(2)]
+    fresh.load_state_dict(state)
+
+
+def test_sizes_that_were_changed_in_place_are_noticed() -> None:
+    """Small arrays are copied; of a large one a state is refused, which would name other draws."""
+    few = LENGTHS.copy()
+    sampler, fresh = sampler_of(few), sampler_of()
+    few[:] = 1
+    assert list(sampler) == list(fresh)
+    sampler.state_dict()
+
+    many = np.ones(2**25 + 7, np.uint8)
+    sampler = sampler_of(many, 2**13, window=2**14)
+    batches = iter(sampler)
+    next(batches)
+    sampler.state_dict()
+    many[-5] = 9
+    sampler.state_dict()  # of the same window: it is compared once
+    for _ in range(2):
+        next(batches)
+    with pytest.raises(SizesError, match="changed in place"):
+        sampler.state_dict()
+    many[-5] = 1
+    sampler.state_dict()
 
 
 def _with(**changed: Any) -> Any:

@@ -15,9 +15,10 @@ from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.padded_sizes import PlannedLoop
-from torchbudget.data.sampler_loader import check_loader
+from torchbudget.data.sampler_loader import check_end, check_loader
 from torchbudget.distributed import largest_of_all_ranks, ranks_of
-from torchbudget.errors import OptionError, SampleError, StateError
+from torchbudget.errors import OptionError, StateError
+from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
@@ -46,7 +47,9 @@ class MemoryBudgetBatchSampler(
     Args:
         sizes: what makes each sample ragged: non-negative ints, shape `(N,)` or `(N, d)`, one for
             each sample of the data set: `tracked`, `fit` and `predict` compare the two numbers, a
-            plain loop over the loader cannot. A large array is used as it is (a memory map too).
+            plain loop over the loader cannot. An array of more than 32 MiB in its smallest integer
+            type (a memory map too) is not copied: leave it as it is. `state_dict` compares it, in
+            O(samples) once a window, unless it may not be written to.
         cost: bytes of a micro-batch, such as `PaddedCost` or `PackedCost` (whose batches are
             packed: the sum of their samples' costs fits).
         budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
@@ -73,7 +76,8 @@ class MemoryBudgetBatchSampler(
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         replacement: choose each position's sample independently.
-        weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s.
+        weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s;
+            copied.
         num_samples: samples in an epoch. Default: all. Without replacement, more than all are
             several passes.
         num_replicas: ranks that share each window. Default: those of `torch.distributed` where it
@@ -82,6 +86,7 @@ class MemoryBudgetBatchSampler(
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.
+        CostError: a cost that is no vectorised one, or whose capacity does not fit the budget.
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an option, or a pair of options, that cannot hold.
@@ -133,7 +138,7 @@ class MemoryBudgetBatchSampler(
             batch_size_multiple=batch_size_multiple,
             balance=balance,
         )
-        rules.check_axes(table)
+        check_cost(rules, table.values)
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),
@@ -279,12 +284,7 @@ class MemoryBudgetBatchSampler(
                     # Also after a look at the sampler within the loop.
                     self._tracked, self._iterator = (iterator, done), iterator
                 yield batch
-            if iterator.after(done)[1].epoch == iterator.began.epoch:
-                raise SampleError(
-                    f"the loader ended after {done} batches of epoch {iterator.began.epoch}, which "
-                    "has more: its data set or its collate_fn raised StopIteration, as next() does "
-                    "on an iterator that has no more"
-                )
+            check_end(iterator, done)
         finally:
             if self._is_tracked(iterator) and self._iterator is iterator:
                 self._looping = False
@@ -307,6 +307,7 @@ class MemoryBudgetBatchSampler(
         Raises:
             OptionError: `batches_done` is more than were yielded.
             StateError: another loop began within a tracked one.
+            SizesError: the array of sizes was changed in place.
         """
         plan, cursor = self.plan, self._cursor
         if self._iterator is not None:
@@ -325,6 +326,7 @@ class MemoryBudgetBatchSampler(
             )
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but no batch was yielded yet")
+        plan.sizes.check_unchanged(when=(cursor.epoch, cursor.start))
         state = cursor.encode(plan.left_of(cursor), self._order, plan.dealing)
         return state | {"margins": margins_of(plan, self.plan)}
 

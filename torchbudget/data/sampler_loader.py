@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, SampleError
+from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.step_source import IndexSource
 
 
@@ -23,3 +24,13 @@ def check_loader(loader: Any, sampler: IndexSource) -> None:
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise OptionError("with in_order=False it is unknown which batches came: use in_order=True")
     sampler.check_dataset(loader.dataset)
+
+
+def check_end(iterator: PlanIterator, done: int) -> None:
+    """Raise a `SampleError` where a loader ended after batches that are not all of the epoch."""
+    epoch = iterator.began.epoch
+    if iterator.after(done)[1].epoch == epoch:
+        raise SampleError(
+            f"the loader ended after {done} batches of epoch {epoch}, which has more: its data set "
+            "or its collate_fn raised StopIteration, as next() does on an iterator that has no more"
+        )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.arrange import arrange
+from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.oversize import Oversize, oversized
 from torchbudget.plan.rules import BatchRules
@@ -46,6 +47,10 @@ class Grouping(Protocol):
     @property
     def ranks(self) -> Ranks:
         """That share each window."""
+        ...
+
+    def check(self, sizes: npt.NDArray[Any]) -> None:
+        """Raise a `CostError` where a cost does not compute what it should for such sizes."""
         ...
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
@@ -87,6 +92,10 @@ class ByCost:
     rules: BatchRules
     oversize: Oversize
     ranks: Ranks
+
+    def check(self, sizes: npt.NDArray[Any]) -> None:
+        """See `Grouping`."""
+        check_cost(self.rules, sizes)
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """See `Grouping`."""
@@ -130,6 +139,9 @@ class ByPredicate:
 
     should_add: Callable[[list[Any], Any], bool]
     ranks: Ranks
+
+    def check(self, sizes: npt.NDArray[Any]) -> None:
+        """A predicate computes nothing."""
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (none)
         """None: a predicate knows no budget."""

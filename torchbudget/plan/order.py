@@ -189,12 +189,14 @@ def _uniform(words: WordArray) -> FloatArray:
 
 
 def weights_of(weights: npt.ArrayLike | None) -> FloatArray | None:
-    """Relative frequencies that a user gives, as an array; what they may be is `Order`'s to check.
+    """Relative frequencies that a user gives, as an array of their own.
+
+    What they may be is `Order`'s to check.
 
     Raises:
         OptionError: they are no numbers.
     """
     try:
-        return None if weights is None else np.asarray(weights, np.float64)
+        return None if weights is None else np.array(weights, np.float64)
     except (TypeError, ValueError) as error:
         raise OptionError(f"weights must be numbers: {error}") from error

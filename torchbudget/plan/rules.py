@@ -11,8 +11,7 @@ import numpy.typing as npt
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, optional
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
-from torchbudget.errors import BudgetError, OptionError, SizesError
-from torchbudget.plan.size_table import SizeTable
+from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import MAX_BYTES
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
@@ -94,19 +93,12 @@ class BatchRules:
         found = model.batch_bytes(n, padded_sizes)
         return np.where(found == MAX_BYTES, self.budget_bytes + 1, found)
 
-    def check_axes(self, sizes: SizeTable) -> None:
-        """Raise a `SizesError` where the cost takes sizes of another number of axes."""
-        if np.ndim(self.cost.batch_bytes(1, sizes.values[0])):
-            raise SizesError(
-                f"the cost takes sizes of one axis, got sizes of shape {sizes.values.shape}; "
-                "give it unit_bytes or pair_bytes for every axis"
-            )
-
     def padded(self, sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Sizes rounded up to `size_multiple`, of the same shape."""
+        """Sizes rounded up to `size_multiple`, int64, of the same shape."""
+        whole = sizes.astype(np.int64, copy=False)  # a user's cost may square them
         if self.size_multiple == 1:
-            return sizes
-        return -(-sizes.astype(np.int64) // self.size_multiple) * self.size_multiple
+            return whole
+        return -(-whole // self.size_multiple) * self.size_multiple
 
     def capacity(self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike) -> IntArray:
         """How many samples a micro-batch holds whose largest sample has the size; at least 1.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -33,6 +34,7 @@ class SizeTable:
     values: Sizes
     largest: IntArray
     fingerprint: str
+    _compared: list[Hashable] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def of(cls, sizes: npt.ArrayLike) -> SizeTable:
@@ -40,7 +42,8 @@ class SizeTable:
 
         Args:
             sizes: integers at least 0 and below 2⁴⁸, shape `(N,)` or `(N, d)` with d ≥ 2, N ≥ 1.
-                An array (a memory map too) is used as it is and never copied whole beyond 32 MiB.
+                Beyond 32 MiB in the smallest integer type an array (a memory map too) is used as it
+                is, and must not be changed.
 
         Raises:
             SizesError: a wrong shape or type, no samples, or a size out of range (with its index).
@@ -57,27 +60,32 @@ class SizeTable:
             raise SizesError(f"there are no samples: sizes have the shape {values.shape}")
         if not np.issubdtype(values.dtype, np.integer):
             raise SizesError(f"expected integer sizes, got dtype {values.dtype}")
-        axes = values.shape[1] if values.ndim == 2 else 1
-        weights = random_words(0, count=_CHUNK * axes)
-        sums, largest = [], np.zeros(axes, np.int64)
-        for first in range(0, len(values), _CHUNK):
-            # Seen as unsigned, a negative size is a huge one: one comparison finds both.
-            signed = np.ascontiguousarray(values[first : first + _CHUNK], np.int64)
-            chunk = signed.reshape(-1, axes).view(np.uint64)
-            high = np.array([chunk[:, axis].max() for axis in range(axes)])  # NumPy is slow at rows
-            if high.max() >= _LARGEST:
-                raise _out_of_range(values[first : first + _CHUNK].reshape(-1, axes), first)
-            np.maximum(largest, high.astype(np.int64), out=largest)
-            # A multilinear hash modulo 2**64 (Lemire and Kaser, "Strongly universal string hashing
-            # is fast", 2014) is an order of magnitude faster than a cryptographic one.
-            words = chunk.reshape(-1)
-            sums.append(np.dot(words, weights[: len(words)]))
-        digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
-        digest.update(np.array(sums, "<u8").tobytes())
+        fingerprint, largest = _summary(values)
         narrow = np.min_scalar_type(int(largest.max()))
-        if narrow.itemsize < values.itemsize and values.size * narrow.itemsize <= _COPY_BYTES:
+        if values.size * narrow.itemsize <= _COPY_BYTES:
             values = values.astype(narrow)
-        return cls(values, largest if axes > 1 else largest[0], digest.hexdigest())
+        return cls(values, largest if largest.size > 1 else largest[0], fingerprint)
+
+    def check_unchanged(self, *, when: Hashable) -> None:
+        """Raise a `SizesError` where the array was changed in place; O(N), unless it is a copy.
+
+        An array that may not be written to is believed.
+
+        Args:
+            when: it is compared once for each value, since loaders may ask after every batch.
+        """
+        if self._is_copy or not self.values.flags.writeable or when in self._compared:
+            return
+        if _summary(self.values)[0] != self.fingerprint:
+            raise SizesError(
+                "the sizes were changed in place after they were passed, so that what was drawn "
+                "cannot be drawn again: pass a copy, and leave that one as it is"
+            )
+        self._compared[:] = [when]
+
+    @property
+    def _is_copy(self) -> bool:
+        return self.values.nbytes <= _COPY_BYTES
 
     def __len__(self) -> int:
         """Samples."""
@@ -87,6 +95,28 @@ class SizeTable:
     def axes(self) -> int:
         """Ragged axes, d."""
         return self.largest.size
+
+
+def _summary(values: Sizes) -> tuple[str, IntArray]:
+    """The fingerprint of sizes, and the largest on every axis, shape `(d,)`."""
+    axes = values.shape[1] if values.ndim == 2 else 1
+    weights = random_words(0, count=_CHUNK * axes)
+    sums, largest = [], np.zeros(axes, np.int64)
+    for first in range(0, len(values), _CHUNK):
+        # Seen as unsigned, a negative size is a huge one: one comparison finds both.
+        signed = np.ascontiguousarray(values[first : first + _CHUNK], np.int64)
+        chunk = signed.reshape(-1, axes).view(np.uint64)
+        high = np.array([chunk[:, axis].max() for axis in range(axes)])  # NumPy is slow at rows
+        if high.max() >= _LARGEST:
+            raise _out_of_range(values[first : first + _CHUNK].reshape(-1, axes), first)
+        np.maximum(largest, high.astype(np.int64), out=largest)
+        # A multilinear hash modulo 2**64 (Lemire and Kaser, "Strongly universal string hashing
+        # is fast", 2014) is an order of magnitude faster than a cryptographic one.
+        words = chunk.reshape(-1)
+        sums.append(np.dot(words, weights[: len(words)]))
+    digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
+    digest.update(np.array(sums, "<u8").tobytes())
+    return digest.hexdigest(), largest
 
 
 def _out_of_range(chunk: Sizes, first: int) -> SizesError:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one
 from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.order import Order
 from torchbudget.plan.oversize import Oversize, skipped_samples
@@ -84,6 +85,7 @@ def plan_step(
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.
+        CostError: a cost that is no vectorised one, or whose capacity does not fit the budget.
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an option, or a pair of options, that cannot hold.
@@ -108,7 +110,7 @@ def plan_step(
         batch_size_multiple=batch_size_multiple,
         balance=balance,
     )
-    rules.check_axes(table)
+    check_cost(rules, table.values)
     ranks = Ranks(
         number=at_least_one("num_replicas", num_replicas),
         even_sums=True,

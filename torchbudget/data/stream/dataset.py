@@ -111,6 +111,8 @@ class BudgetedIterableDataset(ResumableStream):
 
     Raises:
         SampleError: a sample cannot be read or transformed.
+        CostError: a cost that is no vectorised one, or whose capacity does not fit the budget; at
+            the first window.
         OversizeError: a sample alone is over the budget and `oversize="raise"`.
         UnevenRanksError: the remaining samples cannot be dealt evenly to the ranks.
 

@@ -73,6 +73,7 @@ class Windows:
         self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.describe)
         self._generators = ReadingGenerators()
         self._warned = False
+        self._checked = False  # the cost, on the sizes of the first window
         self.num_batches = 0
         self.largest_buffered_bytes = 0
 
@@ -220,6 +221,9 @@ class Windows:
             if buffered.samples:
                 self._measure(buffered)
             return
+        if not self._checked:
+            settings.grouping.check(sizes)
+            self._checked = True
         over = settings.grouping.oversized(sizes, first)
         if over.size:
             self._progress.count_skipped(self._slot.worker, oversize=over.size)

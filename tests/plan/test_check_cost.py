@@ -1,0 +1,146 @@
+"""Costs of users: what does not compute what it should is refused before the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.samplers import LENGTHS, TOKENS
+from tests.support.streams import Numbered
+from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost, plan_step
+from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.errors import CostError, SizesError
+
+SIZES = LENGTHS.tolist()
+
+
+@dataclass
+class Users:
+    """A cost as its two functions."""
+
+    batch: Callable[[Any, Any], Any]
+    most: Callable[[Any, Any], Any]
+
+    def batch_bytes(self, n: Any, padded_size: Any) -> Any:
+        return self.batch(n, padded_size)
+
+    def capacity(self, padded_size: Any, budget_bytes: Any) -> Any:
+        return self.most(padded_size, budget_bytes)
+
+
+class Packing(AdditiveCost):
+    """One of batches without padding, whose samples' bytes are floats."""
+
+    base_bytes = 0
+
+    def item_bytes(self, sizes: Any) -> Any:
+        return np.asarray(sizes) * 1.5
+
+    def batch_bytes(self, n: Any, padded_size: Any) -> Any:
+        return n * padded_size * 2
+
+    def capacity(self, padded_size: Any, budget_bytes: Any) -> Any:
+        return budget_bytes // (padded_size * 2)
+
+
+def right(n: Any, size: Any) -> Any:
+    return n * size
+
+
+def fitting(size: Any, budget: Any) -> Any:
+    return budget // size
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "capacity": (
+        Users(right, lambda size, budget: 3 * budget // size),
+        r"capacity says that \d+ samples of size \d+ fit 1000 B, .* need 2.* KiB: capacity must be",
+    ),
+    "float bytes": (
+        Users(lambda n, size: n * size * 1.5, fitting),
+        r"cost.batch_bytes, .* must return whole numbers \(int64\), returned float64",
+    ),
+    "float capacity": (
+        Users(right, lambda size, budget: budget / size),
+        "cost.capacity, .* must return whole numbers",
+    ),
+    "unsigned bytes": (
+        Users(lambda n, size: (n * size).astype(np.uint64), fitting),
+        "returned uint64",
+    ),
+    "scalar bytes": (
+        Users(lambda n, size: max(7, n * size), fitting),
+        "cost.batch_bytes, .* raised ValueError: The truth .* use np.maximum instead of max",
+    ),
+    "scalar capacity": (
+        Users(right, lambda size, budget: int(budget) // int(size)),
+        "cost.capacity, .* raised TypeError",
+    ),
+    "one number": (
+        Users(lambda n, size: int(np.sum(n * size)), fitting),
+        r"shape \(\d+,\), returned \(\)",
+    ),
+    "packed": (Packing(), "cost.item_bytes, .* must return whole numbers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_cost_that_is_none_is_refused(case: str) -> None:
+    """By the sampler and `plan_step` at once, by a stream at its first window."""
+    cost, message = WRONG[case]
+    with pytest.raises(CostError, match=message):
+        MemoryBudgetBatchSampler(LENGTHS, cost, 1000)
+    with pytest.raises(CostError, match=message):
+        plan_step(SIZES, cost, 1000)
+    stream = BudgetedIterableDataset(
+        Numbered(LENGTHS), cost, 1000, size=lambda sample: sample[1], collate_fn=list
+    )
+    with pytest.raises(CostError, match=message):
+        next(iter(stream))
+
+
+def test_a_balance_is_asked_too() -> None:
+    balance = Users(lambda n, size: n * size * 0.1, fitting)
+    with pytest.raises(CostError, match=r"balance.batch_bytes, .* returned float64"):
+        MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, balance=balance)
+
+
+def test_a_cost_of_other_axes_is_named() -> None:
+    sizes = np.stack([LENGTHS, LENGTHS], axis=1)
+    for cost in (TOKENS, Users(right, fitting)):
+        with pytest.raises(SizesError, match="takes sizes of one axis, got sizes of 2 axes"):
+            MemoryBudgetBatchSampler(sizes, cost, 1000)
+    with pytest.raises(CostError, match="this cost has 2 axes"):
+        MemoryBudgetBatchSampler(LENGTHS, PaddedCost(unit_bytes=(1, 1)), 1000)
+
+
+def test_a_cost_is_asked_with_whole_sizes() -> None:
+    """Sizes are kept in their smallest type, whose squares would wrap: a cost sees int64."""
+
+    def area(n: Any, size: Any) -> Any:
+        return n * size**2
+
+    cost = Users(area, lambda size, budget: budget // np.maximum(size**2, 1))
+    budget = int(LENGTHS.max()) ** 2
+    for options in ({}, {"num_replicas": 2, "rank": 0, "samples_per_step": 60}):
+        sampler = MemoryBudgetBatchSampler(LENGTHS, cost, budget, **options)
+        assert sampler.report().plan.over_budget == 0
+        for batch in sampler:
+            assert len(batch) * int(LENGTHS[batch].max()) ** 2 <= budget
+    sizes = np.stack([LENGTHS, LENGTHS], axis=1)
+    several = Users(
+        lambda n, size: n * size[..., 0] * size[..., 1],
+        lambda size, budget: budget // np.maximum(size[..., 0] * size[..., 1], 1),
+    )
+    for batch in MemoryBudgetBatchSampler(sizes, several, budget):
+        assert len(batch) * int(LENGTHS[batch].max()) ** 2 <= budget
+
+
+def test_a_conservative_cost_is_one() -> None:
+    """A capacity below what would fit fills less, and is no contradiction."""
+    cost = Users(right, lambda size, budget: np.minimum(budget // np.maximum(size, 1), 4))
+    assert max(map(len, MemoryBudgetBatchSampler(LENGTHS, cost, 1000))) == 4

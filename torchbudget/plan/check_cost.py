@@ -1,0 +1,101 @@
+"""Whether a user's cost is one: vectorised, of whole bytes, with a capacity that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.errors import CostError, SizesError, TorchBudgetError
+from torchbudget.plan.rules import BatchRules
+from torchbudget.units import format_bytes
+
+_ASKED: Final = 512  # sizes that a cost is asked for
+_MOST: Final = 2**31  # samples: their bytes must not wrap where a sample costs nothing
+
+
+def check_cost(rules: BatchRules, sizes: npt.NDArray[Any]) -> None:
+    """Ask the cost, and what ranks are balanced by, for some of the sizes that will come.
+
+    Args:
+        rules: with the budget.
+        sizes: at least one, shape `(n,)` or `(n, d)`; up to 513 of them are asked for, the largest
+            among them.
+
+    Raises:
+        CostError: it takes no arrays; does not return whole bytes, one for each size; or its
+            capacity does not fit the budget by its own `batch_bytes`.
+        SizesError: it takes sizes of another number of axes.
+    """
+    largest = sizes.max(axis=0, keepdims=True)
+    some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest])
+    padded = rules.padded(some)
+    models = {"cost": rules.cost} | ({} if rules.balance is None else {"balance": rules.balance})
+    for name, model in models.items():
+        _check_shapes(name, model, padded, rules.budget_bytes)
+    if rules.packing is not None:
+        _answer("cost.item_bytes", rules.packing.item_bytes, padded, shape=(len(padded),))
+        return  # samples are added one by one
+    most = _MOST if rules.max_batch_size is None else rules.max_batch_size
+    n = np.minimum(rules.cost.capacity(padded, rules.budget_bytes), most)
+    some_fit = n >= 1
+    n, padded = n[some_fit], padded[some_fit]
+    needed = rules.cost.batch_bytes(n, padded)
+    over = np.flatnonzero(needed > rules.budget_bytes)
+    if over.size:
+        first = over[0]
+        raise CostError(
+            f"cost.capacity says that {n[first]} samples of size {padded[first].tolist()} fit "
+            f"{format_bytes(rules.budget_bytes)}, but cost.batch_bytes says that they need "
+            f"{format_bytes(int(needed[first]))}: capacity must be the largest n with "
+            "batch_bytes(n, padded_size) <= budget_bytes"
+        )
+
+
+def _check_shapes(name: str, model: CostModel, padded: IntArray, budget: int) -> None:
+    """Many sizes, with as many numbers and budgets."""
+    if padded.ndim == 2:
+        _check_axes(name, model, padded[0])
+    many = np.full(len(padded), 1)
+    _answer(f"{name}.batch_bytes", model.batch_bytes, many, padded, shape=many.shape)
+    _answer(f"{name}.capacity", model.capacity, padded, many * budget, shape=many.shape)
+
+
+def _check_axes(name: str, model: CostModel, size: IntArray) -> None:
+    try:
+        axes = np.ndim(model.batch_bytes(1, size))
+    except Exception:  # noqa: BLE001  (its own, which `_answer` explains)
+        return
+    if axes:
+        raise SizesError(
+            f"the {name} takes sizes of one axis, got sizes of {len(size)} axes; give it "
+            "unit_bytes or pair_bytes for every axis"
+        )
+
+
+def _answer(
+    name: str, function: Callable[..., Any], *arguments: IntArray, shape: tuple[int, ...]
+) -> None:
+    shapes = ", ".join(str(argument.shape) for argument in arguments)
+    asked = f"{name}, asked with int64 arrays of the shapes {shapes},"
+    try:
+        found = np.asarray(function(*arguments))
+    except TorchBudgetError:
+        raise
+    except Exception as error:
+        raise CostError(
+            f"{asked} raised {type(error).__name__}: {error}; it must take arrays and return one: "
+            "use np.maximum instead of max, np.where instead of if"
+        ) from error
+    if found.shape != shape:
+        raise CostError(
+            f"{asked} must return an array of the shape {shape}, returned {found.shape}"
+        )
+    if found.dtype.kind != "i":
+        raise CostError(
+            f"{asked} must return whole numbers (int64), returned {found.dtype}: round bytes up, "
+            "np.ceil(…).astype(np.int64), and capacities down, np.floor(…).astype(np.int64)"
+        )
