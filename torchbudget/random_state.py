@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,8 @@ class RandomState:
         python: of the module `random`.
         numpy: of `numpy.random`; its arrays as lists.
         cpu: of torch on the CPU.
-        cuda: of torch on each CUDA device; `None` where CUDA was not initialized, since reading
-            them would initialize it.
+        devices: of torch on each accelerator, such as every CUDA device; none where it was not
+            initialized, since reading them would initialize it.
 
     >>> state = RandomState.take()
     >>> drawn = torch.rand(3)
@@ -36,7 +38,7 @@ class RandomState:
     python: tuple[Any, ...]
     numpy: dict[str, Any]
     cpu: Tensor
-    cuda: list[Tensor] | None
+    devices: list[Tensor]
 
     @classmethod
     def take(cls) -> RandomState:
@@ -46,7 +48,7 @@ class RandomState:
             python=random.getstate(),
             numpy=tree_map(lambda leaf: np.asarray(leaf).tolist(), dict(numpy)),
             cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+            devices=[read() for read, _ in _of_devices()],
         )
 
     def restore(self) -> None:
@@ -54,6 +56,21 @@ class RandomState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002 (as above)
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            for device, state in zip(range(torch.cuda.device_count()), self.cuda, strict=False):
-                torch.cuda.set_rng_state(state, device)
+        if self.devices:
+            for (_, write), state in zip(_of_devices(), self.devices, strict=False):
+                write(state)
+
+
+def _of_devices() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]]:
+    """How to read and how to write the generator's state of each accelerator in use."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module: Any = torch.get_device_module(accelerator)
+    if accelerator.type == "mps":  # a single device, which has no context to be initialized
+        return [(module.get_rng_state, module.set_rng_state)] if module.is_available() else []
+    devices = range(module.device_count()) if module.is_initialized() else ()
+    return [
+        (partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))
+        for device in devices
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +39,26 @@ def test_halves_are_the_batch(n: int) -> None:
     assert torch.equal(torch.cat([first.x, second.x]), batch.x)
     assert torch.equal(torch.cat([first.rest["z"][0], second.rest["z"][0]]), batch.rest["z"][0])
     assert second.rest["y"][1] is None
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that is no dict, as transformers' `BatchEncoding`."""
+
+
+@given(st.integers(2, 9))
+def test_any_mapping_is_cut(n: int) -> None:
+    """One that is no dict, alone and inside others: its parts are of its kind."""
+    x = torch.arange(n)
+    for batch in (Encoding(x=x, y=[x]), (Encoding(x=x), {"z": MappingProxyType({"x": x})})):
+        check_splittable(batch)
+        first, second = halves(batch)
+        assert num_samples(batch) == n
+        assert (num_samples(first), num_samples(second)) == ((n + 1) // 2, n // 2)
+    first, second = halves(Encoding(x=x))
+    assert isinstance(first, Encoding)
+    assert torch.equal(torch.cat([first["x"], second["x"]]), x)
+    with pytest.raises(OptionError, match="not made of tensors"):
+        check_splittable(Encoding(x=x, texts=["a"] * n))
 
 
 def test_batches_of_collates_split_themselves() -> None:

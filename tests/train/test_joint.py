@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,66 @@ def test_buffers_are_updated_once() -> None:
         once(part)
     assert model[1].num_batches_tracked == 3
     assert torch.equal(model[1].running_mean, once[1].running_mean)
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+
+
+def similarity(z: Tensor) -> Tensor:
+    return (z @ z.T).logsumexp(1).mean()
+
+
+class Wrapper:
+    """It calls a module that is an attribute of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+FORWARDS: dict[str, Any] = {
+    "lambda": lambda model: lambda x: model(x.clone()),
+    "partial": lambda model: partial(nn.Module.__call__, model),
+    "method": lambda model: Wrapper(model).encode,
+    "nested": lambda model: lambda x: Wrapper(model).encode(x),
+}
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_modules_that_a_forward_refers_to_are_found(how: str, accumulates: bool) -> None:
+    """Their buffers are updated once; also where an accumulator has another module."""
+    model, once = normalised(), normalised()
+    parts = torch.randn(12, 6).split(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = GradAccumulator(optimizer, nn.Linear(1, 1)) if accumulates else None
+    joint_backward(FORWARDS[how](model), parts, similarity, accumulator)
+    for part in parts:
+        once(part)
+    assert model[1].num_batches_tracked == 3
+    assert torch.equal(model[1].running_mean, once[1].running_mean)
+
+
+def test_modules_that_are_not_found_are_asked_for() -> None:
+    """A weak reference hides one; without buffers that change, nothing is asked."""
+    model = normalised()
+    hidden = weakref.ref(model)
+    parts = torch.randn(12, 6).split(4)
+
+    def forward(x: Tensor) -> Tensor:
+        return hidden()(x)
+
+    with pytest.raises(OptionError, match=r"BatchNorm1d, that was not found .* pass modules="):
+        joint_backward(forward, parts, similarity)
+    model.load_state_dict(normalised().state_dict())
+    joint_backward(forward, parts, similarity, modules=model)
+    assert model[1].num_batches_tracked == 3
+    model.eval()
+    joint_backward(forward, parts, similarity)
 
 
 def test_the_peak_is_that_of_one_micro_batch() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -320,11 +322,33 @@ def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
     accumulator.flush()
 
 
+def test_generators_are_put_back() -> None:
+    """Those of `random`, NumPy and torch are where they were when the failed attempt began."""
+    model = nn.Linear(2, 1)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    drawn = []
+
+    def step(x: torch.Tensor) -> None:
+        numpy = np.random.rand()  # noqa: NPY002  (the global generator is what is put back)
+        drawn.append((random.random(), numpy, torch.rand(()).item()))
+        with accumulator.micro_batch(weight=len(x)):
+            accumulator.backward(model(x).sum())
+            if len(x) == 4:
+                raise MemoryError
+
+    accumulator.run_or_split(step, torch.ones(4, 2))
+    assert drawn[0] == drawn[1] != drawn[2]
+    accumulator.flush()
+
+
 def test_what_cannot_be_split() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, match=r"needs GradAccumulator\(…, module"):
         GradAccumulator(optimizer).run_or_split(print, torch.zeros(2))
+    synchronized = nn.SyncBatchNorm(2)
+    with pytest.raises(OptionError, match="without fully_shard, tensor parallelism and SyncBatch"):
+        GradAccumulator(optimizer, [model, synchronized]).run_or_split(print, torch.zeros(2))
     accumulator = GradAccumulator(optimizer, model)
     with pytest.raises(OptionError, match="not made of tensors"):
         accumulator.run_or_split(print, (torch.zeros(2), ["a", "b"]))

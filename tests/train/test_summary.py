@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
+from tests.support.ranks import run_ranks
+from tests.train.test_accumulator_ranks import COMMON
 from torchbudget import memory_summary
 
 
@@ -30,3 +35,52 @@ def test_every_tensor_counts_once() -> None:
     lines = str(summary).splitlines()
     assert len(lines) == 1 + 3 + 1
     assert lines[-1].split()[:4] == ["total", "Sequential", "68", "48"]
+
+
+def test_memory_that_tensors_share_counts_once() -> None:
+    """Two parameters in one storage, a buffer that is expanded, and a view of another buffer."""
+    flat = torch.zeros(30)
+    one, two = nn.Module(), nn.Module()
+    one.weight, two.weight = nn.Parameter(flat[:10]), nn.Parameter(flat[10:])
+    one.register_buffer("mask", torch.zeros(1).expand(1000, 1000))
+    two.register_buffer("positions", torch.arange(100))
+    two.register_buffer("first", two.positions[:10])
+    optimizer = torch.optim.SGD([one.weight, two.weight], lr=0.1, momentum=0.9)
+    for parameter in (one.weight, two.weight):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    summary = memory_summary(nn.ModuleList([one, two]), optimizer)
+    assert [one.weight_bytes for one in summary.modules] == [4 * 30 + 4, 8 * 100]
+    assert summary.total.parameters == 30
+    assert summary.total.gradient_bytes == 4 * 30
+    assert summary.total.optimizer_bytes == 4 * 30
+
+
+SHARDED = (
+    COMMON
+    + """
+from torchbudget import memory_summary
+
+kind = name = "transformer"
+plain = make_model(name)
+fully_shard(model := make_model(name))
+optimizer = OPTIMIZERS["AdamW"](model.parameters())
+for parameter in model.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+optimizer.step()
+mine, whole = memory_summary(model, optimizer).total, memory_summary(plain).total
+shards = [p.to_local() for p in model.parameters()]
+finish([mine.parameters == whole.parameters, mine.weight_bytes, mine.gradient_bytes,
+    mine.optimizer_bytes, whole.weight_bytes, sum(one.nbytes for one in shards), len(shards)])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_bytes_under_fsdp_are_this_ranks_own(tmp_path: Path) -> None:
+    """Its shards, with their padding to equal parts; the elements are those of the whole model."""
+    for same, weights, gradients, states, whole, shards, tensors in run_ranks(SHARDED, tmp_path, 2):
+        assert same
+        assert shards <= weights < 0.7 * whole
+        assert gradients == shards
+        assert states == 2 * shards + 4 * tensors  # and a count for each

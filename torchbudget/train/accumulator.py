@@ -171,7 +171,8 @@ class GradAccumulator(AccumulatesGradients):
 
         Args:
             weight: what the loss would be divided by if this were the whole batch: the number of
-                samples, or of tokens that have a label.
+                samples, or of tokens that have a label. A tensor on a device is read at the step;
+                with `mean=True` or `weight=` at once, which waits for the device.
             samples: in it; needed where steps end by `samples`.
             last: end the step with it, whatever is planned.
 
@@ -256,7 +257,8 @@ class GradAccumulator(AccumulatesGradients):
     ) -> None:
         """Run a micro-batch; if memory runs out, undo it and run its halves instead.
 
-        Gradients, the modules' buffers, the random generators and what was counted are restored
+        Gradients, the modules' buffers, the global random generators (of `random`, NumPy, and torch
+        on every device; no `Generator` objects of your own) and what was counted are restored
         before the halves are run, each in a `micro_batch` of its own; to the plan, and to other
         ranks, they are one. If memory suffices, the arithmetic is that of a plain call, bit for
         bit, where a micro-batch has one backward. While it runs, a second set of gradients is
@@ -270,13 +272,14 @@ class GradAccumulator(AccumulatesGradients):
 
         Raises:
             SampleTooLargeError: one sample does not fit; on every rank, at this step.
-            OptionError: there are no modules whose buffers could be restored, or they are sharded:
-                the forward of FSDP is a collective, which cannot be repeated on one rank.
+            OptionError: there are no modules whose buffers could be restored, or the ranks meet in
+                their forward or backward, which cannot be repeated on one rank.
         """
-        if not self.modules or self.sharded:
+        if not self.modules or self._distributed.communicates:
             raise OptionError(
-                "run_or_split needs GradAccumulator(…, module=…), and no fully_shard: its forward "
-                "is a collective, which one rank cannot repeat"
+                "run_or_split needs GradAccumulator(…, module=…), without fully_shard, tensor "
+                "parallelism and SyncBatchNorm: ranks meet in their forward and backward, which "
+                "one rank whose memory has run out cannot repeat"
             )
         if cost is not None and not isinstance(batch, SplittablePaddedBatch):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchbudget.errors import OptionError
 from torchbudget.machine.cuda import may_return_early
@@ -34,10 +35,7 @@ def halves(batch: Any) -> list[Any]:
     if isinstance(batch, SplittableBatch):
         return list(batch.split(2))
     half = (_rows(batch) + 1) // 2
-    return [
-        tree_map_only(Tensor, itemgetter(rows), batch)
-        for rows in (slice(None, half), slice(half, None))
-    ]
+    return [_mapped(itemgetter(rows), batch) for rows in (slice(None, half), slice(half, None))]
 
 
 def moved(batch: Any, device: torch.device | str | None) -> Any:
@@ -47,13 +45,13 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
     early = may_return_early(device)
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=early)
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=early), batch)
+    return _mapped(lambda tensor: tensor.to(device, non_blocking=early), batch)
 
 
 def _rows(batch: Any) -> int:
     lengths = {
         len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
-        for leaf in tree_leaves(batch)
+        for leaf in _leaves(batch)
         if leaf is not None
     }
     rows = lengths.pop() if len(lengths) == 1 else None
@@ -63,3 +61,28 @@ def _rows(batch: Any) -> int:
             "common first axis alone; pass a batch of a torchbudget collate"
         )
     return rows
+
+
+def _is_mapping(batch: Any) -> bool:
+    """Whether it is a mapping that torch's trees do not know, as transformers' `BatchEncoding`."""
+    return isinstance(batch, Mapping) and any(leaf is batch for leaf in tree_leaves(batch))
+
+
+def _leaves(batch: Any) -> list[Any]:
+    leaves = tree_leaves(batch, is_leaf=_is_mapping)
+    return [
+        inner
+        for leaf in leaves
+        for inner in (_leaves(list(leaf.values())) if _is_mapping(leaf) else [leaf])
+    ]
+
+
+def _mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with its tensors replaced; a mapping is rebuilt by its type from a dict."""
+
+    def replaced(leaf: Any) -> Any:
+        if _is_mapping(leaf):
+            return type(leaf)({key: _mapped(function, value) for key, value in leaf.items()})
+        return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(replaced, batch, is_leaf=_is_mapping)

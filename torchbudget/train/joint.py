@@ -10,13 +10,17 @@ there. (Gao et al.,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from torchbudget.checks import several
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
@@ -29,13 +33,16 @@ def joint_backward(
     micro_batches: Iterable[Any],
     criterion: Callable[[Any], Tensor],
     accumulator: GradAccumulator | None = None,
+    *,
+    modules: nn.Module | Sequence[nn.Module] = (),
 ) -> Tensor:
     """Backward of `criterion(forward(whole batch))` with one micro-batch's activations.
 
-    Every micro-batch is run twice, with the same random numbers, so that dropout is the same in
-    both; buffers are updated once (batch normalisation still takes its statistics from each
-    micro-batch). Over several ranks the criterion gets the representations of all, in the order of
-    the ranks, and every rank computes the whole of it.
+    Every micro-batch is run twice, with the same numbers of the global random generators, those of
+    all devices included, so that dropout is the same in both; buffers are updated once (batch
+    normalisation still takes its statistics from each micro-batch). Over several ranks the
+    criterion gets the representations of all, in the order of the ranks, and every rank computes
+    the whole of it.
 
     Args:
         forward: from a micro-batch to its representations: a tensor whose first axis is the
@@ -45,12 +52,15 @@ def joint_backward(
             whole batch. Its own parameters get their gradients too.
         accumulator: takes the step with these gradients. Without one they are added to `.grad`,
             on this rank alone.
+        modules: whose buffers the forward may change, beside those of the accumulator and those
+            that `forward` refers to, in its closure for one.
 
     Returns:
         The loss, detached; the same on every rank.
 
     Raises:
-        OptionError: no micro-batches, no tensors, or a loss that is no scalar.
+        OptionError: no micro-batches, no tensors, a loss that is no scalar, or a module whose
+            buffers changed and that was neither found nor given.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> x = torch.randn(6, 3)
@@ -60,33 +70,76 @@ def joint_backward(
     batches = list(micro_batches)
     if not batches:
         raise OptionError("joint_backward needs at least one micro-batch on every rank")
+    known = ForwardModules(forward, several("modules", modules, nn.Module), accumulator)
     if accumulator is None:
-        modules = [forward] if isinstance(forward, nn.Module) else []
-        return _two_passes(forward, batches, criterion, modules, None, torch.autograd.backward)
+        return _two_passes(forward, batches, criterion, known, None, torch.autograd.backward)
     # Every rank has the whole loss, with weight 1, and the step divides by their number: so the
     # criterion's own parameters get their gradient once.
     with accumulator.micro_batch(1, last=True):
         return _two_passes(
-            forward,
-            batches,
-            criterion,
-            accumulator.modules,
-            accumulator.ranks,
-            accumulator.backward,
+            forward, batches, criterion, known, accumulator.ranks, accumulator.backward
         )
+
+
+class ForwardModules:
+    """The modules whose buffers a forward may change.
+
+    Args:
+        forward: in which they are searched.
+        given: beside those that are found.
+        accumulator: that has some, too.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Any], Any],
+        given: Sequence[nn.Module],
+        accumulator: GradAccumulator | None,
+    ) -> None:
+        found = TrainingState(forward)
+        self.known = [*given, *found.modules, *(accumulator.modules if accumulator else ())]
+        # A hook on all modules would be compiled into the graph of those that are.
+        self._watches = not found.is_compiled
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise an `OptionError` where a module runs inside that is not known, and has changed."""
+        known = {id(part) for module in self.known for part in module.modules()}
+        others: dict[nn.Module, Any] = {}
+
+        def note(module: nn.Module, _: Any) -> None:
+            if id(module) not in known and module not in others:
+                others[module] = _versions(module)
+
+        handle = register_module_forward_pre_hook(note) if self._watches else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+        changed = [module for module, before in others.items() if _versions(module) != before]
+        if changed:
+            raise OptionError(
+                f"the forward changes buffers of a module, {type(changed[0]).__name__}, that was "
+                "not found in its closure, so that they would be updated twice: pass modules="
+            )
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(one), one._version) for one in module._buffers.values() if one is not None]
 
 
 def _two_passes(
     forward: Callable[[Any], Any],
     micro_batches: Sequence[Any],
     criterion: Callable[[Any], Tensor],
-    modules: Sequence[nn.Module],
+    modules: ForwardModules,
     ranks: Ranks | None,
     backward: Callable[[Tensor], None],
 ) -> Tensor:
-    buffers = Buffers(modules)
+    buffers = Buffers(modules.known)
     states, parts = [], []  # of each micro-batch: random generators, and representations
-    with torch.no_grad():
+    with torch.no_grad(), modules.watched():
         for micro_batch in micro_batches:
             states.append(RandomState.take())
             parts.append(tree_map(lambda leaf: leaf.detach(), forward(micro_batch)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -117,14 +118,17 @@ class Optimizers:
         for optimizer in active:
             scaler.unscale_(optimizer)
         norm = self._clip(parameters, together=scales and len(active) > 1)
-        # The scaler lowers its scale exactly where it skips. It is read once, after the optimizers
-        # were enqueued.
+        # torch reads whether to skip before each optimizer that does not decide on the device. Of
+        # those that do, the scale says it, which the scaler lowers where it skips: it is read once,
+        # after they were enqueued.
+        on_device = any(getattr(one, "_step_supports_amp_scaling", False) for one in active)
         before = scaler.scale(torch.ones((), device=parameters[0].device)) if scales else None
-        for optimizer in active:
-            scaler.step(optimizer)
+        with _counted(active) as stepped:
+            for optimizer in active:
+                scaler.step(optimizer)
         scaler.update()
-        if before is None:
-            return norm, False
+        if before is None or not on_device:
+            return norm, len(stepped) < len(active)
         return norm, bool(scaler.scale(torch.ones_like(before)) < before)
 
     @staticmethod
@@ -194,6 +198,21 @@ class Optimizers:
                 one.load_state_dict(its_state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+@contextmanager
+def _counted(optimizers: Sequence[Optimizer]) -> Iterator[set[int]]:
+    """The ids of the optimizers that step inside."""
+    stepped: set[int] = set()
+    handles = [
+        one.register_step_post_hook(lambda optimizer, *_: stepped.add(id(optimizer)))
+        for one in optimizers
+    ]
+    try:
+        yield stepped
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -24,10 +24,10 @@ class Buffers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        parts = dict.fromkeys(part for module in modules for part in module.modules())
         self._copies = [
             (part._buffers, name, buffer, buffer.detach().clone())
-            for module in modules
-            for part in module.modules()
+            for part in parts
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]

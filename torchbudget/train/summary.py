@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.units import format_bytes
@@ -15,10 +18,12 @@ from torchbudget.units import format_bytes
 class ModuleMemory:
     """The memory of one module's own parameters and buffers, without the modules inside it.
 
+    Bytes are those of this rank, also where others have parts of the tensors, as under FSDP2.
+
     Attributes:
         name: of the module; empty for the outermost.
         kind: its class.
-        parameters: elements of its parameters.
+        parameters: elements of its parameters, on all ranks.
         learnable: those of them that require a gradient.
         weight_bytes: of parameters and buffers.
         gradient_bytes: of learnable parameters' gradients, whether they are allocated yet or not.
@@ -40,7 +45,7 @@ class MemorySummary:
 
     Attributes:
         modules: those that have parameters or buffers of their own, in the order of the model.
-        total: of all. A tensor that two modules share is counted once, at the first.
+        total: of all. Memory that several tensors share is counted once, at the first of them.
     """
 
     modules: tuple[ModuleMemory, ...]
@@ -75,25 +80,26 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
     >>> memory_summary(model).total.learnable
     220
     """
-    seen: set[int] = set()
+    seen: set[int] = set()  # ids of parameters and buffers
+    counted: set[int] = set()  # storages
     modules = []
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-        seen |= {id(p) for p in own}
         buffers = [b for b in module.buffers(recurse=False) if id(b) not in seen]
-        seen |= {id(b) for b in buffers}
+        seen |= {id(tensor) for tensor in (*own, *buffers)}
         if not own and not buffers:
             continue
         learnable = [p for p in own if p.requires_grad]
+        state = [] if optimizer is None else [optimizer.state.get(p, {}) for p in own]
         modules.append(
             ModuleMemory(
                 name=name,
                 kind=type(module).__name__,
                 parameters=sum(p.numel() for p in own),
                 learnable=sum(p.numel() for p in learnable),
-                weight_bytes=sum(t.nbytes for t in [*own, *buffers]),
-                gradient_bytes=sum(p.nbytes for p in learnable),
-                optimizer_bytes=sum(_state_bytes(optimizer, p) for p in own),
+                weight_bytes=_new_bytes([*own, *buffers], counted),
+                gradient_bytes=sum(part.nbytes for part in _plain_parts(learnable)),
+                optimizer_bytes=_new_bytes(tree_leaves([dict(one) for one in state]), counted),
             )
         )
     numbers = [field.name for field in fields(ModuleMemory) if field.name not in ("name", "kind")]
@@ -103,8 +109,25 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
     )
 
 
-def _state_bytes(optimizer: Optimizer | None, parameter: Tensor) -> int:
-    if optimizer is None or parameter not in optimizer.state:
-        return 0
-    leaves = tree_leaves(dict(optimizer.state[parameter]))
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+def _plain_parts(tensors: Iterable[object]) -> Iterator[Tensor]:
+    """What this process has of tensors: of DTensors and other wrappers, the tensors inside."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from _plain_parts(getattr(tensor, name) for name in names)
+        elif isinstance(tensor, Tensor):
+            yield tensor
+
+
+def _new_bytes(tensors: Iterable[object], counted: set[int]) -> int:
+    """Bytes of the storages that were not counted yet: an expanded tensor has few, a view none."""
+    total = 0
+    for part in _plain_parts(tensors):
+        if part.layout is not torch.strided:  # without a storage of its own
+            total += part.nbytes
+            continue
+        storage = part.untyped_storage()
+        if storage._cdata not in counted:
+            counted.add(storage._cdata)
+            total += storage.nbytes()
+    return total
