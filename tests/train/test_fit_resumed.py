@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,27 +138,32 @@ class SeededByWorkers(Dataset[dict[str, Tensor]]):
 class Persisting(Training):
     """With workers that persist, for training and for validation."""
 
-    def __init__(self, *, persistent: bool) -> None:
+    def __init__(self, loader: Callable[..., Any], *, persistent: bool) -> None:
         super().__init__()
         options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
         options["collate_fn"] = PadCollate()
         data = SeededByWorkers(self.loader.dataset)
-        self.loader = DataLoader(data, batch_sampler=self.sampler, **options)
+        self.loader = loader(data, batch_sampler=self.sampler, **options)
         held_out = SeededByWorkers(samples(20, 9))
         self.validation = DataLoader(held_out, batch_size=7, shuffle=True, **options)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_workers_are_seeded_as_in_the_uninterrupted_training(
-    persistent: bool, tmp_path: Path
+    persistent: bool, kind: str, tmp_path: Path
 ) -> None:
     """And starting them draws no number that the uninterrupted training would not have drawn."""
+    loader: Any = DataLoader
+    if kind != "DataLoader":
+        loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     torch.manual_seed(11)
-    whole = Persisting(persistent=persistent)
+    whole = Persisting(loader, persistent=persistent)
     expected = whole.fit(epochs=3)
     torch.manual_seed(11)
     for stop in [(Step, 5), (Epoch, 1), NEVER]:
-        part = Persisting(persistent=persistent)
+        part = Persisting(loader, persistent=persistent)
         found = part.fit_until(*stop, epochs=3, folder=tmp_path)
         torch.manual_seed(0)
     assert_equal(part.model, whole.model)
@@ -302,7 +307,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.train.test_fit import Step, Training
-from torchbudget.errors import RankError
+from tests.train.test_fit_resumed import Plateau
+from torchbudget.errors import OptionError, RankError
 
 folder, files = sys.argv[1:]
 dist.init_process_group("gloo")
@@ -328,6 +334,11 @@ except (RankError, RuntimeError) as error:
     found.append([type(error).__name__, str(error)])
 again = Training().fit(folder=Path(files, "with a folder"))
 found.append([epoch.steps for epoch in again])
+training = Training()
+try:
+    training.fit(folder=Path(files, "other"), callbacks=[Plateau(training)][rank:])
+except OptionError as error:
+    found.append(str(error))
 Path(folder, f"{rank}.json").write_text(json.dumps(found))
 """
 
@@ -343,6 +354,9 @@ def test_a_callback_of_one_rank_ends_all(tmp_path: Path) -> None:
     ]
     assert second[2] == ["RuntimeError", "no such metric"]
     assert first[3] == second[3] == [4]
+    assert first[4] == second[4]
+    assert "must be on every rank" in first[4]
+    assert "the ranks have [1, 0] of them" in first[4]
 
 
 FOLDERS = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import torch
 
 from torchbudget.distributed import host_group
 from torchbudget.errors import RankError
@@ -18,31 +20,11 @@ def on_host(ranks: Ranks) -> Ranks:
     return Ranks(host_group(ranks.group)) if len(ranks) > 1 else ranks
 
 
-def on_each_rank(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """What the work returns on each rank; one small collective.
-
-    A rank that fails waits here for the others, which are at work still.
-
-    Args:
-        ranks: joined by a process group on the host.
-        work: done on each; what it returns is pickled.
-
-    Raises:
-        RankError: it failed on another rank.
-    """
-    try:
-        mine = work()
-    except Exception as error:
-        ranks.gather_objects((f"{type(error).__name__}: {error}", None))
-        raise
-    outcomes = ranks.gather_objects((None, mine))
-    _check([failure for failure, _ in outcomes])
-    return [result for _, result in outcomes]
-
-
 @contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
-    """As `on_each_rank`, of what runs inside.
+    """What runs inside succeeds on all ranks, or raises on all of them; one small collective.
+
+    A rank that fails waits here for the others, which are at work still.
 
     Args:
         ranks: joined by a process group on the host.
@@ -55,10 +37,31 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
     except Exception as error:
         ranks.gather_objects(f"{type(error).__name__}: {error}")
         raise
-    _check(ranks.gather_objects(None))
-
-
-def _check(failures: Sequence[Any]) -> None:
-    for rank, failure in enumerate(failures):
+    for rank, failure in enumerate(ranks.gather_objects(None)):
         if failure is not None:
             raise RankError(f"rank {rank} failed, see its traceback: {failure}")
+
+
+def on_each_rank(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """What the work returns on each rank; it fails together, see `failing_together`."""
+    with failing_together(ranks):
+        mine = work()
+    return ranks.gather_objects(mine)
+
+
+def on_any_rank(ranks: Ranks, work: Callable[[], bool]) -> bool:
+    """Whether the work returns true on any rank; it fails together, see `failing_together`.
+
+    One collective of two numbers where it succeeds, which is cheap enough for every step.
+    """
+    mine, failure = False, None
+    try:
+        mine = work()
+    except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
+        failure = error
+    ends, failures = ranks.sum(torch.tensor([mine, failure is not None]).long()).tolist()
+    if failures:
+        with failing_together(ranks):
+            if failure is not None:
+                raise failure
+    return bool(ends)

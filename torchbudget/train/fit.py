@@ -19,7 +19,7 @@ from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.agreement import on_each_rank, on_host
+from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
@@ -200,9 +200,14 @@ class _Run:
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
         self.generators = generators_of(self.loader) + generators_of(self.validation)
         self.stateful: list[Any] = [one for one in self.callbacks if isinstance(one, Stateful)]
-        any_callbacks = any(on_each_rank(self.host, lambda: bool(self.callbacks)))
-        self.agrees = self.folder is not None or any_callbacks  # at each step
+        numbers = on_each_rank(self.host, lambda: (len(self.callbacks), len(self.stateful)))
+        self.agrees = self.folder is not None or any(number for number, _ in numbers)
         if self.folder is not None:
+            if len({with_state for _, with_state in numbers}) > 1:
+                raise OptionError(
+                    "callbacks that have a state_dict must be on every rank, since the first "
+                    f"rank's are saved for all; the ranks have {[n for _, n in numbers]} of them"
+                )
             self._open(self.folder)
 
     def _open(self, folder: Path) -> None:
@@ -225,7 +230,8 @@ class _Run:
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
                     f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        steps = 0 if self.loaded is None else self._load(self.loaded)
+        loaded = self.loaded
+        steps, *_ = on_each_rank(self.host, lambda: 0 if loaded is None else self._load(loaded))
         if self.is_first_rank:
             self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
@@ -334,7 +340,7 @@ class _Run:
             return any(ends)
 
         if self.agrees:
-            self.stopped = any(on_each_rank(self.host, note_here))
+            self.stopped = on_any_rank(self.host, note_here)
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
