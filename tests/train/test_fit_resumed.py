@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -113,6 +114,15 @@ def test_the_callbacks_must_be_those_that_were_saved(tmp_path: Path) -> None:
     fit_with(Training(), (Step, 1), tmp_path)
     with pytest.raises(StateError, match="the states of 2 callbacks, but 0 have a state_dict"):
         Training().fit(folder=tmp_path)
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_noticed_at_the_first_one(tmp_path: Path) -> None:
+    """And not when it is needed."""
+    training = Training()
+    training.optimizer.param_groups[0]["lr"] = np.float64(0.03)
+    with pytest.raises(StateError, match=r"\['lr'\] is a numpy.float64"):
+        training.fit(folder=tmp_path, checkpoint_steps=1)
+    assert training.accumulator.state_dict()["steps"] == 1
 
 
 # ---------------------------------------------------------------------- random numbers

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import StateError
+from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
@@ -59,10 +59,13 @@ def load_run_state(
     """Load a run's state, except for the random generators: see `restore_generators`.
 
     Raises:
-        StateError: it is not the state of a run.
+        StateError: it is not the state of a run, or of another version.
     """
     if state.get("version") != _VERSION:
-        raise StateError(f"expected a checkpoint of version {_VERSION}: {sorted(state)}")
+        raise StateMismatchError(
+            f"the checkpoint has version {state.get('version')!r}, this torchbudget reads "
+            f"{_VERSION}: go on with the torchbudget that wrote it, or use another folder"
+        )
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
     sources = {"sampler": loader.batch_sampler, "loader": loader, "dataset": loader.dataset}

@@ -230,10 +230,7 @@ class _Run:
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
                     f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        loaded = self.loaded
-        steps, *_ = on_each_rank(self.host, lambda: 0 if loaded is None else self._load(loaded))
-        if self.is_first_rank:
-            self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
+        on_each_rank(self.host, self._go_on)
 
     def _read(self) -> str:
         """Read the last checkpoint; which one it is."""
@@ -241,6 +238,12 @@ class _Run:
         if self.loaded is None:
             return "no checkpoint"
         return f"the checkpoint {self.loaded.get('id')}"
+
+    def _go_on(self) -> None:
+        """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
+        steps = 0 if self.loaded is None else self._load(self.loaded)
+        if self.files is not None and self.is_first_rank:
+            self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
     def _load(self, loaded: dict[str, Any]) -> int:
         """Go on from a checkpoint; after how many steps it was saved."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,6 +142,9 @@ def _sync_folder(path: Path) -> None:
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot
+            raise
     finally:
         os.close(folder)
 
@@ -147,10 +152,11 @@ def _sync_folder(path: Path) -> None:
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Inside, an error of the system names the file, and says what is left."""
+    handled = sys.exc_info()[1]  # by the caller
     try:
         yield
     except Exception as error:
-        cause = _system_error(error)
+        cause = _system_error(error, handled)
         if cause is None:
             raise
         raise OSError(
@@ -161,11 +167,11 @@ def _naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _system_error(error: BaseException | None) -> OSError | None:
+def _system_error(error: BaseException | None, handled: BaseException | None) -> OSError | None:
     """The system's error; `torch.save` raises one of its own instead, while it handles that one."""
-    while error is not None and not isinstance(error, OSError):
+    while error is not None and error is not handled and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
-    return error
+    return error if isinstance(error, OSError) and error is not handled else None
 
 
 def _check_loads(path: Path, state: Any) -> None:
