@@ -52,6 +52,19 @@ def host_group(group: Any = None) -> Any:
     return _host_groups[group]
 
 
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """What each rank of a group has passed, in the order of ranks; a collective.
+
+    Args:
+        value: may be pickled.
+        group: of processes; `None`: all.
+    """
+    group = host_group(group)
+    values: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
 def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
     """The largest of both, element by element, over all ranks of the default process group.
 
@@ -62,7 +75,5 @@ def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, 
         raise OptionError(
             f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
         )
-    gathered: list[tuple[float, int]] = [(margin, after)] * ranks
-    torch.distributed.all_gather_object(gathered, (margin, after))
-    margins, windows = zip(*gathered, strict=True)
+    margins, windows = zip(*gathered((margin, after)), strict=True)
     return max(margins), max(windows)

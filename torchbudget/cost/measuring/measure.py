@@ -15,6 +15,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.fitting import fit_time
+from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.judging import fits, judged_cost
 from torchbudget.cost.measuring.reserving import CudaDevice, reserved
 from torchbudget.cost.measuring.running import run_probes
@@ -83,6 +84,9 @@ def measure_cost(
 
     On the CPU, running calls `trim_malloc`, which lasts: otherwise the peak depends on all the
     shapes that came before.
+
+    Where ranks step together, under `DistributedDataParallel` or FSDP2, all of them call it: they
+    run the same shapes, the worst peak of any rank counts, and all get the same cost.
 
     Args:
         step: the full training step: forward, loss, backward, optimizer step, gradients cleared; or
@@ -164,8 +168,10 @@ def _target_of(
 
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
     """The cost without its time, its notes and what it was measured on."""
+    ranks = JoinedRanks(subject.state)
+    room = None if room is None else ranks.least(room)
     if method == "trace" or room is None:
-        traced = _traced_on_target(subject, room)
+        traced = ranks.of_first(_traced_on_target(subject, room))
         least = misfit = _LEAST_TRACE_MARGIN
         if not traced.aligned:
             least = _LEAST_PEAKS_MARGIN
@@ -175,7 +181,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         return judged_cost(
             traced.forms, traced.probes, least, subject, everywhere=traced.aligned, misfit=misfit
         )
-    known = _traced(subject, method, room)
+    known = ranks.of_first(_traced(subject, method, room))
     forms, probes = run_probes(subject, room, () if known is None else known.forms)
     least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)
     if subject.depends_on_values:

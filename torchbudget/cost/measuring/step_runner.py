@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.shapes import BatchLimit, Size, Subject
 from torchbudget.cost.models.probe import Probe
 from torchbudget.machine.device import device_memory
@@ -30,7 +31,8 @@ class StepRunner:
     """Runs the step and reads its peak; to be used inside `TrainingState.restored(contents=True)`.
 
     On CUDA the allocator's cache is emptied before each shape, so that the peak of reserved bytes
-    is the shape's own.
+    is the shape's own. Ranks whose steps wait for each other must make the same calls; the worst of
+    any rank counts on all.
 
     Args:
         subject: the step and its batches.
@@ -46,11 +48,12 @@ class StepRunner:
         self._subject = subject
         self._state = subject.state
         self._device = subject.state.device
+        self._ranks = JoinedRanks(subject.state)
         self.memory = None if self._device.type == "cpu" else device_memory(self._device)
         self.empty_cache()
         with peak_memory(self._device) as idle:
             pass
-        self.idle_bytes = idle.bytes
+        [self.idle_bytes] = self._ranks.largest(idle.bytes)
         # Of each probe: resident before its second step; on CUDA, outside the allocator after it.
         self._beside_bytes: list[int] = []
         self.sampled = False
@@ -89,9 +92,10 @@ class StepRunner:
         plans and buffers, and the heap gets gaps.
         """
         now_bytes = self._read_beside_bytes()
+        added = self._ranks.largest(*(max(now_bytes - then, 0) for then in self._beside_bytes))
         return [
-            replace(probe, peak_bytes=probe.peak_bytes + max(now_bytes - then_bytes, 0))
-            for probe, then_bytes in zip(probes, self._beside_bytes, strict=True)
+            replace(probe, peak_bytes=probe.peak_bytes + more)
+            for probe, more in zip(probes, added, strict=True)
         ]
 
     def empty_cache(self) -> None:
@@ -104,10 +108,13 @@ class StepRunner:
         """The peak of steps, what was in use beside tensors, and the seconds of the last one."""
         failed_before = failed_allocations()
         try:
-            return self._run(shapes)
+            peak, beside_bytes, seconds = self._run(shapes)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error, failed_before):
                 raise
+        else:
+            peak.bytes, seconds = self._ranks.largest(peak.bytes, seconds)
+            return peak, beside_bytes, seconds
         # Outside the handler, the exception's frames no longer keep the step's tensors alive.
         for parameter in self._state.parameters():
             parameter.grad = None

@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchbudget.cost.measuring.allocator_blocks import BLOCK_BYTES
 from torchbudget.cost.measuring.as_on_cuda import as_on_cuda, check_not_recurrent
+from torchbudget.cost.measuring.joined import bucket_bytes, reducing
 from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.training_state import TrainingState
@@ -130,6 +132,7 @@ def tracing(
         if gc.isenabled():  # which would free tensors at a moment that differs from step to step
             gc.disable()
             stack.callback(gc.enable)
+        buckets = [live.on_its_own(module) for module in reducing(state)]
         try:
             for tensor in state.tensors():
                 live.stand_in(tensor)
@@ -137,6 +140,7 @@ def tracing(
             raise CostError(f"{state.name_of(tensor)} cannot be traced: {error}") from error
         live.num_loaded = len(live.living)
         yield trace
+        del buckets
 
 
 def _trace(
@@ -244,6 +248,18 @@ class _FakeBytes(LiveBytes):
         self.operations: list[Any] = []
         self.arrived_bytes = 0
         self.assumed = self.integers = 0
+
+    def on_its_own(self, module: DistributedDataParallel) -> torch.Tensor:
+        """Keep a module from summing gradients and buffers over ranks, as inside `no_sync`.
+
+        Returns:
+            A fake of its buckets.
+        """
+        module.require_backward_grad_sync = module.require_forward_param_sync = False
+        with self.fakes:
+            buckets = torch.empty(bucket_bytes(module), dtype=torch.uint8, device=module.device)
+        self.count(buckets)
+        return buckets
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a real tensor, which counts as long as the real one lives."""
