@@ -296,7 +296,8 @@ def test_the_allocator_gets_what_the_budget_leaves(monkeypatch):
     fake.free(GiB(5))
     limit = limit_device_memory("10GiB", "cuda")
     assert (limit.reserved_bytes, limit.outside_bytes) == (GiB(9), GiB(1))
-    assert fake.now.fraction == 9 / 80
+    assert fake.now.fraction * 80 == pytest.approx(9, abs=0.02)  # pages of 20 MiB go beyond
+    assert fake.now.fraction * 80 < 9
     assert fake.now.reserved_bytes == GiB(3)  # or it could keep what it had reserved
     assert str(limit).startswith(
         "cuda:1: torch's allocator may reserve 9 GiB, which with 1 GiB outside it is the budget "
@@ -305,7 +306,7 @@ def test_the_allocator_gets_what_the_budget_leaves(monkeypatch):
     fake.load(GiB(1))
     assert limit_device_memory(MemoryBudget(device="10GiB"), "cuda").reserved_bytes == GiB(8)
     assert limit_device_memory("200GiB", "cuda").reserved_bytes == GiB(80)
-    assert fake.now.fraction == 1
+    assert fake.now.fraction > 0.999
 
 
 def test_a_limit_that_leaves_nothing(monkeypatch):

@@ -115,15 +115,3 @@ def test_dropout_on_a_second_device_is_the_same_in_both_passes(two_devices: TwoD
     (z @ z.T).logsumexp(1).mean().backward()
     assert (found - model.layer.weight.grad).norm() <= 1e-12 * found.norm()
     assert torch.equal(model.generator.get_state(), after)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_the_numbers_of_every_device_come_back() -> None:
-    devices = range(torch.cuda.device_count())
-    torch.cuda.init()
-    state = RandomState.take()
-    expected = [torch.rand(4, device=device) for device in devices]
-    state.restore()
-    again = [torch.rand(4, device=device) for device in devices]
-    assert all(map(torch.equal, again, expected))

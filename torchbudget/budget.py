@@ -213,16 +213,17 @@ def limit_device_memory(
     memory = device_memory(device)
     name = f"cuda:{memory.source.index}"
     room_bytes = memory.limit(budget_bytes)
-    if room_bytes <= 0:
+    outside_bytes = memory.outside_bytes(memory.source.figures())
+    if not room_bytes:
         raise BudgetError(
-            f"{name}: this process uses {format_bytes(budget_bytes - room_bytes)} outside torch's "
-            f"allocator, which leaves nothing of a budget of {format_bytes(budget_bytes)}"
+            f"{name}: this process uses {format_bytes(outside_bytes)} outside torch's allocator, "
+            f"which leaves nothing of a budget of {format_bytes(budget_bytes)}"
         )
     return DeviceLimit(
         device=name,
         budget_bytes=budget_bytes,
         reserved_bytes=room_bytes,
-        outside_bytes=memory.outside_bytes(memory.source.figures()),
+        outside_bytes=outside_bytes,
     )
 
 

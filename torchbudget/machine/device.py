@@ -18,6 +18,9 @@ from torchbudget.units import format_bytes
 # Where nothing tells processes apart, up to so much of what is in use at first is this process's: a
 # context takes about half a GiB, libraries that are loaded by then some hundred MiB more.
 _ASSUMED_BYTES: Final = 2**30
+# Where segments grow, torch compares its limit with a request rounded up to 2 MiB, and then takes
+# pages of 20 MiB.
+_BEYOND_BYTES: Final = 18 * 2**20
 _devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
 
 
@@ -76,13 +79,15 @@ class DeviceMemory:
         """Let the allocator reserve no more than what keeps this process within `num_bytes`.
 
         Returns:
-            What it may reserve: `num_bytes` less what is used outside it, if that is above 0.
+            What it may reserve: `num_bytes` less what is used outside it; 0 where that leaves
+            nothing, and the limit is what it was.
         """
         figures = self.source.figures()
         room_bytes = min(num_bytes - self.outside_bytes(figures), figures.total_bytes)
-        if room_bytes > 0:
-            self.source.empty_cache()  # what it has reserved already, it would keep
-            self.source.set_fraction(room_bytes / figures.total_bytes)
+        if room_bytes <= _BEYOND_BYTES:
+            return 0
+        self.source.empty_cache()  # what it has reserved already, it would keep
+        self.source.set_fraction((room_bytes - _BEYOND_BYTES) / figures.total_bytes)
         return room_bytes
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +15,6 @@ from torchbudget.cost.measuring.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
 )
-from torchbudget.machine.allocators import cuda_allocator_settings
 from torchbudget.units import GiB, KiB, MiB
 
 DEFAULT = AllocatorSettings()
@@ -127,8 +124,8 @@ def test_a_limit_is_kept_or_a_request_fails_after_a_release(
 ) -> None:
     """A device's limit is never passed; a cap is by 18 MiB at most, where segments grow.
 
-    torch compares a cap with a request rounded up to 2 MiB, and then maps pages of 20 MiB. A request
-    fails only after what is free was released, and changes nothing else.
+    torch compares a cap with a request rounded up to 2 MiB, and then maps pages of 20 MiB. A
+    request fails only after what is free was released, and changes nothing else.
     """
     limit = MiB(limit_mib)
     allocator = CachingAllocator(settings, **{"cap_bytes" if cap else "device_bytes": limit})
@@ -282,32 +279,3 @@ def test_small_and_large_requests_do_not_share_segments() -> None:
     allocator.free(allocator.malloc(MiB(20)))
     allocator.malloc(KiB(1))
     assert allocator.reserved_bytes == MiB(22)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("seed", range(5))
-def test_the_real_allocator_reserves_exactly_as_much(seed: int) -> None:
-    """A random sequence, with the settings of this process."""
-    rng = random.Random(seed)
-    torch.cuda.empty_cache()
-    allocator = CachingAllocator(AllocatorSettings.of(cuda_allocator_settings()))
-    before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    if any(before):
-        pytest.skip("tensors of other tests live: this one compares with an empty allocator")
-    live: list[tuple[torch.Tensor, Block]] = []
-    for _ in range(2000):
-        if live and rng.random() < 0.5:
-            tensor, block = live.pop(rng.randrange(len(live)))
-            allocator.free(block)
-            del tensor
-        elif allocator.allocated_bytes < 2**30:
-            size = int(2 ** rng.uniform(0, 27))
-            tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
-            live.append((tensor, allocator.malloc(size)))
-            del tensor
-        assert torch.cuda.memory_allocated() == allocator.allocated_bytes
-        assert torch.cuda.memory_reserved() == allocator.reserved_bytes
-    live.clear()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == 0

@@ -5,15 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.support.memory_groups import memory_group
-from tests.support.training_cases import CASES
-from torchbudget import MemoryBudgetBatchSampler, measure_cost
 
 EPOCH = """
 import resource
@@ -114,40 +109,3 @@ def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
             printed, errors = fixed.communicate(timeout=120)
     assert printed.split() == ["begun"], errors
     assert fixed.returncode == -signal.SIGKILL
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("budget_mib", [1500, 4000])
-@pytest.mark.parametrize("name", ["decoder, scores kept", "encoder and decoder", "images"])
-def test_an_epoch_on_cuda_stays_within_the_budget(name: str, budget_mib: int) -> None:
-    """Reserved memory is below the budget and near it, without a retry or an error."""
-    budget = budget_mib * 2**20
-    training = CASES[name]()
-    training.model.to("cuda")
-
-    def make_batch(n: int, size: Any) -> Any:
-        return {key: tensor.cuda() for key, tensor in training.make_batch(n, size).items()}
-
-    cost = measure_cost(
-        training.step, make_batch, max_size=training.max_size, budget=budget, device="cuda"
-    )
-    rng = np.random.default_rng(0)
-    ends = np.atleast_1d(training.max_size)
-    sizes = np.clip(ends * rng.lognormal(-2, 0.8, (4000, len(ends))), 1, ends).astype(int)
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
-    torch.cuda.set_per_process_memory_fraction((budget - outside_bytes) / total_bytes)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()
-    try:
-        for batch in MemoryBudgetBatchSampler(sizes, cost, budget):
-            size = tuple(sizes[batch].max(0).tolist())
-            training.step(make_batch(len(batch), size if len(size) > 1 else size[0]))
-        after = torch.cuda.memory_stats()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert 0.95 <= (torch.cuda.max_memory_reserved() + outside_bytes) / budget <= 1
-    for event in ("num_alloc_retries", "num_ooms"):
-        assert after[event] == before[event]

@@ -241,23 +241,6 @@ class TestMoving:
             collate(dicts).to(torch.int32)
 
     @collates
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_pinned_memory_and_the_device(self, collate: Any) -> None:
-        loader = torch.utils.data.DataLoader(
-            dicts, batch_size=3, collate_fn=collate, num_workers=1, pin_memory=True
-        )
-        for batch in loader:
-            assert isinstance(batch, kinds[collate])
-            assert all(tensor.is_pinned() for tensor in tensors_of(batch))
-            moved = batch.to("cuda", non_blocking=True)
-            assert all(tensor.is_cuda for tensor in tensors_of(moved))
-            back = moved.to("cpu")
-            assert all(map(bitwise, tensors_of(back), tensors_of(collate(dicts))))
-            again = collate(moved.samples())
-            assert all(tensor.is_cuda for tensor in tensors_of(again))
-
-    @collates
     @pytest.mark.parametrize("samples", [dicts, tuples, bare])
     def test_pickling(self, collate: Any, samples: list[Any]) -> None:
         batch = collate(samples)

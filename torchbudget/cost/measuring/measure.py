@@ -64,9 +64,10 @@ def measure_cost(
     resident memory on the CPU; on CUDA what torch's allocator reserves, and what this process uses
     outside it (`peak_memory`). There the cache is emptied before each shape, and at the end all
     shapes are run in turn, with the allocator limited to the budget: what they keep reserved beyond
-    the largest one is added. "auto" traces to find the form and to choose the shapes, and runs to find offset and scale. On
-    the CPU a run also counts what else the process has in memory (interpreter, libraries, data):
-    measure in the process that will train, after everything is loaded.
+    the largest one is added. "auto" traces to find the form and to choose the shapes, and runs to
+    find offset and scale. On the CPU a run also counts what else the process has in memory
+    (interpreter, libraries, data): measure in the process that will train, after everything is
+    loaded.
 
     For CUDA, tracing predicts bytes of the device, without one at hand: an epoch of mixed shapes is
     replayed through a model of torch's caching allocator, with the settings that the environment

@@ -1,0 +1,51 @@
+"""Tests on a real GPU: a clean card before and after each, and why they are skipped elsewhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchbudget import configure_allocators
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+AVAILABLE = torch.cuda.is_available() and WORKERS == 1
+if AVAILABLE:
+    configure_allocators()  # expandable segments, before CUDA is first used
+
+
+def why_skipped() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return f"{WORKERS} processes would share the card: run with -n 0" if WORKERS > 1 else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests in this folder where there is no card for them alone."""
+    reason, folder = why_skipped(), Path(__file__).parent
+    for item in items if reason else ():
+        if folder in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+@pytest.fixture(autouse=True)
+def clean_card() -> Iterator[None]:
+    """Nothing cached, and no limit; what is measured is measured before anything is limited."""
+    if not AVAILABLE:
+        yield
+        return
+    clean()
+    yield
+    clean()

@@ -1,0 +1,155 @@
+"""A budget on a real GPU: epochs within it, a hard limit, and a neighbour on the card."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.epoch import epoch
+from torchbudget import MemoryBudget, limit_device_memory, peak_memory
+from torchbudget.machine.device import cuda_memory, device_memory
+
+pytestmark = pytest.mark.gpu
+MIB, GIB = 2**20, 2**30
+ROOT = Path(__file__).parents[2]
+# A case, and the least share that is filled; less of it where nothing could be traced.
+LEAST = {"decoder, scores kept": 0.9, "encoder and decoder": 0.9, "images": 0.9, "LSTM": 0.7}
+
+
+def printed_by(arguments: list[str], **environment: str) -> str:
+    """What another process of Python prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("budget_mib", [1500, 4000])
+@pytest.mark.parametrize("name", LEAST)
+def test_an_epoch_fills_the_budget_and_stays_within_it(name: str, budget_mib: int) -> None:
+    """Reserved and outside are 0.9 to 1.0 of it; under the hard limit nothing fails."""
+    figures = epoch(name, budget_mib * MIB)
+    assert LEAST[name] <= figures["free"]["share"] <= 1, figures
+    assert figures["free"]["failures"] == figures["limited"]["failures"] == 0, figures
+    assert figures["limited"]["share"] <= 1, figures
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_segments_of_fixed_sizes_fill_less_but_stay_within_it(name: str) -> None:
+    """In a process of its own, since the kind of segments is fixed when CUDA is first used."""
+    off = dict.fromkeys(
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False"
+    )
+    figures = json.loads(
+        printed_by(["-m", "tests.gpu.epoch", name, "4000"], **off).splitlines()[-1]
+    )
+    assert figures["free"]["share"] <= 1, figures
+    assert figures["free"]["failures"] == figures["limited"]["failures"] == 0, figures
+
+
+def test_what_this_process_reserves_is_still_usable() -> None:
+    """It is no longer free, but the process's own."""
+    before = cuda_memory("cuda:0")
+    tensor = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda:0")
+    after = cuda_memory("cuda:0")
+    del tensor
+    assert before.limit_bytes == after.limit_bytes
+    assert after.own_bytes - before.own_bytes >= 500 * MIB
+    assert before.free_bytes - after.free_bytes >= 480 * MIB
+    assert after.usable_bytes == pytest.approx(before.usable_bytes, abs=64 * MIB)
+
+
+def test_a_detected_budget_can_be_allocated() -> None:
+    """Less what the process uses outside the allocator, and it stays the same budget."""
+    before = MemoryBudget.detect("cuda:0", fraction=0.9)
+    memory = device_memory("cuda:0")
+    room = before.device - memory.outside_bytes(memory.source.figures())
+    tensor = torch.empty(room, dtype=torch.uint8, device="cuda:0")
+    after = MemoryBudget.detect("cuda:0", fraction=0.9)
+    del tensor
+    assert after.device == pytest.approx(before.device, abs=64 * MIB)
+
+
+def test_the_hard_limit() -> None:
+    """What fits beside the context can be allocated, and 64 MiB more cannot."""
+    torch.ones(8, device="cuda") @ torch.ones(8, device="cuda")
+    limit = limit_device_memory("3GiB", "cuda")
+    assert limit.reserved_bytes is not None
+    free = limit.reserved_bytes - torch.cuda.memory_reserved()
+    with peak_memory("cuda") as peak:
+        kept = torch.empty(free - 64 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        del kept
+    assert peak.bytes <= 3 * GIB + 64 * MIB  # kernels that were loaded meanwhile
+    assert peak.failures == 1
+
+
+def test_nvml_shows_what_is_counted() -> None:
+    """Where NVML counts this process, an allocation is in its figure, to the segment."""
+    memory = device_memory("cuda")
+    before = memory.source.figures()
+    if before.process_bytes is None:
+        pytest.skip(f"NVML does not count this process: {memory.told_apart_by(before)}")
+    tensor = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+    after = memory.source.figures()
+    del tensor
+    assert after.process_bytes is not None
+    assert after.process_bytes - before.process_bytes == pytest.approx(512 * MIB, abs=32 * MIB)
+    assert memory.outside_bytes(after) == pytest.approx(memory.outside_bytes(before), abs=32 * MIB)
+
+
+NEIGHBOUR = """
+import sys
+import torch
+taken = torch.empty(torch.cuda.mem_get_info()[0] // 2, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("up", flush=True)
+sys.stdin.read()
+"""
+BESIDE = """
+import json
+import torchbudget as tb
+tb.configure_allocators()
+from tests.gpu.epoch import on_card
+from torchbudget.machine.device import device_memory
+
+detected = tb.MemoryBudget.detect("cuda:0", fraction=1.0).device
+training = on_card("decoder, scores kept")
+cost = tb.measure_cost(
+    training.step, training.make_batch, max_size=training.max_size, budget="3GiB"
+)
+memory = device_memory("cuda:0")
+figures = memory.source.figures()
+print(json.dumps([detected, max(p.peak_bytes for p in cost.probes), figures.total_bytes]))
+"""
+
+
+def test_two_processes_on_one_card() -> None:
+    """Another process holds half of what is free: it is not in the budget, nor in the cost."""
+    with subprocess.Popen(
+        [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        try:
+            assert other.stdout.readline() == "up\n"
+            lines = printed_by(["-c", BESIDE]).splitlines()
+        finally:
+            other.stdin.close()
+            other.wait()
+    detected, largest, total = json.loads(lines[-1])
+    assert detected <= 0.6 * total
+    assert 0.8 * 3 * GIB <= largest <= 1.02 * 3 * GIB

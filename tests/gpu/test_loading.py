@@ -1,0 +1,60 @@
+"""Pinned memory, and copies to a GPU that return early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
+
+pytestmark = pytest.mark.gpu
+SAMPLES = [{"x": torch.arange(1000.0 + 37 * i), "y": i, "s": "text"} for i in range(64)]
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch.data) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("as_tuples", [False, True])
+@pytest.mark.parametrize(
+    ("collate", "kind"), [(PadCollate(), PaddedBatch), (PackCollate(), PackedBatch)]
+)
+def test_batches_are_pinned_and_keep_their_type(collate: Any, kind: type, as_tuples: bool) -> None:
+    """By the loader's own thread; copies to the card and back are the batch, bit for bit."""
+    samples: list[Any] = [tuple(one.values()) for one in SAMPLES] if as_tuples else SAMPLES
+    loader = DataLoader(samples, batch_size=8, collate_fn=collate, num_workers=2, pin_memory=True)
+    for at, batch in enumerate(loader):
+        expected = collate(samples[8 * at : 8 * at + 8])
+        assert isinstance(batch, kind)
+        assert all(tensor.is_pinned() for tensor in tensors(batch))
+        moved = batch.to("cuda", non_blocking=True)
+        assert all(tensor.is_cuda for tensor in tensors(moved))
+        back = moved.to("cpu", non_blocking=True)  # which waits
+        assert all(map(torch.equal, tensors(back), tensors(expected)))
+        assert batch.lengths.tolist() == expected.lengths.tolist()
+
+
+def test_samples_on_the_card_are_collated_there() -> None:
+    batch = PadCollate()(SAMPLES[:4]).to("cuda")
+    again = PadCollate()(batch.samples())
+    assert all(tensor.is_cuda for tensor in tensors(again))
+
+
+def test_pinned_bytes_are_bounded() -> None:
+    """Blocks of pinned memory are powers of two: at most twice what is in flight, and a little."""
+    statistics = getattr(torch.cuda, "host_memory_stats", None)
+    if statistics is None:
+        pytest.skip("this torch does not count pinned memory")
+    loader = DataLoader(
+        SAMPLES, batch_size=8, collate_fn=PadCollate(), num_workers=2, pin_memory=True
+    )
+    largest = max(batch.nbytes for batch in loader)
+    peak = statistics().get("allocated_bytes.peak")
+    if peak is None:
+        pytest.skip("this torch counts pinned memory under another name")
+    in_flight = 2 * 2 + 2  # two workers prefetch two each; one is returned, one is in use
+    assert peak <= 2 * in_flight * largest + 64 * 2**20

@@ -1,0 +1,114 @@
+"""Traces on a GPU: what they predict, what they take, and what they leave as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.epoch import MIB, on_card
+from torchbudget import measure_cost, trace_peak_bytes
+from torchbudget.errors import CostError
+
+pytestmark = pytest.mark.gpu
+# cuBLAS's workspaces stay allocated, and traces do not see them: 32 MiB on Hopper, 8 MiB elsewhere,
+# one for the forward's thread and one for the backward's; and those of cuBLASLt, 32 MiB at most.
+WORKSPACES = 4 * 32 * MIB
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder, fused attention",
+        "encoder, foreach",
+        "encoder, checkpointed",
+        "decoder, scores kept",
+        "graphs",
+        "heavy",
+    ],
+)
+@pytest.mark.parametrize(("n", "part"), [(4, 1.0), (32, 0.25)])
+def test_a_trace_is_the_allocated_peak_but_for_workspaces(name: str, n: int, part: float) -> None:
+    """Of the second real step; the trace itself allocates next to nothing."""
+    made = on_card(name)
+    ends = made.max_size if isinstance(made.max_size, tuple) else (made.max_size,)
+    size = tuple(max(int(end * part), 1) for end in ends)
+    batch = made.make_batch(n, size if len(size) > 1 else size[0])
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    traced = trace_peak_bytes(made.step, batch)
+    assert torch.cuda.max_memory_allocated() - before < 64 * MIB
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        made.step(batch)
+    torch.cuda.synchronize()
+    real = torch.cuda.max_memory_allocated()
+    assert -0.02 * real <= real - traced <= WORKSPACES + 0.02 * real
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_recurrent_layers_are_run(name: str) -> None:
+    """CuDNN's buffers are in no trace: it is refused, and the cost says that it was run only."""
+    made = on_card(name)
+    with pytest.raises(CostError, match="is run by cuDNN"):
+        trace_peak_bytes(made.step, made.make_batch(2, 8))
+    cost = measure_cost(made.step, made.make_batch, max_size=made.max_size, budget=3 * 2**30)
+    assert {probe.how for probe in cost.probes} == {"run"}
+    assert any("is run by cuDNN" in note for note in cost.notes)
+
+
+def compiled() -> tuple[Any, Any]:
+    """A step through `torch.compile`, and its batches."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
+    run = torch.compile(model, dynamic=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        run(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda n, size: torch.randn(n, size, 64, device="cuda")
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_trace_leaves_the_compiler_as_it_was(warm: bool) -> None:
+    """Compiled before or not, the step is compiled after a trace, and goes on."""
+    from torch._dynamo.utils import counters
+
+    pytest.importorskip("triton", reason="torch.compile on CUDA needs Triton")
+    torch._dynamo.reset()
+    counters.clear()
+    step, make_batch = compiled()
+    if warm:
+        step(make_batch(2, 9))
+        step(make_batch(3, 7))
+    measure_cost(step, make_batch, max_size=128, method="trace")
+    step(make_batch(5, 6))
+    torch.cuda.synchronize()
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_a_kernel_of_tritons_does_not_get_a_null_pointer() -> None:
+    """Called by hand, it is refused by the trace; the context lives on."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tests.gpu.triton_kernel import doubled
+
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        doubled(model(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    x = torch.randn(8, 64, device="cuda")
+    step(x)
+    with pytest.raises(CostError, match="does not run on fake tensors"):
+        trace_peak_bytes(step, x)
+    torch.cuda.synchronize()
+    step(x)
+    torch.cuda.synchronize()
