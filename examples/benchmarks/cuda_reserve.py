@@ -38,12 +38,13 @@ from _common import Results, parser
 from tests.support.model_classes import CLASSES
 from tests.support.training_cases import CASES, Training
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
+from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.caching_allocator import (
     AllocatorOutOfMemoryError,
     CachingAllocator,
 )
 from torchbudget.cost.measuring.requests import Requests
-from torchbudget.cost.measuring.reserving import CudaDevice, requests_at
+from torchbudget.cost.measuring.reserving import requests_at
 from torchbudget.cost.measuring.tracing import tracing
 from torchbudget.cost.measuring.training_state import TrainingState
 
@@ -128,7 +129,7 @@ def requests_of(case: Training, shapes: list[Shape]) -> tuple[list[Requests], fl
     return requests_at(real, shapes) or [], max(off)
 
 
-def replay(steps: list[Requests], device: CudaDevice, cap: int | None) -> CachingAllocator:
+def replay(steps: list[Requests], device: AssumedDevice, cap: int | None) -> CachingAllocator:
     """The allocator after an epoch, or after the step that ran out of memory."""
     allocator = CachingAllocator(device.settings, cap_bytes=cap)
     with suppress(AllocatorOutOfMemoryError):
@@ -147,10 +148,10 @@ def compare(make: Callable[[], Training], mib: int, segments: str, steps: int) -
     os.environ["PYTORCH_ALLOC_CONF"] = SEGMENTS[segments]
     budget, case = mib * 2**20, make()
     cost = measured(case, budget)
-    note = next(note for note in cost.notes if "an epoch of mixed shapes" in note)
+    note = next(note for note in cost.notes if "mixed shapes reserve" in note)
     shapes = planned(case, cost, budget, steps)
     requests, off = requests_of(case, shapes)
-    device = CudaDevice.detect()
+    device = AssumedDevice.detect()
     free = replay(requests, device, None)
     capped = replay(requests, device, budget - device.context_bytes)
 
@@ -160,7 +161,7 @@ def compare(make: Callable[[], Training], mib: int, segments: str, steps: int) -
     return {
         "segments": segments,
         "margin": cost.margin,
-        "factor": float(note.partition("reserves ")[2].partition(" times")[0]),
+        "factor": float(note.partition("reserve ")[2].partition(" times")[0]),
         "steps": len(shapes),
         "off": off,
         "filled": share(free.peak_allocated_bytes),

@@ -13,9 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.support.training_cases import ADAMW, CASES, Training, recurrent, training
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
+from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.caching_allocator import AllocatorSettings
 from torchbudget.cost.measuring.requests import Requests
-from torchbudget.cost.measuring.reserving import CudaDevice, requests_at, reserved_in_epoch
+from torchbudget.cost.measuring.reserving import requests_at, reserved_in_epoch
 from torchbudget.cost.measuring.tracing import Trace, tracing
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
@@ -86,7 +87,7 @@ def test_what_a_step_asks_for_adds_up_to_its_living_bytes() -> None:
         seen.add(index)
         peak = max(peak, live)
     assert peak == trace.peak_bytes
-    allocator_peak = reserved_in_epoch([requests], CudaDevice.of((8, 0), AllocatorSettings()))
+    allocator_peak = reserved_in_epoch([requests], AssumedDevice.of((8, 0), AllocatorSettings()))
     assert allocator_peak >= peak
 
 
@@ -113,7 +114,7 @@ def test_an_epoch_through_the_allocator_stays_within_the_budget(
         for indices in MemoryBudgetBatchSampler(sizes, cost, budget)
     ]
     steps = traced(case, order)
-    peak = reserved_in_epoch([steps[shape] for shape in order], CudaDevice.detect())
+    peak = reserved_in_epoch([steps[shape] for shape in order], AssumedDevice.detect())
     assert peak <= budget
     if settings:
         assert peak >= 0.9 * budget
@@ -142,7 +143,7 @@ def test_the_report_says_what_is_assumed_and_what_no_trace_sees() -> None:
         "600 MiB for the context",
         "66 MiB for the workspaces of cuBLAS",
         "no trace sees temporaries inside kernels",
-        "an epoch of mixed shapes reserves",
+        "mixed shapes reserve",
     ):
         assert text in report
 
@@ -152,7 +153,7 @@ def test_the_report_says_what_is_assumed_and_what_no_trace_sees() -> None:
 )
 def test_workspaces_by_architecture(capability: tuple[int, int] | None, workspace: int) -> None:
     """`parseChosenWorkspaceSize`, for each of two threads: 32 MiB on Hopper, else 8.125 MiB."""
-    device = CudaDevice.of(capability, AllocatorSettings())
+    device = AssumedDevice.of(capability, AllocatorSettings())
     assert device.workspaces == (workspace, 2**20) * 2
 
 

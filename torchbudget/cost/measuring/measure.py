@@ -13,11 +13,12 @@ import torch
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
+from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.judging import fits, judged_cost
-from torchbudget.cost.measuring.reserving import CudaDevice, reserved
+from torchbudget.cost.measuring.reserving import reserved
 from torchbudget.cost.measuring.running import run_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
 from torchbudget.cost.measuring.traced import Traced, trace_probes
@@ -199,12 +200,12 @@ def _traced_on_target(subject: Subject, room: int | None) -> Traced:
     """Bytes of tensors; on CUDA, what its allocator reserves for them."""
     if subject.target.type != "cuda":
         return trace_probes(subject, room)
-    device = CudaDevice.detect()
+    device = AssumedDevice.detect()
     return reserved(trace_probes(subject, device.room_for_tensors(room)), subject, device, room)
 
 
 def _predicted_on() -> dict[str, str]:
-    return {"device": "cuda, predicted", "allocator": f"native, {CudaDevice.detect().segments}"}
+    return {"device": "cuda, predicted", "allocator": f"native, {AssumedDevice.detect().segments}"}
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:

@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from torchbudget.cost.measuring.caching_allocator import AllocatorSettings, CachingAllocator
+from torchbudget.cost.measuring.assumed_device import AssumedDevice
+from torchbudget.cost.measuring.caching_allocator import CachingAllocator
 from torchbudget.cost.measuring.fitting import explain, total_form
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import Size, Subject
@@ -34,95 +33,23 @@ from torchbudget.cost.measuring.terms import (
 from torchbudget.cost.measuring.traced import Traced
 from torchbudget.cost.models.form import FloatArray
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.errors import CostError
-from torchbudget.machine.allocators import cuda_allocator_settings
 from torchbudget.units import format_bytes
 
 Shape: TypeAlias = tuple[int, Size]
 
-# What a process has on a device outside torch's allocator: the context, and libraries with their
-# kernels. It differs between devices and drivers; a run on the device measures it.
-CONTEXT_BYTES: Final = 600 * 2**20
-# ATen/cuda/CublasHandlePool.cpp: workspaces that cuBLAS gets from torch's allocator, 8 of 4 MiB on
-# Hopper, 2 of 4 MiB and 8 of 16 KiB elsewhere; and that of cuBLASLt.
-CUBLAS_HOPPER_BYTES: Final = 8 * 4096 * 1024
-CUBLAS_BYTES: Final = 2 * 4096 * 1024 + 8 * 16 * 1024
-CUBLAS_LT_BYTES: Final = 1024 * 1024
-_HOPPER: Final = (9, 0)
-# Each thread has a handle of its own, which has a workspace: the forward's, and the backward's.
-_THREADS: Final = 2
-
-# Steps of an epoch, a share of which do not fill the budget, and the most requests of all of them:
-# 300,000 take about a second.
+# Steps of an epoch, a share of which do not fill the budget. There are fewer where they make more
+# requests in all, 300,000 of which take about a second.
 _STEPS: Final = 300
-_PARTIAL: Final = 1 / 5
+_LEAST_STEPS: Final = 50
 _MOST_REQUESTS: Final = 10**6
+_PARTIAL: Final = 1 / 5
 _MOST_SAMPLES: Final = 2**16
 # A plan leaves room for what an epoch reserves; its batches are then smaller: another epoch.
 _ROUNDS: Final = 8
 _LEAST_GROWTH: Final = 1.005
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaDevice:
-    """What is assumed of a CUDA device that no step runs on.
-
-    Attributes:
-        settings: of torch's allocator.
-        context_bytes: outside the allocator.
-        workspaces: of libraries, from the allocator, in bytes.
-        architecture: whose workspaces they are.
-    """
-
-    settings: AllocatorSettings
-    context_bytes: int
-    workspaces: tuple[int, ...]
-    architecture: str
-
-    @classmethod
-    def of(cls, capability: tuple[int, int] | None, settings: AllocatorSettings) -> CudaDevice:
-        """A device of a compute capability; `None`: unknown, so that the most is assumed."""
-        hopper = capability is None or capability == _HOPPER
-        architecture = "Hopper, which has the largest" if capability is None else f"{capability}"
-        each = [CUBLAS_HOPPER_BYTES if hopper else CUBLAS_BYTES, CUBLAS_LT_BYTES]
-        return cls(
-            settings=settings,
-            context_bytes=CONTEXT_BYTES,
-            workspaces=tuple(each * _THREADS),
-            architecture=architecture,
-        )
-
-    @classmethod
-    def detect(cls) -> CudaDevice:
-        """The device at hand, if there is any, with the settings that the environment states."""
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        return cls.of(capability, AllocatorSettings.of(cuda_allocator_settings()))
-
-    @property
-    def fixed_bytes(self) -> int:
-        """On the device before there is any tensor."""
-        return self.context_bytes + sum(self.workspaces)
-
-    @property
-    def segments(self) -> str:
-        """The kind of its allocator's segments, in words."""
-        return "expandable segments" if self.settings.expandable else "segments of fixed sizes"
-
-    def room_for_tensors(self, room: int | None) -> int | None:
-        """What a budget leaves for tensors.
-
-        Raises:
-            CostError: nothing.
-        """
-        if room is not None and room <= self.fixed_bytes:
-            raise CostError(
-                f"a CUDA context and the workspaces of cuBLAS take {format_bytes(self.fixed_bytes)}"
-                f", which leaves nothing of a budget of {format_bytes(room)}"
-            )
-        return None if room is None else room - self.fixed_bytes
-
-
-def reserved(traced: Traced, subject: Subject, device: CudaDevice, room: int | None) -> Traced:
+def reserved(traced: Traced, subject: Subject, device: AssumedDevice, room: int | None) -> Traced:
     """What traces show, in bytes of the device instead of bytes of tensors.
 
     What the device has at every moment (context, workspaces, parameters, optimizer state) is added;
@@ -143,8 +70,8 @@ def reserved(traced: Traced, subject: Subject, device: CudaDevice, room: int | N
     epoch = _Epoch(living, subject, device, always)
     factor = epoch.factor(room)
     subject.notes.append(
-        f"predicted for CUDA with {device.segments}, not measured there: an epoch of mixed shapes "
-        f"reserves {factor:.3f} times what comes and goes in its costliest step"
+        f"predicted for CUDA with {device.segments}, not measured there: {epoch.steps} steps of "
+        f"mixed shapes reserve {factor:.3f} times what comes and goes in the costliest of them"
     )
     subject.notes.append(
         f"assumed: {format_bytes(device.context_bytes)} for the context and libraries, "
@@ -181,8 +108,14 @@ class _Epoch:
 
     living: Traced
     subject: Subject
-    device: CudaDevice
+    device: AssumedDevice
     always: int
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        requests = max(len(one.order) for one in self.living.requests.values())
+        return min(max(_MOST_REQUESTS // max(requests, 1), _LEAST_STEPS), _STEPS)
 
     def factor(self, room: int) -> float:
         """How many times the bytes that come and go in its costliest step are reserved for them.
@@ -191,28 +124,33 @@ class _Epoch:
         """
         factor, domain = 1.0, self.subject.domain
         rng = np.random.default_rng(0)
-        sizes = [domain.between(share) for share in rng.uniform(size=(_STEPS, domain.axes))]
-        partial = np.where(rng.uniform(size=_STEPS) < _PARTIAL, rng.uniform(size=_STEPS), 1.0)
+        sizes = [domain.between(share) for share in rng.uniform(size=(self.steps, domain.axes))]
+        partial = rng.uniform(size=(2, self.steps))
+        filled = np.where(partial[0] < _PARTIAL, partial[1], 1.0)
         for _ in range(_ROUNDS):
             scaled = _scaled(self.living, 0, self.always, factor)
             cost = MeasuredCost(forms=scaled.forms, margin=0)
-            n = np.minimum(cost.capacity(_array(sizes), room), _MOST_SAMPLES) * partial
+            n = np.minimum(cost.capacity(_array(sizes), room), _MOST_SAMPLES) * filled
             shapes = [(int(k), size) for k, size in zip(n, sizes, strict=True) if k >= 1]
             steps = requests_at(self.living.requests, shapes) if shapes else None
             if steps is None:
-                return self._factor_of_traced()
+                return max(factor, self._factor_of_traced())
             peak = reserved_in_epoch(steps, self.device)
             if peak <= room:
-                break
+                return factor
             factor = max(_LEAST_GROWTH * factor, self._ratio(peak, shapes))
+        self.subject.warn(
+            f"no plan was found whose epoch reserves less than {format_bytes(room)} on CUDA; the "
+            f"last one reserved {format_bytes(peak)}"
+        )
         return factor
 
     def _factor_of_traced(self) -> float:
         """The factor of the shapes that were traced, in a random order."""
         shapes = [*self.living.requests]
-        order = np.random.default_rng(0).integers(0, len(shapes), _STEPS).tolist()
+        order = np.random.default_rng(0).integers(0, len(shapes), self.steps).tolist()
         steps = [self.living.requests[shapes[at]] for at in order]
-        return max(1.0, self._ratio(reserved_in_epoch(steps, self.device), shapes))
+        return self._ratio(reserved_in_epoch(steps, self.device), shapes)
 
     def _ratio(self, peak: int, shapes: Sequence[Shape]) -> float:
         n, sizes = zip(*shapes, strict=True)
@@ -221,18 +159,16 @@ class _Epoch:
         return (peak - self.always) / max(most - self.always, 1)
 
 
-def reserved_in_epoch(steps: Sequence[Requests], device: CudaDevice) -> int:
+def reserved_in_epoch(steps: Sequence[Requests], device: AssumedDevice) -> int:
     """The most bytes on the device while steps are replayed in their order, context included."""
     allocator = CachingAllocator(device.settings)
     steps[0].load(allocator)
     for num_bytes in device.workspaces:
         allocator.malloc(num_bytes)
-    for number, requests in enumerate(accumulate(len(step.order) for step in steps)):
-        steps[number].replay(allocator)
-        if not number:
-            steps[0].make(allocator)
-        if requests > _MOST_REQUESTS:
-            break
+    steps[0].replay(allocator)
+    steps[0].make(allocator)
+    for step in steps[1:]:
+        step.replay(allocator)
     return device.context_bytes + allocator.peak_reserved_bytes
 
 
