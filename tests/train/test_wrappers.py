@@ -162,6 +162,9 @@ def zero():
 
 
 refused(half)
+synchronized = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+optimizer = OPTIMIZERS["SGD"](synchronized.parameters())
+refused(lambda: GradAccumulator(optimizer, synchronized).run_or_split(print, torch.ones(2, 2)))
 refused(static)
 refused(hooked)
 refused(late)
@@ -184,6 +187,7 @@ SAID = [
     "reduces gradients over 2 ranks, but 1 share a step",
     "save between steps",
     "compute it in float32",
+    "tensor parallelism and SyncBatchNorm",
     "static_graph=True",
     "communication hook",
     "communication hook",

@@ -248,9 +248,8 @@ class GradAccumulator(AccumulatesGradients):
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
-        parameters, scaler = self._parameters(), self._optimizers.scaler
-        with self._detector.backward_runs(() if self._steps else parameters):
-            backward_times(loss, factor, parameters, scaler, **options)
+        with self._detector.backward_runs(() if self._steps else self._parameters()):
+            backward_times(loss, factor, self._parameters, self._optimizers.scaler, **options)
 
     def run_or_split(
         self, function: Callable[[Any], object], batch: Any, *, cost: MeasuredCost | None = None

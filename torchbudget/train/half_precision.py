@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ _SMALLEST: Final = -14  # the exponent of the smallest normal number of float16
 def backward_times(
     loss: Tensor,
     factor: float,
-    parameters: Sequence[Tensor],
+    parameters: Callable[[], Sequence[Tensor]],
     scaler: torch.amp.GradScaler | None,
     **options: Any,
 ) -> None:
@@ -30,7 +30,7 @@ def backward_times(
     Args:
         loss: a scalar.
         factor: above 0.
-        parameters: that get gradients.
+        parameters: that get gradients, each once.
         scaler: of the gradients.
         options: as `torch.Tensor.backward` takes them.
     """
@@ -39,7 +39,7 @@ def backward_times(
     scaled = loss if carried == 1 else loss * carried
     if scaler is not None:
         scaled = scaler.scale(scaled)
-    hooked = [p for p in parameters if rest != 1 and p.requires_grad]
+    hooked = [] if rest == 1 else [one for one in parameters() if one.requires_grad]
     handles = [parameter.register_hook(lambda gradient: gradient * rest) for parameter in hooked]
     try:
         torch.autograd.backward(scaled, **options)

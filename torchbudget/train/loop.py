@@ -17,7 +17,7 @@ from torchbudget.progress import with_bar
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.process_group import Ranks
-from torchbudget.train.step import Step
+from torchbudget.train.step import Step, float64_device, in_float64
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Weight: TypeAlias = Callable[[Any], float]
@@ -106,7 +106,7 @@ def evaluate(
     """
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
-    losses = torch.zeros((), dtype=torch.float64, device=near)
+    losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
     weights = 0.0
     with evaluation_mode([model]):
         for batch in loader:
@@ -115,7 +115,7 @@ def evaluate(
             if loss.numel() != 1:
                 raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
             if own or not mean:  # the mean of nothing is NaN, and counts for nothing
-                losses += loss.reshape(()).double() * (own if mean else 1)
+                losses += in_float64(loss.reshape(())) * (own if mean else 1)
             weights += own
     total = torch.stack([losses, losses.new_tensor(weights)]).to(ranks.device(near))
     loss, weighed = ranks.sum(total).tolist()

@@ -52,8 +52,10 @@ class DistributedModules:
         self._roots = [one for one in self._shards if id(one) not in nested]
         self.modules: list[nn.Module] = [*self._replicated, *self._roots]
         self.sharded = bool(self._roots)
+        several = is_distributed() and dist.get_world_size() > 1
         self.communicates = self.sharded or any(
-            isinstance(part, nn.SyncBatchNorm) or any(map(is_dtensor, part.parameters(False)))
+            (several and isinstance(part, nn.SyncBatchNorm))
+            or any(map(is_dtensor, part.parameters(recurse=False)))
             for part in inner
         )
         self.check_options()
