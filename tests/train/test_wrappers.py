@@ -14,6 +14,7 @@ SHARDED = (
     + """
 import copy
 from torch import nn
+from torchbudget.errors import OptionError
 
 case, = arguments
 kind, name = "fsdp", "transformer"
@@ -32,7 +33,7 @@ class Scaled(nn.Module):
 
 
 large, model = Scaled(), Scaled()
-if case == "outside":
+if case in ("outside", "scaled"):
     fully_shard(model.inner)
     given = model.inner
 elif case == "layers":  # no module as a whole
@@ -48,8 +49,16 @@ else:
         model.set_gradient_divide_factor(7.0)
         model.inner.layer.set_gradient_divide_factor(0.5)
 theirs = OPTIMIZERS["AdamW"](large.parameters())
-mine = OPTIMIZERS["AdamW"](model.parameters())
-accumulator = GradAccumulator(mine, given, max_norm=0.1)
+mine = [OPTIMIZERS["AdamW"](model.parameters())]
+scaler = None
+if case == "scaled":
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    try:
+        GradAccumulator(mine, given, scaler=scaler)
+    except OptionError as error:
+        assert "an optimizer of its own" in str(error)
+    mine = [OPTIMIZERS["AdamW"](model.inner.parameters()), OPTIMIZERS["AdamW"]([model.scale])]
+accumulator = GradAccumulator(mine, given, max_norm=0.1, scaler=scaler)
 worst, norms = 0.0, 0.0
 for number in range(4):
     data = Data.make(24, seed=number)
@@ -72,7 +81,7 @@ finish([worst, norms])
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["outside", "layers", "ignored", "factor"])
+@pytest.mark.parametrize("case", ["outside", "layers", "ignored", "factor", "scaled"])
 def test_parameters_that_fsdp_does_not_reduce(case: str, tmp_path: Path) -> None:
     """Beside what is sharded, ignored in it, or divided by a user's factor: at most 1e-12."""
     results = run_ranks(SHARDED, tmp_path, 2, case)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.checks import positive_number
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.dtensors import local_part, total_norm
+from torchbudget.train.dtensors import is_dtensor, local_part, total_norm
 
 SPARSE: Final = (
     "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
@@ -71,6 +71,11 @@ class Optimizers:
             )
         if any(hasattr(p, "_in_backward_optimizers") for p in self.each_parameter()):
             raise OptionError(STEPS_IN_BACKWARD)
+        if self.scaler is not None and any(map(_is_mixed, self.optimizers)):
+            raise OptionError(
+                "a GradScaler cannot unscale the gradients of DTensors and of plain parameters "
+                "together: give each kind an optimizer of its own, and pass both"
+            )
         if self.max_norm is not None:
             positive_number("max_norm", self.max_norm)
 
@@ -213,6 +218,11 @@ def _counted(optimizers: Sequence[Optimizer]) -> Iterator[set[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_mixed(optimizer: Optimizer) -> bool:
+    """Whether it has DTensors as well as plain parameters."""
+    return len({is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}) > 1
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
