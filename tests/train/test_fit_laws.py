@@ -68,7 +68,7 @@ class After:
 
 
 def train(training: AnyTraining, folder: Path, *more: Any, **options: Any) -> list[Epoch] | None:
-    callbacks = [training.averaging, *more, training.ends]
+    callbacks = [training.averaging.update, *more, training.ends]
     try:
         return training.fit(folder=folder, callbacks=callbacks, **options)
     except BrokenOff:

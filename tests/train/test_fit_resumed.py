@@ -57,7 +57,7 @@ class Averaging:
         self.training = training
         self.average = AveragedModel(training.model)
 
-    def __call__(self, record: Step | Epoch) -> None:
+    def update(self, record: Step | Epoch) -> None:
         if isinstance(record, Step) and torch.rand(()) < 0.7:
             self.average.update_parameters(self.training.model)
 
@@ -71,9 +71,9 @@ class Averaging:
 def fit_with(
     training: Training, stop: tuple[type[Any], float], folder: Path
 ) -> tuple[Plateau, Averaging]:
-    callbacks = Plateau(training), Averaging(training)
-    training.fit_until(*stop, folder=folder, callbacks=callbacks)
-    return callbacks
+    plateau, averaging = Plateau(training), Averaging(training)
+    training.fit_until(*stop, folder=folder, callbacks=[plateau, averaging.update])
+    return plateau, averaging
 
 
 def test_what_callbacks_do_at_a_saved_record_is_not_lost(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def fit(
         checkpoint_steps: save after every so many steps, too.
         callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
             on every rank, after one that returns true on any; that is saved too. To break off and
-            go on later, raise instead. One that has `state_dict` and `load_state_dict`, on every
-            rank, is saved as the first rank has it.
+            go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
+            whose object has, of a method), on every rank, is saved as the first rank has it.
         device: that batches are moved to; `None`: they are not moved.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
@@ -199,7 +199,9 @@ class _Run:
         self.host = on_host(self.accumulator.ranks)
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
         self.generators = generators_of(self.loader) + generators_of(self.validation)
-        self.stateful: list[Any] = [one for one in self.callbacks if isinstance(one, Stateful)]
+        owners = [getattr(callback, "__self__", callback) for callback in self.callbacks]
+        stateful = {id(owner): owner for owner in owners if isinstance(owner, Stateful)}
+        self.stateful: list[Any] = list(stateful.values())
         numbers = on_each_rank(self.host, lambda: (len(self.callbacks), len(self.stateful)))
         self.agrees = self.folder is not None or any(number for number, _ in numbers)
         if self.folder is not None:
