@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import Stateful
@@ -25,6 +26,7 @@ from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
 from torchbudget.train.run_folder import RunFolder
 from torchbudget.train.step import Step
+from torchbudget.units import Amount
 
 _OTHER: Final = 2**32  # between the seeds of training's and of validation's workers
 
@@ -67,6 +69,7 @@ def fit(
     checkpoint_steps: int | None = None,
     callbacks: Sequence[Callback] = (),
     device: torch.device | str | None = None,
+    device_limit: MemoryBudget | Amount | None = None,
     progress: bool = True,
 ) -> list[Epoch]:
     """Train for a number of epochs; with a folder that has an unfinished run, go on with that one.
@@ -97,6 +100,8 @@ def fit(
             go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
             whose object has, of a method), on every rank, is saved as the first rank has it.
         device: that batches are moved to; `None`: they are not moved.
+        device_limit: a budget that torch's allocator is limited to first, on the model's device, by
+            `limit_device_memory`; `None`: it is not.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
@@ -118,6 +123,8 @@ def fit(
         sampler = getattr(one, "batch_sampler", None)
         if isinstance(one, DataLoader) and isinstance(sampler, IndexSource):
             sampler.check_dataset(one.dataset)
+    if device_limit is not None:
+        limit_device_memory(device_limit, next(model.parameters()).device)
     run = _Run(
         model=model,
         loader=loader,

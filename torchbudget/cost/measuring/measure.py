@@ -158,7 +158,7 @@ def _target_of(
     target = own if device is None else torch.device(device)
     if target.type == "cuda" and own.type == "cpu" and method == "trace":
         return target
-    if target.type == "cuda" and not torch.cuda.is_available():
+    if target.type == "cuda" and own.type != "cuda" and not torch.cuda.is_available():
         raise CostError(
             f"device={str(device)!r}: this torch has no CUDA device to measure on; method='trace' "
             "predicts its bytes from a trace of the model on the CPU"

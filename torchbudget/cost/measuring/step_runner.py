@@ -113,7 +113,8 @@ class StepRunner:
             if not is_out_of_memory(error, failed_before):
                 raise
         else:
-            peak.bytes, seconds = self._ranks.largest(peak.bytes, seconds)
+            worst = self._ranks.largest(peak.bytes, peak.retries, seconds)
+            peak.bytes, peak.retries, seconds = worst
             return peak, beside_bytes, seconds
         # Outside the handler, the exception's frames no longer keep the step's tensors alive.
         for parameter in self._state.parameters():
