@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import random
 import re
 import subprocess
 import sys
@@ -99,6 +100,12 @@ DIFFERENT: dict[str, tuple[Any, Any, Any]] = {
         keeps(torch.tensor(WEIGHTS).half()),
     ),
     "a set": (keeps({"a", "b", "c"}), keeps({"c", "b", "a"}), keeps({"a", "b"})),
+    "bytes": (keeps(b"ab"), keeps(b"ab"), keeps(bytearray(b"ab"))),
+    "a generator": (
+        keeps(np.random.default_rng()),
+        keeps(np.random.default_rng()),
+        keeps(random.Random()),
+    ),
     "a dict": (keeps({"a": 1}), keeps({"a": 1}), keeps({"a": 2})),
     "a nested dict": (keeps({"a": [1, {2}]}), keeps({"a": [1, {2}]}), keeps({"a": [1, {3}]})),
     "an ordered dict": (

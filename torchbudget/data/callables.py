@@ -2,13 +2,15 @@
 
 A function counts by its code without file and line numbers, its defaults and its closed-over
 values; an object by its class and by what pickling it would keep; arrays and tensors by their
-bytes. Functions that it finds by a global name do not count, and neither does the content of a
-memory map, which may be as large as the data.
+bytes. Functions that it finds by a global name do not count. Neither does the content of a memory
+map, which may be as large as the data, nor where a random generator stands: that differs from run
+to run.
 """
 
 from __future__ import annotations
 
 import copyreg
+import random
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -18,8 +20,13 @@ import torch
 from torchbudget.plan.fingerprint import fingerprint
 
 # Of these, and of containers of nothing else, `repr` says everything, and is the same everywhere.
-_PLAIN: Final = frozenset(
-    {type(None), type(...), bool, int, float, complex, str, bytes, bytearray, range}
+_PLAIN: Final = frozenset({type(None), type(...), bool, int, float, complex, str, range})
+_GENERATORS: Final = (
+    random.Random,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    torch.Generator,
 )
 _PROTOCOL: Final = 4  # of pickle
 
@@ -77,6 +84,10 @@ class _Digests:
 
     def _of_parts(self, value: Any) -> str:
         kind = type(value)
+        if kind in (bytes, bytearray):
+            return fingerprint(kind.__name__, bytes(value))
+        if isinstance(value, _GENERATORS):
+            return self._all("generator", kind)
         if isinstance(value, np.memmap):
             return self._all("memory map", value.dtype.str, value.shape)
         if isinstance(value, np.ndarray) and value.dtype != object:
