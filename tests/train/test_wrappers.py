@@ -14,6 +14,7 @@ SHARDED = (
     + """
 import copy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torchbudget.errors import OptionError
 
 case, = arguments
@@ -36,6 +37,10 @@ large, model = Scaled(), Scaled()
 if case in ("outside", "scaled"):
     fully_shard(model.inner)
     given = model.inner
+elif case == "hybrid":  # sharded over one dimension of a mesh, replicated over the other
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded"))
+    fully_shard(model, mesh=mesh)
+    given = model
 elif case == "layers":  # no module as a whole
     fully_shard(model.inner.layer)
     fully_shard(model.inner.head)
@@ -66,7 +71,7 @@ for number in range(4):
     (loss_sum(plain, data) / data.weight).backward()
     norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
     large_step(large, theirs, data, 0.1)
-    pieces = [data[list(range(at, at + 4))] for at in range(0, 24, 4)][rank::ranks]
+    pieces = [data[list(range(at, at + 3))] for at in range(0, 24, 3)][rank::ranks]
     for place, piece in enumerate(pieces):
         with accumulator.micro_batch(weight=piece.weight, last=place == len(pieces) - 1):
             accumulator.backward(loss_sum(model, piece))
@@ -81,10 +86,10 @@ finish([worst, norms])
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["outside", "layers", "ignored", "factor", "scaled"])
+@pytest.mark.parametrize("case", ["outside", "layers", "ignored", "factor", "scaled", "hybrid"])
 def test_parameters_that_fsdp_does_not_reduce(case: str, tmp_path: Path) -> None:
     """Beside what is sharded, ignored in it, or divided by a user's factor: at most 1e-12."""
-    results = run_ranks(SHARDED, tmp_path, 2, case)
+    results = run_ranks(SHARDED, tmp_path, 4 if case == "hybrid" else 2, case)
     assert max(worst for worst, _ in results) <= 1e-12
     assert results[0][1] > 0.1  # which was clipped
 
@@ -284,7 +289,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torchbudget.errors import OptionError
 
-kind = name = ""
+kind, = arguments
+name = ""
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
 
@@ -311,14 +317,18 @@ parallelize_module(model, mesh["tensor"], {
 })
 layouts = dict(input_layouts=Replicate(), desired_input_layouts=Shard(1))
 parallelize_module(model, mesh["tensor"], PrepareModuleInput(**layouts))
+group = None if kind == "fsdp" else mesh.get_group("data")
+told = "it says over which: pass group="
+if kind == "fsdp":
+    fully_shard(model, mesh=mesh["data"])
 theirs = OPTIMIZERS["AdamW"](large.parameters())
 mine = OPTIMIZERS["AdamW"](model.parameters())
-try:
-    GradAccumulator(mine, model)
-    told = ""
-except OptionError as error:
-    told = str(error)
-accumulator = GradAccumulator(mine, model, max_norm=0.1, group=mesh.get_group("data"))
+if kind == "plain":
+    try:
+        GradAccumulator(mine, model)
+    except OptionError as error:
+        told = str(error)
+accumulator = GradAccumulator(mine, model, max_norm=0.1, group=group)
 place, worst = mesh.get_local_rank("data"), 0.0
 for number in range(4):
     x = torch.randn(6, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
@@ -326,13 +336,14 @@ for number in range(4):
     (large(x).square().sum() / len(x)).backward()
     norm = torch.nn.utils.clip_grad_norm_(large.parameters(), 0.1).item()
     theirs.step()
-    pieces = [x[:1], x[1:3], x[3:]] if number == 2 and place == 0 else [x[:4]] if place else [x[4:]]
-    if number == 2 and place == 1:
-        pieces = []  # a rank without data
-    for piece in pieces:
-        with accumulator.micro_batch(weight=len(piece)):
+    pieces = [x[:4]] if place else [x[4:]]
+    if number == 2 and kind == "plain":
+        pieces = [] if place else [x[:1], x[1:3], x[3:]]  # a rank without data
+    for number, piece in enumerate(pieces, 1):
+        with accumulator.micro_batch(weight=len(piece), last=number == len(pieces)):
             accumulator.backward(model(piece).square().sum())
-    accumulator.step()
+    if not pieces:
+        accumulator.step()
     for one, other in zip(model.parameters(), large.parameters(), strict=True):
         full = one.full_tensor() if isinstance(one, DTensor) else one
         worst = max(worst, float((full - other).detach().norm() / other.detach().norm()))
@@ -343,9 +354,12 @@ finish([told, worst, accumulator.last.weight])
 
 
 @pytest.mark.distributed
-def test_tensor_parallel_gradients_are_summed_by_their_local_parts(tmp_path: Path) -> None:
-    """Over `group`, the ranks that have the same part; without it, refused: at most 1e-12."""
-    for told, worst, weight in run_ranks(TENSOR_PARALLEL, tmp_path, 4):
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_tensor_parallel_gradients_are_summed_by_their_local_parts(
+    kind: str, tmp_path: Path
+) -> None:
+    """Over `group`, the ranks that have the same part, or FSDP's own: at most 1e-12."""
+    for told, worst, weight in run_ranks(TENSOR_PARALLEL, tmp_path, 4, kind):
         assert "pass group=" in told
         assert worst <= 1e-12
         assert weight == 6

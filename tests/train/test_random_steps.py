@@ -1,0 +1,134 @@
+"""Random cuts, wrappings and options over real ranks: each step is the large batch's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.train.test_accumulator_ranks import COMMON
+
+CASES = 300 if os.environ.get("TORCHBUDGET_HYPOTHESIS") == "thorough" else 12
+
+RANDOM = (
+    COMMON
+    + """
+import copy
+import random
+
+from torch import nn
+
+from tests.support.large_steps import MODELS
+from torchbudget.errors import SampleTooLargeError
+
+first, cases = map(int, arguments)
+
+
+class Scaled(nn.Module):
+    "A model, and a parameter beside it."
+
+    def __init__(self, name):
+        super().__init__()
+        self.inner = make_model(name)
+        self.scale = nn.Parameter(torch.full((5,), 1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def wrapped(model, how):
+    "What is called, and what the accumulator is given."
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+        return model, model
+    if how == "subgroup":  # of all ranks, in another group
+        model = DistributedDataParallel(model, process_group=everybody)
+        return model, model
+    if how == "fsdp":
+        fully_shard(model, ignored_params={model.scale} if draw.random() < 0.5 else None)
+    if how == "inner":
+        fully_shard(model.inner)
+        if draw.random() < 0.5:
+            model.inner.set_gradient_divide_factor(draw.choice([0.5, 3.0]))
+        return model, model.inner
+    return model, model
+
+
+def full(parameter):
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+everybody = dist.new_group(range(ranks))
+told = []
+for number in range(first, first + cases):
+    draw = random.Random(number)  # the same on every rank
+    # FSDP needs every parameter to be used in every backward: what is never used is not in them.
+    how = draw.choice(["plain", "ddp", "subgroup", "fsdp", "inner"])
+    sharded = how in ("fsdp", "inner")
+    name = draw.choice([one for one in MODELS if not (sharded and one in ("frozen", "tied"))])
+    optimizer = draw.choice(["SGD", "AdamW"]) if name != "LSTM" else "SGD"
+    mean, max_norm = draw.random() < 0.5, draw.choice([None, 0.1, float("inf")])
+    options = dict(mean=mean, max_norm=max_norm, divisor=draw.choice([1, 8, 3]))
+    large = Scaled(name)
+    called, given = wrapped(copy.deepcopy(large), how)
+    theirs = OPTIMIZERS[optimizer](large.parameters())
+    mine = OPTIMIZERS[optimizer](called.parameters())
+    accumulator = GradAccumulator(mine, given, **options)
+    worst = 0.0
+    for step in range(3):
+        data = Data.make(draw.randint(2 * ranks, 24), seed=draw.randrange(10**6))
+        clips = max_norm is not None and max_norm < float("inf")
+        large_step(large, theirs, data, max_norm if clips else None)
+        rows = list(range(len(data)))
+        draw.shuffle(rows)
+        parts = draw.randint(1, 3) * ranks if sharded else draw.randint(1, 8)
+        parts = min(parts, len(rows) // ranks * ranks)
+        ends = [0, *sorted(draw.sample(range(1, len(rows)), parts - 1)), len(rows)]
+        pieces = [rows[a:b] for a, b in zip(ends, ends[1:])]
+        owner = [place % ranks if sharded else draw.randrange(ranks) for place in range(parts)]
+        own = [piece for piece, whose in zip(pieces, owner) if whose == rank]
+        fails = [draw.random() < 0.3 for _ in pieces]
+
+        for place, piece in enumerate(own):
+            left = [fails[place]]
+
+            def micro_batch(x, y, last=place == len(own) - 1):
+                part = Data(x, y)
+                with accumulator.micro_batch(part.weight, last=last):
+                    loss = loss_sum(called, part)
+                    accumulator.backward(loss / max(part.weight, 1) if mean else loss)
+                    if left[0] and len(x) > 1:
+                        left[0] = False
+                        raise MemoryError
+
+            batch = (data.x[piece], data.y[piece])
+            if sharded:
+                left[0] = False
+                micro_batch(*batch)
+            else:
+                accumulator.run_or_split(lambda both: micro_batch(*both), batch)
+        if not own:
+            accumulator.step()
+        assert accumulator.stepped and accumulator.last.weight == data.weight
+        for one, other in zip(called.parameters(), large.parameters(), strict=True):
+            norm = other.detach().norm() + 1e-30
+            worst = max(worst, float((full(one) - other).detach().norm() / norm))
+    told.append([number, how, name, optimizer, str(options), worst])
+finish(told)
+"""
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_steps_over_ranks(ranks: int, tmp_path: Path) -> None:
+    """Plain, DDP, over a group, FSDP whole or in part; parts that fail, ranks without data: 1e-12.
+
+    `TORCHBUDGET_HYPOTHESIS=thorough` tries 300 cases on each number of ranks instead of 12.
+    """
+    results = run_ranks(RANDOM, tmp_path, ranks, 1000 * ranks, CASES)
+    cases = [case for told in results for case in told]
+    assert len(cases) == ranks * CASES
+    assert [case for case in cases if case[-1] > 1e-12] == []
