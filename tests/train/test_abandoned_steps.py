@@ -82,6 +82,48 @@ def test_a_step_that_one_rank_gives_up(where: str, said: str, tmp_path: Path) ->
         assert told["difference"] <= EXACT
 
 
+MET = (
+    STARVED
+    + """
+import torch.distributed as dist
+from torchbudget.errors import StepError
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Linear(2, 1)
+accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def step(x):
+    with accumulator.micro_batch(weight=len(x)):
+        seen = x.mean(0)
+        dist.all_reduce(seen)  # such as a statistic of the whole batch
+        if rank == 1:
+            raise MemoryError
+        accumulator.backward((model(x) - seen.sum()).sum())
+
+
+told = ""
+try:
+    accumulator.run_or_split(step, torch.ones(4, 2))
+except StepError as error:
+    told = str(error)
+write([told, all(p.grad is None for p in model.parameters()), accumulator.state_dict()["weight"]])
+"""
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_a_collective_is_not_repeated_on_one_rank(tmp_path: Path) -> None:
+    """It would pair with another collective of the others: the batch is undone, and raises."""
+    (nothing, *_), (told, undone, weight) = run_ranks(MET, tmp_path, 2)
+    assert nothing == ""
+    assert "has a collective, which one rank cannot repeat" in told
+    assert undone
+    assert weight == 0
+
+
 class NoMemory(torch.optim.SGD):
     """Its first step fails."""
 

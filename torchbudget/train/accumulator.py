@@ -271,6 +271,8 @@ class GradAccumulator(AccumulatesGradients):
 
         Raises:
             SampleTooLargeError: one sample does not fit; on every rank, at this step.
+            StepError: the function opens no micro-batch, or two; or memory ran out after a
+                collective of its own, which one rank cannot repeat.
             OptionError: there are no modules whose buffers could be restored, or the ranks meet in
                 their forward or backward, which cannot be repeated on one rank.
         """
@@ -284,7 +286,7 @@ class GradAccumulator(AccumulatesGradients):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
         before = self._pending
-        self._run = run = SplitRun(batch, self._parameters(), self.modules)
+        self._run = run = SplitRun(batch, self._parameters(), self.modules, self.ranks)
         try:
             for part in run.failures(function, self._check_gradients):
                 self.out_of_memory += 1

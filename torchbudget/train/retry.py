@@ -14,6 +14,7 @@ from torchbudget.errors import SampleTooLargeError, StepError, TorchBudgetError
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import halves
+from torchbudget.train.process_group import Ranks
 
 
 class Buffers:
@@ -95,6 +96,7 @@ class SplitRun:
         batch: to be run.
         parameters: that are trained.
         modules: whose buffers the forward may change.
+        ranks: that share the step.
 
     Attributes:
         attempt: the run of a part that has not succeeded yet, and can be undone.
@@ -103,8 +105,9 @@ class SplitRun:
     """
 
     def __init__(
-        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module]
+        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module], ranks: Ranks
     ) -> None:
+        self._ranks = ranks
         self._parts = deque([batch])
         self._parameters = parameters
         self._modules = modules
@@ -136,11 +139,17 @@ class SplitRun:
         Args:
             function: that runs a part; its micro-batch calls `succeed`.
             before_attempt: called before each run, before gradients are set aside.
+
+        Raises:
+            SampleTooLargeError: memory ran out after the micro-batch, in the optimizer's step.
+            StepError: the function opened no micro-batch; or memory ran out where other ranks were
+                met already, which could pair with other collectives of theirs.
         """
         while self._parts:
             part = self._parts.popleft()
             before_attempt()
             self.attempt = attempt = Attempt(self._parameters, self._modules)
+            met = self._ranks.collectives()
             failed = ran_out_of_memory(function, part)
             succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
             if failed and succeeded:
@@ -149,6 +158,12 @@ class SplitRun:
                 raise StepError("run_or_split's function opened no micro_batch")
             if succeeded:
                 continue
+            if self._ranks.collectives() != met:
+                raise StepError(
+                    "memory ran out in a micro-batch whose forward or backward has a collective, "
+                    "which one rank cannot repeat while the others wait in the next: let this rank "
+                    "end, so that they fail too, and give it more memory or a smaller budget"
+                )
             attempt.undo()
             if self.whole is None:
                 attempt.copy_gradients()

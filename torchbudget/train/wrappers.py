@@ -58,6 +58,7 @@ class DistributedModules:
             or any(map(is_dtensor, part.parameters(recurse=False)))
             for part in inner
         )
+        self._searched = False
         self.check_options()
 
     def check_options(self) -> None:
@@ -168,10 +169,12 @@ class DistributedModules:
     def others_with(self, parameters: Iterable[Tensor]) -> list[nn.Module]:
         """DDP modules of any of the parameters that are not among the given modules.
 
-        torch keeps no list of them, but Python's garbage collector does: O(objects).
+        torch keeps no list of them, but Python's garbage collector does: O(objects), at the first
+        call; none are found again.
         """
-        if not is_distributed():
+        if self._searched or not is_distributed():
             return []
+        self._searched = True
         mine = {id(parameter) for parameter in parameters}
         known = set(map(id, self._replicated))
         return [
