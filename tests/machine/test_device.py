@@ -13,6 +13,7 @@ import torch
 
 from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget.errors import MachineError, OptionError
+from torchbudget.machine import cuda as cuda_module
 from torchbudget.machine import nvml
 from torchbudget.machine.cuda import TorchSource
 from torchbudget.machine.device import DeviceMemory, cuda_memory
@@ -240,8 +241,14 @@ def test_the_settings_in_force_are_read_off_a_segment(torch_cuda, monkeypatch):
 
 
 def test_a_torch_that_does_not_return_the_fraction(torch_cuda, monkeypatch):
+    """What was set here is remembered instead."""
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
+    monkeypatch.setattr(cuda_module, "_fractions", {})
     assert TorchSource("cuda").figures().fraction == 1.0
+    TorchSource("cuda").set_fraction(0.5)
+    assert TorchSource("cuda").figures().fraction == 0.5
+    assert TorchSource("cuda:0").figures().fraction == 1.0
 
 
 def test_a_gpu_that_does_not_exist(torch_cuda):

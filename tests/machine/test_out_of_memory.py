@@ -10,10 +10,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support.out_of_memory_texts import AMBIGUOUS, CERTAIN, NEVER, ids
 from torchbudget.machine import out_of_memory
-from torchbudget.machine.out_of_memory import is_out_of_memory
+from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_what_says_something_else(kind: type, text: str, short: dict[str, int]) 
 ONEDNN = """
 import resource
 import torch
-from torchbudget.machine.out_of_memory import is_out_of_memory
+from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 
 lstm = torch.nn.LSTM(64, 256, batch_first=True)
 
@@ -91,3 +92,15 @@ def test_what_onednn_says_under_a_limit() -> None:
     assert seen
     if "oneDNN" not in seen:
         pytest.skip("oneDNN got all that it asked for, or is not used on this machine")
+
+
+def test_failures_are_counted_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And next to nothing that is free on a device that is in use counts; here is none."""
+    assert failed_allocations() == 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda at: {"num_ooms": 2 + at})
+    assert failed_allocations() == 5
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda at: at)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {1: (2**27, 2**36)}.__getitem__)
+    assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"))

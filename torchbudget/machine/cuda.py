@@ -15,6 +15,8 @@ _OWN_POOL: Final = (0, 0)
 # Settings whose values in force torch returns, so that what the environment says is not needed.
 _READ_OFF: Final = ("backend", "expandable_segments")
 
+_fractions: dict[int, float] = {}  # by device, as set here
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFigures:
@@ -125,7 +127,7 @@ class TorchSource:
             raise MachineError(f"cannot read the memory of cuda:{self.index}: {error}") from error
         stats = torch.cuda.memory_stats(self.index)
         # The oldest versions of torch that are supported can set the fraction, but not return it.
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", _fraction_set)
         return DeviceFigures(
             total_bytes=total_bytes,
             free_bytes=free_bytes,
@@ -154,6 +156,7 @@ class TorchSource:
     def set_fraction(self, fraction: float) -> None:
         """See `DeviceSource`."""
         torch.cuda.set_per_process_memory_fraction(fraction, self.index)
+        _fractions[self.index] = fraction
 
     def name(self) -> str:
         """See `DeviceSource`."""
@@ -183,6 +186,10 @@ class TorchSource:
             if one["device"] == self.index
             and tuple(one.get("segment_pool_id", _OWN_POOL)) != _OWN_POOL
         )
+
+
+def _fraction_set(index: int) -> float:
+    return _fractions.get(index, 1.0)
 
 
 def _cuda_device(device: torch.device | str) -> torch.device:

@@ -16,7 +16,6 @@ import torch
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.cgroups import cgroup_memory
-from torchbudget.machine.device import device_memory
 from torchbudget.machine.host import machine_memory
 from torchbudget.machine.kernel_files import ROOT, read_fields
 
@@ -77,17 +76,18 @@ def failed_allocations() -> int:
     """
     if not torch.cuda.is_initialized():
         return 0
-    stats = (torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count()))
+    devices = range(torch.cuda.device_count())
+    stats = map(torch.cuda.memory_stats_as_nested_dict, devices)
     return sum(one.get("num_ooms", 0) for one in stats)
 
 
 def _left() -> Iterator[tuple[int, int]]:
     """Bytes that are left, and how many would be enough: of each memory that may be short."""
     if torch.cuda.is_initialized():
-        # Not of the others: to ask would take a context there.
+        # Not of the others: to ask would take a context there. What a limit leaves to torch's
+        # allocator is nothing to libraries, and whoever meets the limit counts as a failure.
         for index in filter(torch.cuda.memory_reserved, range(torch.cuda.device_count())):
-            with suppress(MachineError):
-                yield device_memory(f"cuda:{index}").pool().free_bytes, _NOTHING_BYTES
+            yield torch.cuda.mem_get_info(index)[0], _NOTHING_BYTES
     status = read_fields(ROOT / "proc/self/status")
     for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         most = resource.getrlimit(limit)[0]
