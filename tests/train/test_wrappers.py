@@ -98,7 +98,7 @@ REFUSED = (
     COMMON
     + """
 from torch import nn
-from torchbudget.errors import OptionError, StepError
+from torchbudget.errors import OptionError, StateError, StepError
 
 kind, name = "fsdp", "transformer"
 told = []
@@ -126,6 +126,12 @@ data = Data.make(4)
 with accumulator.micro_batch(weight=data.weight):
     accumulator.backward(loss_sum(sharded, data))
 refused(accumulator.state_dict, StepError)
+plain = make_model(name)
+other = GradAccumulator(OPTIMIZERS["SGD"](plain.parameters()), plain, steps=2)
+with other.micro_batch(weight=data.weight):
+    other.backward(loss_sum(plain, data))
+state = other.state_dict()
+refused(lambda: accumulator.load_state_dict(state), StateError)
 with accumulator.micro_batch(weight=data.weight):
     accumulator.backward(loss_sum(sharded, data))
 assert accumulator.state_dict()["steps"] == 1
@@ -200,6 +206,7 @@ SAID = [
     "DTensor over ranks that share a step",
     "reduces gradients over 2 ranks, but 1 share a step",
     "save between steps",
+    "others than are sharded here",
     "compute it in float32",
     "tensor parallelism and SyncBatchNorm",
     "static_graph=True",

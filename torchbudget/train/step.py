@@ -13,6 +13,7 @@ from torch import Tensor
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
 from torchbudget.errors import OptionError, StateError
 from torchbudget.plan.step_source import StepSource
+from torchbudget.train.dtensors import is_dtensor
 
 Number = TypeVar("Number")
 
@@ -135,10 +136,13 @@ class Pending:
             raise StateError("expected what GradAccumulator.state_dict() returned")
         gradients = state["gradients"] or [None] * len(parameters)
         if len(gradients) != len(parameters) or any(
-            gradient is not None and gradient.shape != parameter.shape
+            gradient is not None
+            and (gradient.shape, is_dtensor(gradient)) != (parameter.shape, is_dtensor(parameter))
             for gradient, parameter in zip(gradients, parameters, strict=True)
         ):
-            raise StateError("the state's gradients are of other parameters")
+            raise StateError(
+                "the state's gradients are of other parameters, or of others than are sharded here"
+            )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
         names = [field.name for field in fields(cls) if field.name != "unread"]
