@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.resuming import as_pickle, check_every_stop, counted_state, in_parts
@@ -217,9 +218,10 @@ def test_a_table_that_does_not_cover_all_samples(oversize: Any, axes: int, ranks
     assert make().report().plan.batches == ranks * len(whole)
 
 
-def test_weights_are_copied() -> None:
+@pytest.mark.parametrize("ones", [np.ones, partial(torch.ones, dtype=torch.float64)])
+def test_weights_are_copied(ones: Any) -> None:
     """What becomes of the user's array changes neither draws nor states."""
-    weights = np.ones(300)
+    weights = ones(300)
     sampler = sampler_of(weights=weights, replacement=True)
     state = sampler.state_dict()
     weights[:150] = 0

@@ -197,6 +197,6 @@ def weights_of(weights: npt.ArrayLike | None) -> FloatArray | None:
         OptionError: they are no numbers.
     """
     try:
-        return None if weights is None else np.array(weights, np.float64)
+        return None if weights is None else np.asarray(weights, np.float64).copy()
     except (TypeError, ValueError) as error:
         raise OptionError(f"weights must be numbers: {error}") from error
