@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from tests.support.fake_device import FakeDevice, put_in_place
 from tests.support.training_cases import CASES, tokens
 from torchbudget import (
     MemoryBudgetBatchSampler,
@@ -20,6 +21,7 @@ from torchbudget import (
     PaddedCost,
     warm_up,
 )
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 
 
@@ -75,6 +77,27 @@ def test_they_are_run_and_nothing_changes() -> None:
     assert all(torch.equal(before[name], t) for name, t in training.model.state_dict().items())
     assert not training.optimizer.state
     assert sampler.state_dict() == state
+
+
+def test_what_was_reserved_before_is_in_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On figures that stand in for a GPU's: 9 GiB of earlier work are returned first."""
+    device = put_in_place(monkeypatch, FakeDevice(process_bytes=2**29))
+    device.take(9 * 2**30)
+    device.free(9 * 2**30)
+    monkeypatch.setattr(TrainingState, "device", property(lambda _: torch.device("cuda")))
+    monkeypatch.setattr(TrainingState, "check_parameters", lambda *_, **__: None)
+    training = CASES["encoder, fused attention"]()
+    sizes = [4, 8, 16] * 9
+    sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 64)
+    loader = DataLoader(Texts(sizes), batch_sampler=sampler, collate_fn=PadCollate())
+
+    def step(batch: PaddedBatch) -> None:
+        device.take(2**30)
+        training.step({"x": batch["x"]})
+        device.free(2**30)
+
+    peaks = [one.peak_bytes for one in warm_up(step, loader)]
+    assert peaks == [2**30 + 2**29] * 3
 
 
 def test_another_sampler_is_refused() -> None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
+from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.plan.step_source import ExtremeSource
 
@@ -35,11 +36,11 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
     """Run the largest, the longest and the shortest batch of the coming epoch.
 
     A step that would run out of memory does so now rather than after hours, and an allocator meets
-    the largest blocks first; on CUDA it keeps them reserved, so that the peaks of the others are at
-    least the first one's. The first batch is run twice, since optimizers allocate their state at
-    the first step. They are the extremes over all ranks, so that every rank runs the same ones.
-    Model, optimizer and random generators are restored afterwards, bit for bit, and the sampler
-    stays where it is.
+    the largest blocks first. On CUDA what earlier work left reserved is returned before; the blocks
+    of the first batch stay reserved, so that the peaks of the others are at least that one's. The
+    first batch is run twice, since optimizers allocate their state at the first step. They are the
+    extremes over all ranks, so that every rank runs the same ones. Model, optimizer and random
+    generators are restored afterwards, bit for bit, and the sampler stays where it is.
 
     Args:
         step: the full training step on a batch of the loader's.
@@ -59,6 +60,8 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
         )
     state = TrainingState(step)
     runs: list[WarmUp] = []
+    if state.device.type == "cuda":
+        device_memory(state.device).source.empty_cache()
     with state.restored(contents=True):
         for name, indices in sampler.extremes().items():
             batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
