@@ -57,7 +57,7 @@ def largest(sizes: Any) -> Any:
 def test_the_rest_of_an_epoch_is_planned_anew(
     case: Any, factor: float, data: st.DataObject
 ) -> None:
-    """Windows begun stay; later batches fit the corrected cost or hold one sample; all come once.
+    """Windows begun stay; later ones fit the corrected cost or hold one sample; all come once.
 
     Every position of the epoch can be resumed from: with the corrected cost what would have come
     comes, with the old one every remaining sample.
@@ -73,6 +73,9 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     read = list(islice(steps, data.draw(st.integers(0, 3))))
     drawn = [next(batches) for _ in range(data.draw(st.integers(0, len(before))))]
     ahead = sum(read) - len(drawn)
+    order = sampler.plan.order.epoch(0).indices(0, len(sizes))
+    stop = sampler.state_dict()["stop"] if drawn else len(order)  # the first window stays anyway
+    later = set(order[stop:].tolist()) if stop else set()  # stop 0: the epoch is over
     observe_more(observed, largest(sizes), factor)
     margin = sampler.replan()
     assert margin == observed.with_observed_margin().margin == sampler.replan()
@@ -81,11 +84,10 @@ def test_the_rest_of_an_epoch_is_planned_anew(
     assert drawn[:first] == before[:first]
     counts = Counter(index for batch in drawn for index in batch)
     assert counts == Counter(range(len(sizes)))
-    corrected, planned = observed.with_observed_margin(), False
-    for number, batch in enumerate(drawn[first:], first):
-        planned |= number >= len(before) or batch != before[number]
-        padded = sizes[batch].max(0)
-        assert not planned or len(batch) == 1 or corrected.batch_bytes(len(batch), padded) <= budget
+    corrected = observed.with_observed_margin()
+    for batch in drawn[first:]:
+        if later.issuperset(batch) and len(batch) > 1:
+            assert corrected.batch_bytes(len(batch), sizes[batch].max(0)) <= budget
     assert sum(sampler.steps) == len(drawn)
     if ahead <= 0:  # steps that were read before they were drawn may be others now
         assert sum(read) + sum(steps) == len(drawn)
@@ -126,6 +128,18 @@ def test_ranks_that_drew_unequally_far_stay_together(
     counts = Counter(index for epoch in epochs for batch in epoch for index in batch)
     assert counts == Counter(range(len(sizes)))
     assert len({len(epoch) for epoch in epochs}) == 1
+
+
+def test_windows_that_were_not_begun_are_cut_anew() -> None:
+    """From the second window on: of two samples under the corrected cost, of four before."""
+    cost = measured(margin=0.01)
+    sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000, window=20)
+    batches = iter(sampler)
+    numbers = [len(next(batches)) for _ in range(2)]
+    observe_more(cost, 100, 2)
+    sampler.replan()
+    numbers += map(len, batches)
+    assert numbers == [4] * 5 + [2] * 40
 
 
 def test_a_resumed_window_is_replanned() -> None:

@@ -145,7 +145,8 @@ def test_a_larger_margin_raises_the_table_too() -> None:
 def test_observed_steps_correct_the_margin() -> None:
     """One warning for all that is over; the cost with the observed margin covers it."""
     cost = measured(margin=0.01)
-    cost.observe(10, 100, 900_000)
+    for needed in (900_000, int(cost.batch_bytes(10, 100))):  # as predicted is not more
+        cost.observe(10, 100, needed)
     assert cost.with_observed_margin() is cost
     with pytest.warns(MeasureWarning, match=r"needed .*with_observed_margin"):
         cost.observe(10, 100, Peak(bytes=1_100_000))

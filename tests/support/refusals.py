@@ -1,0 +1,73 @@
+"""Refusals in laws: for named reasons that hold in the case, and not in most cases.
+
+A law says nothing of what is refused. So a sampler that refused everything would keep every law,
+unless a refusal must be one of those that the case allows, and most cases must be accepted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from torchbudget.errors import OptionError, UnevenRanksError
+
+T = TypeVar("T")
+
+
+class Refusals:
+    """Counts what laws try and what is refused, each law by itself."""
+
+    def __init__(self) -> None:
+        self._tried: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+
+    def accepted(self, action: Callable[[], T], reasons: Mapping[str, bool]) -> T | None:
+        """What an action returns; `None` where it is refused.
+
+        Args:
+            action: may raise an `UnevenRanksError` or an `OptionError`.
+            reasons: a part of the message of each refusal, and whether the case allows it.
+
+        Raises:
+            AssertionError: it was refused for no reason, or for one that does not hold.
+        """
+        law = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0]
+        self._tried[law] += 1
+        try:
+            return action()
+        except (UnevenRanksError, OptionError) as error:
+            refusal = str(error)
+        allowed = [reason for reason, holds in reasons.items() if holds]
+        assert any(reason in refusal for reason in allowed), f"{refusal}; allowed: {allowed}"
+        self._refused[law] += 1
+        return None
+
+    def check(self) -> None:
+        """Most cases of every law were accepted."""
+        for law, tried in self._tried.items():
+            assert self._refused[law] <= tried / 2, f"{law}: {self._refused[law]} of {tried}"
+
+
+def reasons_of(
+    sizes: Any, cost: Any, budget: int, ranks: int, options: Mapping[str, Any]
+) -> dict[str, bool]:
+    """Why a sampler may refuse an epoch.
+
+    Samples that no other fits beside are micro-batches of their own, of which there must be a
+    multiple of the ranks' number. `drop_last` may drop all there is.
+    """
+    multiple = options.get("size_multiple", 1)
+    largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
+    if hasattr(cost, "base_bytes"):
+        pair = int(cost.base_bytes + 2 * cost.item_bytes(largest[None])[0])
+    else:
+        pair = int(cost.batch_bytes(2, largest))
+    alone = pair > budget or options.get("max_batch_size") == 1
+    return {
+        "cannot be dealt evenly": ranks > 1 and alone,
+        "drop_last=True leaves nothing": bool(options.get("drop_last")),
+    }
