@@ -7,6 +7,9 @@ The optimizer is SGD, since others read a counter of steps that is on the host a
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.train.test_accumulator_ranks import COMMON
 from torchbudget import GradAccumulator
 from torchbudget.train import step as step_module
-from torchbudget.train.step import float64_device, in_float64
+from torchbudget.train.step import Step, float64_device, in_float64
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_assert_async"}
 
@@ -128,6 +131,23 @@ def test_weights_on_a_device_are_read_at_the_step(monkeypatch: pytest.MonkeyPatc
     assert tensors.last == numbers.last
     for one, other in zip(model.parameters(), by_numbers.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_step_is_a_plain_record() -> None:
+    """Whether its numbers were read or not: fields, copies, pickles, comparison and text."""
+    numbers = {"number": 1, "weight": 2.0, "micro_batches": 3, "skipped": False}
+    late = Step(loss=torch.tensor(0.5), gradient_norm=torch.tensor(4.0), **numbers)
+    plain = Step(loss=0.5, gradient_norm=4.0, **numbers)
+    copied = pickle.loads(pickle.dumps(late))  # noqa: S301  (of this line)
+    assert asdict(copied) == asdict(plain)
+    assert copy.deepcopy(late) == replace(late, loss=0.5) == plain
+    assert repr(late) == repr(plain)
+    assert "loss=0.5" in repr(plain)
+    assert Step(loss=0.5, gradient_norm=None, **numbers).gradient_norm is None
+    with pytest.raises(FrozenInstanceError):
+        late.loss = 1.0
+    with pytest.raises(TypeError, match="loss"):
+        Step(gradient_norm=None, **numbers)
 
 
 def test_sums_are_on_the_host_where_the_device_has_no_float64() -> None:
