@@ -35,14 +35,14 @@ class EpochLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self.loader
-        if not isinstance(loader, DataLoader):
-            return iter(loader)
-        sources: tuple[Any, ...] = (loader.batch_sampler, loader.sampler, loader.dataset)
+        names = ("batch_sampler", "sampler", "dataset")
+        sources = [getattr(loader, name, None) for name in names]
         for source in sources:
             if isinstance(source, HasEpochs):
                 source.set_epoch(self.epoch)
         # Workers that persist are those of the first epoch.
-        with _workers_seeded(loader, self.seed + (0 if loader.persistent_workers else self.epoch)):
+        persist = getattr(loader, "persistent_workers", False)
+        with _workers_seeded(loader, self.seed + (0 if persist else self.epoch)):
             if self.tracked and not isinstance(loader, Stateful):
                 for source in sources:
                     if isinstance(source, ResumableSource):
@@ -62,8 +62,11 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 @contextmanager
-def _workers_seeded(loader: DataLoader[Any], seed: int) -> Iterator[None]:
+def _workers_seeded(loader: Any, seed: int) -> Iterator[None]:
     """Inside, `iter(loader)` draws the seed of its workers from a generator of its own."""
+    if not isinstance(loader, DataLoader):  # it has no workers, as far as is known
+        yield
+        return
     before = loader.generator
     loader.generator = torch.Generator().manual_seed(seed)
     try:
