@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget.errors import OptionError, SampleError, UnevenRanksError
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Refusals:
         """What an action returns; `None` where it is refused.
 
         Args:
-            action: may raise an `UnevenRanksError` or an `OptionError`.
+            action: may raise an `UnevenRanksError`, `OptionError` or `SampleError`.
             reasons: a part of the message of each refusal, and whether the case allows it.
 
         Raises:
@@ -39,7 +39,7 @@ class Refusals:
         self._tried[law] += 1
         try:
             return action()
-        except (UnevenRanksError, OptionError) as error:
+        except (UnevenRanksError, OptionError, SampleError) as error:
             refusal = str(error)
         allowed = [reason for reason, holds in reasons.items() if holds]
         assert any(reason in refusal for reason in allowed), f"{refusal}; allowed: {allowed}"
