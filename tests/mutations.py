@@ -88,8 +88,8 @@ class Mutation:
 # ---------------------------------------------------------------------- what is changed
 
 
-def mutations_of(path: Path) -> Iterator[Mutation]:
-    """Every mutation of a module."""
+def mutations_of(root: Path, path: Path) -> Iterator[Mutation]:
+    """Every mutation of a module of a tree."""
     source = path.read_bytes()
     lines = [0]
     for line in source.splitlines(keepends=True):
@@ -97,7 +97,7 @@ def mutations_of(path: Path) -> Iterator[Mutation]:
     for node in _reached(ast.parse(source)):
         for kind, new in _changes(node):
             yield Mutation(
-                path=str(path.relative_to(ROOT)),
+                path=str(path.relative_to(root)),
                 line=node.lineno,
                 kind=kind,
                 start=lines[node.lineno - 1] + node.col_offset,
@@ -167,19 +167,19 @@ def _in_brackets(node: ast.expr) -> str:
 
 
 @cache
-def _modules() -> dict[str, Path]:
+def _modules(root: Path) -> dict[str, Path]:
     """The modules of the library and of the tests."""
     found = {}
-    for path in [*ROOT.glob("torchbudget/**/*.py"), *ROOT.glob("tests/**/*.py")]:
-        parts = path.relative_to(ROOT).with_suffix("").parts
+    for path in [*root.glob("torchbudget/**/*.py"), *root.glob("tests/**/*.py")]:
+        parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
 @cache
-def _imports(module: str) -> frozenset[str]:
+def _imports(root: Path, module: str) -> frozenset[str]:
     """What a module imports, also in the scripts that it has as texts, for other processes."""
-    nodes = list(ast.walk(ast.parse(_modules()[module].read_text())))
+    nodes = list(ast.walk(ast.parse(_modules(root)[module].read_text())))
     for text in [n.value for n in nodes if isinstance(n, ast.Constant)]:
         if isinstance(text, str) and "import" in text and "\n" in text:
             with suppress(SyntaxError):
@@ -189,51 +189,51 @@ def _imports(module: str) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.update(_defining(node.module, alias.name) for alias in node.names)
+            found.update(_defining(root, node.module, alias.name) for alias in node.names)
     if "torchbudget" in found:  # as a whole: `tb.PadCollate`
-        found.update(_imports_of_names("torchbudget").values())
-    return frozenset(found & _modules().keys()) - {"torchbudget"}
+        found.update(_imports_of_names(root, "torchbudget").values())
+    return frozenset(found & _modules(root).keys()) - {"torchbudget"}
 
 
 @cache
-def _imports_of_names(module: str) -> dict[str, str]:
+def _imports_of_names(root: Path, module: str) -> dict[str, str]:
     """The module that each imported name comes from."""
-    nodes = ast.walk(ast.parse(_modules()[module].read_text()))
+    nodes = ast.walk(ast.parse(_modules(root)[module].read_text()))
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in froms for alias in node.names}
 
 
-def _defining(module: str, name: str) -> str:
+def _defining(root: Path, module: str, name: str) -> str:
     """The module that a name is imported from, where another one passes it on."""
-    if f"{module}.{name}" in _modules():
+    if f"{module}.{name}" in _modules(root):
         return f"{module}.{name}"
     if module in _PASSING_ON:
-        return _imports_of_names(module).get(name, module)
+        return _imports_of_names(root, module).get(name, module)
     return module
 
 
 @cache
-def _reached_from(test: str) -> set[str]:
+def _reached_from(root: Path, test: str) -> set[str]:
     """The modules that a test imports, and those that they do."""
     found, waiting = {test}, [test]
     while waiting:
-        new = _imports(waiting.pop()) - found
+        new = _imports(root, waiting.pop()) - found
         found |= new
         waiting += new
     return found
 
 
-def tests_of(path: str, seconds: dict[str, float]) -> list[str]:
+def tests_of(root: Path, path: str, seconds: dict[str, float]) -> list[str]:
     """The test files that import a module: those of its name first, then by what they name."""
     changed = ".".join(Path(path).with_suffix("").parts)
     stem = changed.rsplit(".", 1)[-1]
     definitions = (ast.ClassDef, ast.FunctionDef)
-    nodes = ast.walk(ast.parse(_modules()[changed].read_text()))
+    nodes = ast.walk(ast.parse(_modules(root)[changed].read_text()))
     names = {node.name for node in nodes if isinstance(node, definitions)}
     ranked = []
-    for test, file in _modules().items():
-        name = str(file.relative_to(ROOT))
-        if file.name.startswith("test_") and changed in _reached_from(test):
+    for test, file in _modules(root).items():
+        name = str(file.relative_to(root))
+        if file.name.startswith("test_") and changed in _reached_from(root, test):
             words = set(re.findall(r"\w+", file.read_text()))
             ranked.append((stem not in file.stem, -len(words & names), seconds.get(name, 0), name))
     return [name for *_, name in sorted(ranked) if name not in _LEFT_OUT]
@@ -279,7 +279,7 @@ class Copy:
         module.write_bytes(mutation.applied(source))
         end, failed = time.monotonic() + limit_s, None
         try:
-            for test in tests_of(mutation.path, seconds):
+            for test in tests_of(self.folder, mutation.path, seconds):
                 began = time.monotonic()
                 failed = self.failure([test], max(end - began, 1))
                 if failed is not None:
@@ -328,21 +328,21 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1800, help="seconds for each mutation")
     parser.add_argument("--record", type=Path, default=Path("mutations.jsonl"))
     options = parser.parse_args()
-    every = [
-        mutation
-        for room in options.rooms
-        for path in sorted((ROOT / "torchbudget" / room).rglob("*.py"))
-        for mutation in mutations_of(path)
-    ]
-    chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
     lines = options.record.read_text().splitlines() if options.record.exists() else []
     known = {one["name"]: one for one in map(json.loads, lines)}
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, options.record.open("a") as record:
-        tree = Copy(Path(folder))
+        tree = Copy(Path(folder))  # of which all is read: the tree itself may change meanwhile
+        every = [
+            mutation
+            for room in options.rooms
+            for path in sorted((tree.folder / "torchbudget" / room).rglob("*.py"))
+            for mutation in mutations_of(tree.folder, path)
+        ]
+        chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
         for mutation in chosen:
             if mutation.name not in known:
-                source = (ROOT / mutation.path).read_bytes()
+                source = (tree.folder / mutation.path).read_bytes()
                 found = {
                     "name": mutation.name,
                     **asdict(mutation),
