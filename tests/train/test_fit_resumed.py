@@ -279,7 +279,7 @@ rank = dist.get_rank()
 torch.manual_seed(100 + rank)
 seen = []
 results = [train(Path(files, "whole"), 0, seen)]
-for stop in range(1, 10):
+for stop in range(3, 9):
     torch.manual_seed(100 + rank)
     train(Path(files, f"at {stop}"), stop, [])
     torch.manual_seed(0)
@@ -304,7 +304,7 @@ def test_each_rank_goes_on_at_its_own_place(tmp_path: Path) -> None:
         )
         for folder in folders
     }
-    assert len(resumed) == 9
+    assert len(resumed) == 6
     [steps] = statistics  # each step has the same samples, however it was broken off
     assert len(steps) > 9
 
