@@ -25,14 +25,18 @@ MIB = 2**20
 
 
 def on_card(name: str) -> Training:
-    """A case with its model and its batches on the GPU."""
+    """A case with its model and its batches on the GPU; in bfloat16 where its name says so."""
     made = CASES[name]()
     made.model.to("cuda")
 
     def make_batch(n: int, size: Any) -> Any:
         return {key: tensor.cuda() for key, tensor in made.make_batch(n, size).items()}
 
-    return dataclasses.replace(made, make_batch=make_batch)
+    def step(batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=name.endswith("bfloat16")):
+            return made.step(batch)
+
+    return dataclasses.replace(made, make_batch=make_batch, step=step)
 
 
 def outside_bytes() -> int:

@@ -22,6 +22,7 @@ WORKSPACES = 4 * 32 * MIB
     "name",
     [
         "encoder, fused attention",
+        "encoder, bfloat16",
         "encoder, foreach",
         "encoder, checkpointed",
         "decoder, scores kept",
