@@ -119,6 +119,18 @@ def test_an_epoch_of_mixed_shapes_stays_within_the_budget(
     assert cost.measured_on["allocator"] == f"native, {kind}"
 
 
+def test_what_a_failed_probe_had_reached_is_aimed_at(
+    on_cuda: Callable[..., ModelledDevice],
+) -> None:
+    """A budget of 3,000 MiB where there are 2,400: nearly all of them are measured."""
+    device = on_cuda(expandable=True)
+    device.model.device_bytes = MiB(2400) - device.outside_bytes
+    cost = run(decoder(device))
+    assert any("out of memory at" in note for note in cost.notes)
+    assert 0.9 <= max(probe.peak_bytes for probe in cost.probes) / MiB(2400) <= 1.01
+    assert int(cost.capacity(512, BUDGET)) == int(cost.capacity(512, 2 * BUDGET))
+
+
 def test_what_is_loaded_late_counts_from_the_start(on_cuda: Callable[..., ModelledDevice]) -> None:
     """Kernels of 200 MiB that only the ninth step loads are in what the first one needs."""
     device, steps = on_cuda(expandable=True), []

@@ -155,12 +155,14 @@ class _Runs:
                 return
             try:
                 probe = self.runner.run(n, size, held_out=held_out)
-            except ProbeOutOfMemoryError:
-                # There is less memory than the budget: later probes aim at half as much.
+            except ProbeOutOfMemoryError as error:
+                # There is less memory than the budget: later probes aim at what was reached, or at
+                # half as much.
                 self.subject.notes.append(
                     f"out of memory at {n} samples of size {size}, below the budget"
                 )
-                self.room -= (self.room - floor) // 2
+                half = self.room - (self.room - floor) // 2
+                self.room = max(half, min(error.reached_bytes, self.room))
                 return
             self.probes.append(probe)
             self.subject.advance(1)

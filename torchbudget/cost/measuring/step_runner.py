@@ -24,7 +24,15 @@ _REPEATED: Final = 3
 
 
 class ProbeOutOfMemoryError(Exception):
-    """A probe did not fit into the device's or the process's memory."""
+    """A probe did not fit into the device's or the process's memory.
+
+    Args:
+        reached_bytes: that the process had on the device before it failed; 0: unknown.
+    """
+
+    def __init__(self, reached_bytes: int = 0) -> None:
+        super().__init__(reached_bytes)
+        self.reached_bytes = reached_bytes
 
 
 class StepRunner:
@@ -107,20 +115,23 @@ class StepRunner:
     def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         """The peak of steps, what was in use beside tensors, and the seconds of the last one."""
         failed_before = failed_allocations()
+        failed, peak, beside_bytes, seconds = False, Peak(), 0, 0.0
         try:
             peak, beside_bytes, seconds = self._run(shapes)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error, failed_before):
                 raise
-        else:
-            worst = self._ranks.largest(peak.bytes, peak.retries, seconds)
-            peak.bytes, peak.retries, seconds = worst
+            failed, peak.bytes = True, self._reached_bytes()
+        failed |= peak.failures > 0  # that a library went on without
+        worst = self._ranks.largest(failed, peak.bytes, peak.retries, seconds)
+        failed, peak.bytes, peak.retries, seconds = worst
+        if not failed:
             return peak, beside_bytes, seconds
         # Outside the handler, the exception's frames no longer keep the step's tensors alive.
         for parameter in self._state.parameters():
             parameter.grad = None
         self.empty_cache()
-        raise ProbeOutOfMemoryError
+        raise ProbeOutOfMemoryError(peak.bytes)
 
     def _run(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         self.empty_cache()
@@ -135,10 +146,14 @@ class StepRunner:
                 self._wait()
                 seconds = time.perf_counter() - start_s
                 del batch, result
-        if peak.failures:  # that a library went on without
-            raise ProbeOutOfMemoryError
         self.sampled |= peak.sampled
         return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
+
+    def _reached_bytes(self) -> int:
+        if self.memory is None:
+            return 0
+        figures = self.memory.source.figures()
+        return figures.peak_reserved_bytes + self.memory.outside_bytes(figures)
 
     def _wait(self) -> None:
         if self.memory is not None:
