@@ -113,6 +113,8 @@ def test_more_padding_than_planned_is_noticed(
             pass
     assert len(caught) == 1
     assert "size_multiple=1" in str(caught[0].message)
+    if loop is sampled:
+        assert caught[0].filename == __file__  # the loop
 
 
 @forked

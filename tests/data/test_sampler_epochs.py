@@ -94,8 +94,11 @@ def test_setting_another_epoch_discards_a_loaded_position() -> None:
     list(itertools.islice(saved, 3))
     sampler = sampler_of()
     sampler.load_state_dict(saved.state_dict())
-    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(1\) discards .* in epoch 0"):
+    with pytest.warns(
+        DiscardedStateWarning, match=r"set_epoch\(1\) discards .* in epoch 0"
+    ) as found:
         sampler.set_epoch(1)
+    assert found[0].filename == __file__  # the line that has to change
     fresh = sampler_of()
     fresh.set_epoch(1)
     assert list(sampler) == list(fresh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,14 @@ def test_it_learns_and_keeps_the_best(tmp_path: Path) -> None:
     assert found == pytest.approx(min(losses), rel=1e-6)
 
 
+def test_the_seconds_of_every_epoch_are_told() -> None:
+    """Some of each, and together no more than the training took; without checkpoints, too."""
+    began_s = time.perf_counter()
+    seconds = [epoch.seconds for epoch in Training().fit(epochs=2)]
+    assert min(seconds) > 0
+    assert sum(seconds) <= time.perf_counter() - began_s
+
+
 def test_patience(tmp_path: Path) -> None:
     """A learning rate of 0 never gets better: two epochs after the first it ends."""
     training = Training()
@@ -267,6 +276,7 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 
 RANKS = """
 import json
+import time
 import sys
 from pathlib import Path
 
@@ -311,6 +321,7 @@ def test_fitting_over_ranks(tmp_path: Path) -> None:
 
 SUBGROUPS = """
 import json
+import time
 import sys
 from pathlib import Path
 

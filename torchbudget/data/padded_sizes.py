@@ -84,7 +84,7 @@ class PaddedSizes:
             f"to, now size_multiple={self._size_multiple}, or let the collate pad to the longest "
             "sample",
             PaddedSizeWarning,
-            stacklevel=4,
+            stacklevel=6,  # the loop
         )
 
 

@@ -49,6 +49,24 @@ def serve(allocator: CachingAllocator, request: int | float | None, live: list[B
         allocator.free(live.pop(int(request * len(live))))
 
 
+@given(REQUESTS, REQUESTS)
+def test_peaks_are_the_most_since_they_were_reset(
+    before: list[int | float | None], after: list[int | float | None]
+) -> None:
+    """What was allocated and reserved at the reset counts, and what was before it does not."""
+    allocator, live = CachingAllocator(), list[Block]()
+    for request in before:
+        serve(allocator, request, live)
+    allocator.reset_peaks()
+    allocated, reserved = [allocator.allocated_bytes], [allocator.reserved_bytes]
+    for request in after:
+        serve(allocator, request, live)
+        allocated.append(allocator.allocated_bytes)
+        reserved.append(allocator.reserved_bytes)
+    assert allocator.peak_allocated_bytes == max(allocated)
+    assert allocator.peak_reserved_bytes == max(reserved)
+
+
 def check(allocator: CachingAllocator, live: list[Block]) -> None:
     """Blocks cover their segments once, and add up to what is reserved."""
     bytes_ = {"allocated": 0, "free": 0, "unmapped": 0}

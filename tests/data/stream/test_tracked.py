@@ -385,8 +385,9 @@ def test_another_epoch_puts_a_state_aside() -> None:
 
 def test_a_state_that_is_never_used_is_warned_about() -> None:
     _, stream = begun_at(7)
-    with pytest.warns(DiscardedStateWarning, match="epoch 0"):
+    with pytest.warns(DiscardedStateWarning, match="epoch 0") as found:
         stream.set_epoch(3)
+    assert found[0].filename == __file__  # the line that has to change
     stream = begun_at(7)[1]
     stream.set_epoch(0)  # the same epoch: it stays
     assert any(worker["rounds"] or worker["start"] for worker in stream.state_dict()["workers"])
