@@ -87,6 +87,7 @@ def test_what_a_step_asks_for_adds_up_to_its_living_bytes() -> None:
         seen.add(index)
         peak = max(peak, live)
     assert peak == trace.peak_bytes
+    assert peak == sum(requests.loaded) + sum(requests.made) + requests.peak_bytes
     allocator_peak = reserved_in_epoch([requests], AssumedDevice.of((8, 0), AllocatorSettings()))
     assert allocator_peak >= peak
 

@@ -53,6 +53,15 @@ class Requests:
             np.array([index[number] for number in order], np.int64),
         )
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the step itself has allocated at once."""
+        events = np.zeros(len(self.order), np.int64)
+        _, first = np.unique(self.order, return_index=True)
+        events -= self.sizes[self.order]
+        events[first] *= -1
+        return int(np.cumsum(events).max(initial=0))
+
     def load(self, allocator: CachingAllocator) -> None:
         """Allocate what lives before the first step."""
         _allocate(allocator, self.loaded)

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.cost.measuring.allocator_blocks import LARGE_SEGMENT_BYTES
 from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.caching_allocator import CachingAllocator
 from torchbudget.cost.measuring.fitting import explain, total_form
@@ -47,6 +48,8 @@ _MOST_SAMPLES: Final = 2**16
 # A plan leaves room for what an epoch reserves; its batches are then smaller: another epoch.
 _ROUNDS: Final = 8
 _LEAST_GROWTH: Final = 1.005
+# Steps that are computed, and off by more, are not those of their shapes.
+_OFF: Final = 0.1
 
 
 def reserved(traced: Traced, subject: Subject, device: AssumedDevice, room: int | None) -> Traced:
@@ -133,9 +136,9 @@ class _Epoch:
             n = np.minimum(cost.capacity(_array(sizes), room), _MOST_SAMPLES) * filled
             shapes = [(int(k), size) for k, size in zip(n, sizes, strict=True) if k >= 1]
             steps = requests_at(self.living.requests, shapes) if shapes else None
-            if steps is None:
+            if steps is None or self._is_off(steps, shapes):
                 return max(factor, self._factor_of_traced())
-            peak = reserved_in_epoch(steps, self.device)
+            peak = self._reserved(steps)
             if peak <= room:
                 return factor
             factor = max(_LEAST_GROWTH * factor, self._ratio(peak, shapes))
@@ -150,7 +153,25 @@ class _Epoch:
         shapes = [*self.living.requests]
         order = np.random.default_rng(0).integers(0, len(shapes), self.steps).tolist()
         steps = [self.living.requests[shapes[at]] for at in order]
-        return self._ratio(reserved_in_epoch(steps, self.device), shapes)
+        return self._ratio(self._reserved(steps), shapes)
+
+    def _reserved(self, steps: Sequence[Requests]) -> int:
+        """The most bytes that the steps reserve in any of three orders, and one page more.
+
+        Where batches grow, segments of fixed sizes never fit the next one. The page is for what
+        other orders, and longer epochs, need beyond these.
+        """
+        growing = sorted(steps, key=lambda step: int(step.sizes.sum()))
+        shuffled = np.random.default_rng(1).permutation(len(steps)).tolist()
+        orders = steps, growing, [steps[at] for at in shuffled]
+        return LARGE_SEGMENT_BYTES + max(reserved_in_epoch(one, self.device) for one in orders)
+
+    def _is_off(self, steps: Sequence[Requests], shapes: Sequence[Shape]) -> bool:
+        """Whether computed steps have more alive than was fitted to their shapes, or less."""
+        n, sizes = zip(*shapes, strict=True)
+        fitted = MeasuredCost(forms=self.living.forms, margin=0).fitted_bytes(n, _array(sizes))
+        peaks = self.always + np.array([step.peak_bytes for step in steps])
+        return bool((np.abs(peaks / fitted - 1) > _OFF).any())
 
     def _ratio(self, peak: int, shapes: Sequence[Shape]) -> float:
         n, sizes = zip(*shapes, strict=True)
