@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchbudget.cost.measuring.allocator_blocks import Block
@@ -49,6 +49,7 @@ def serve(allocator: CachingAllocator, request: int | float | None, live: list[B
         allocator.free(live.pop(int(request * len(live))))
 
 
+@example([1000, 0.0], [])
 @given(REQUESTS, REQUESTS)
 def test_peaks_are_the_most_since_they_were_reset(
     before: list[int | float | None], after: list[int | float | None]
