@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchbudget import PaddedCost
 from torchbudget.plan.cut import SortedWindows
-from torchbudget.plan.dealing import deal_steps, level
+from torchbudget.plan.dealing import _Level, deal_steps, level
 from torchbudget.plan.rules import BatchRules
 
 
@@ -61,6 +61,33 @@ def test_a_level_is_a_better_cut_within_the_budget(
     assert numbers.shape == (count // ranks, ranks)
     assert (cost.batch_bytes(np.diff(cuts, append=len(sizes)), sizes[cuts]) <= budget).all()
     assert work_of(cuts)[numbers].sum(axis=0).max() < before
+
+
+@given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 3), st.floats(0, 1))
+def test_ranks_are_filled_up_to_a_level(seed: int, ranks: int, rounds: int, share: float) -> None:
+    """From the rank with the most room on, each takes as many of the longest samples as fit.
+
+    At least one, and it leaves one for each later rank; if samples remain, the level is too low.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = -np.sort(-rng.integers(1, 12, ranks * (rounds + 6)))
+    cost = PaddedCost(unit_bytes=1, fixed_bytes=3)
+    rules = BatchRules(cost=cost, budget_bytes=40)
+    starts = np.arange(rounds * ranks + 1)
+    head = cost.batch_bytes(1, sizes[: rounds * ranks])
+    sums = head[deal_steps(head[None], ranks)[0]].sum(axis=0)
+    top = int(sums.max() + share * 60)
+    bounds = [0]
+    tail = sizes[rounds * ranks :]
+    for rank, done in enumerate(np.sort(sums)):
+        at = bounds[-1]
+        most = len(tail) - at - (ranks - 1 - rank)
+        numbers = np.arange(1, most + 1)
+        needed = cost.batch_bytes(numbers, np.full(most, tail[at]))
+        fits = int(np.count_nonzero((needed <= 40) & (needed + done <= top)))
+        bounds.append(at + max(fits, 1))
+    found = _Level(sizes, starts, rules, ranks)._bounds(top)
+    assert found == (bounds if bounds[-1] == len(tail) else None)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3])  # that need 24 micro-batches
