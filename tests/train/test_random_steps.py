@@ -12,7 +12,7 @@ from tests.train.test_accumulator_ranks import COMMON
 
 # What one process group tries, from each of the first numbers.
 IS_THOROUGH = os.environ.get("TORCHBUDGET_HYPOTHESIS") == "thorough"
-CASES = 60 if IS_THOROUGH else 12
+CASES = 30 if IS_THOROUGH else 12
 FIRST = range(0, 300, CASES) if IS_THOROUGH else (0,)
 
 RANDOM = (
