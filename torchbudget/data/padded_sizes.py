@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -48,7 +49,7 @@ class PaddedSizes:
         """Look at a batch of samples whose planned padded size is known; O(its tensors)."""
         if self._warned:
             return
-        if isinstance(batch, KnowsRounding):
+        if _knows_rounding(type(batch)):  # type: ignore[arg-type]  # types are hashable
             self._compare_own(batch.rounding(self._size_multiple), planned)
             return
         longest = max(planned)
@@ -121,6 +122,11 @@ class _Noted(Iterator[list[int]]):
         if self._plan.rules.packing is None:  # else nothing is padded
             self._planned.append((self._plan.padded_size(np.array(batch)), len(batch)))
         return batch
+
+
+@lru_cache(maxsize=64)  # the check of a protocol takes as long as all the rest
+def _knows_rounding(kind: type[Any]) -> bool:
+    return issubclass(kind, KnowsRounding)
 
 
 def _tensors(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
