@@ -215,9 +215,6 @@ def test_the_generators_must_be_those_that_were_saved(tmp_path: Path) -> None:
         Shuffled(0, own=False).fit(epochs=2, folder=tmp_path)
 
 
-# ---------------------------------------------------------------------- statistics
-
-
 def test_a_training_that_had_no_checkpoint_yet_begins_its_statistics_again(tmp_path: Path) -> None:
     """Killed before its first one, it has each line once."""
 
