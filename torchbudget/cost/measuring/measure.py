@@ -178,10 +178,17 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         if not traced.aligned:
             least = _LEAST_PEAKS_MARGIN
             # Where a form is far above some peaks, it may be as far below others.
-            cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
+            fitted = [p for p in traced.probes if p.peak_bytes >= traced.bound_bytes]
+            cost = MeasuredCost(forms=traced.forms, margin=0, probes=tuple(fitted))
             misfit = max(2 * traced.under, *map(abs, cost.errors()))
         return judged_cost(
-            traced.forms, traced.probes, least, subject, everywhere=traced.aligned, misfit=misfit
+            traced.forms,
+            traced.probes,
+            least,
+            subject,
+            everywhere=traced.aligned,
+            misfit=misfit,
+            bound_bytes=traced.bound_bytes,
         )
     known = ranks.of_first(_traced(subject, method, room))
     forms, probes = run_probes(subject, room, () if known is None else known.forms)
@@ -245,7 +252,7 @@ def _traced(subject: Subject, method: Method, room: int) -> Traced | None:
         if method == "auto":
             traced = trace_probes(subject, room)
             cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
-            return traced if fits(cost) else None
+            return traced if fits(cost) and not traced.bound_bytes else None
         with tracing(subject.step, subject.state) as trace:
             check_values(trace, subject.batch(2, subject.domain.smallest))
     except BatchError:
