@@ -9,6 +9,7 @@ TorchBudgetError
 ├── OptionError          (ValueError)    an option, or a combination of options, is invalid
 ├── OversizeError        (ValueError)    one sample alone exceeds the budget
 ├── UnevenRanksError     (ValueError)    samples cannot be dealt evenly to the ranks
+├── ShardedTwiceError    (RuntimeError)  a framework deals dealt batches again
 ├── StateError           (ValueError)    a state is malformed
 │   └── StateMismatchError               a state is of another dataset, order or version
 ├── CollateError         (ValueError)    samples cannot form one batch
@@ -66,6 +67,10 @@ class OversizeError(TorchBudgetError, ValueError):
 
 class UnevenRanksError(TorchBudgetError, ValueError):
     """The samples cannot be dealt so that every rank has the same number of micro-batches."""
+
+
+class ShardedTwiceError(TorchBudgetError, RuntimeError):
+    """A framework deals to its processes the batches that are dealt to the ranks already."""
 
 
 class StateError(TorchBudgetError, ValueError):

@@ -16,6 +16,8 @@ from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.sampler_loader import check_end, check_loader
+from torchbudget.data.sampler_plan import window_of
+from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.distributed import largest_of_all_ranks, ranks_of
 from torchbudget.errors import OptionError, StateError
 from torchbudget.plan.check_cost import check_cost
@@ -153,7 +155,7 @@ class MemoryBudgetBatchSampler(
             rules,
             order,
             Ranks(number=self.num_replicas, even_sums=samples_per_step is not None),
-            window=_window(samples_per_step, window),
+            window=window_of(samples_per_step, window),
             drop_last=drop_last,
         )
         self._order = order_identity(order, table.fingerprint)
@@ -198,7 +200,9 @@ class MemoryBudgetBatchSampler(
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
+            ShardedTwiceError: a framework deals the batches of this rank to its processes again.
         """
+        check_sharded_once(self.num_replicas)
         self._iterations += 1
         self._is_loaded = False
         iterator = PlanIterator(self.plan, self._cursor, rank=self.rank, when_finished=self._finish)
@@ -389,12 +393,3 @@ class MemoryBudgetBatchSampler(
         """Go on to the next epoch after an epoch's end."""
         if iterator is self._iterator:
             self._cursor = Cursor(epoch=iterator.began.epoch + 1)
-
-
-def _window(samples_per_step: int | None, window: int | None) -> int | None:
-    if samples_per_step is not None and window is not None:
-        raise OptionError(
-            "with samples_per_step a window is one step: leave window out, "
-            f"got window={window}, samples_per_step={samples_per_step}"
-        )
-    return optional("samples_per_step", samples_per_step) or optional("window", window)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.checks import natural
 from torchbudget.data.loaded_state import warn_of_discarded_state
+from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.progress import Progress
@@ -86,7 +87,11 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[Any]:
-        """Read the epoch from its beginning, or from the loaded position."""
+        """Read the epoch from its beginning, or from the loaded position.
+
+        Raises:
+            ShardedTwiceError: a framework deals the batches of this rank to its processes again.
+        """
         if sys._getframe(1).f_locals.get("auto_collation"):  # the fetcher of a DataLoader
             raise OptionError(
                 "this stream yields whole batches, which the DataLoader would collate again: pass "
@@ -102,6 +107,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return _raising(error)
 
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
+        check_sharded_once(self.num_replicas)
         self._heed_other_processes()
         progress, reader = self._progress, self._reader
         epoch = progress.advance()
@@ -360,6 +366,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker does not see what starts it.
+        check_sharded_once(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         progress = self._progress.passed_on()
         kept = {"_reader": None, "_readers": None, "_tracked": None, "_progress": progress}
