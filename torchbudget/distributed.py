@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchbudget.checks import at_least_one, natural
 from torchbudget.errors import OptionError
@@ -26,6 +27,38 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if natural("rank", rank) >= ranks:
         raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
     return ranks, rank
+
+
+class AskedRanks:
+    """The number of ranks and this one's, asked whenever they are needed.
+
+    What was seen of `torch.distributed` stays after its end. A copy asks again, unless it is in a
+    `DataLoader`'s worker, which has no process group: it takes what its parent saw.
+
+    Args:
+        num_replicas: `None`: as many as `torch.distributed` has joined, else 1.
+        rank: of this process; `None`: likewise, else 0.
+
+    Raises:
+        OptionError: there is no such rank.
+    """
+
+    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
+        self._given = num_replicas, rank
+        self._parent: tuple[int, int] | None = None
+        self._seen = ranks_of(num_replicas, rank)
+
+    def now(self) -> tuple[int, int]:
+        """The number of ranks, and this one's."""
+        if self._parent is not None and get_worker_info() is not None:
+            self._seen = self._parent
+        elif self._parent is not None or is_distributed():
+            self._seen = ranks_of(*self._given)
+        self._parent = None
+        return self._seen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_given": self._given, "_parent": self.now(), "_seen": self._seen}
 
 
 _host_groups: dict[Any, Any] = {}  # by the group whose ranks they join

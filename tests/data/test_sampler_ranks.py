@@ -63,7 +63,7 @@ def test_ranks_of_torch_distributed(ranks: int, tmp_path: Path) -> None:
     start = torchrun if ranks == 2 else run_ranks
     found = start(SCRIPT, tmp_path, ranks, json.dumps(LENGTHS.tolist()))
     assert [one["ranks"] for one in found] == [[rank, ranks] for rank in range(ranks)]
-    assert [one["before"] for one in found] == [[0, 1]] * ranks
+    assert [one["before"] for one in found] == [[rank, ranks] for rank in range(ranks)]
     assert [one["explicit"] for one in found] == [[rank, 0] for rank in range(ranks)]
     assert len({(one["len"], tuple(one["steps"])) for one in found}) == 1
     assert {len(one["batches"]) for one in found} == {found[0]["len"]}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.padded_sizes import PlannedLoop
+from torchbudget.data.planned_sampler import PlannedSampler, window_of
 from torchbudget.data.sampler_loader import check_end, check_loader
-from torchbudget.data.sampler_plan import window_of
 from torchbudget.data.sharded_once import check_sharded_once
-from torchbudget.distributed import largest_of_all_ranks, ranks_of
+from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
@@ -29,17 +29,13 @@ from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.replanned import margins_of, with_margin_of
-from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.step_source import ExtremeSource, IndexSource, StepSource
-from torchbudget.plan.whole_epoch import whole_epoch
+from torchbudget.plan.step_source import StepSource
 from torchbudget.protocols import ResumableSource
 
 
-class MemoryBudgetBatchSampler(
-    Sampler[list[int]], ResumableSource, StepSource, ExtremeSource, IndexSource
-):
+class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
     """Batches of ragged samples that fit a budget of bytes and fill it.
 
     Windows of samples are chosen uniformly at random, sorted by size and cut into micro-batches,
@@ -82,8 +78,8 @@ class MemoryBudgetBatchSampler(
             copied.
         num_samples: samples in an epoch. Default: all. Without replacement, more than all are
             several passes.
-        num_replicas: ranks that share each window. Default: those of `torch.distributed` where it
-            is initialised, else 1.
+        num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
+            whenever they are needed, where it is initialised, else 1.
         rank: of this process. Default: that of `torch.distributed`, else 0.
 
     Raises:
@@ -130,7 +126,7 @@ class MemoryBudgetBatchSampler(
         rank: int | None = None,
     ) -> None:
         check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
-        self.num_replicas, self.rank = ranks_of(num_replicas, rank)
+        ranks, length = AskedRanks(num_replicas, rank), window_of(samples_per_step, window)
         table = SizeTable.of(sizes)
         rules = BatchRules.of(
             cost,
@@ -150,33 +146,21 @@ class MemoryBudgetBatchSampler(
             weights=weights_of(weights),
             seed=natural("seed", seed),
         )
-        self.plan = Plan(
+        plan = Plan(
             table,
             rules,
             order,
-            Ranks(number=self.num_replicas, even_sums=samples_per_step is not None),
-            window=window_of(samples_per_step, window),
+            Ranks(number=ranks.now()[0], even_sums=samples_per_step is not None),
+            window=length,
             drop_last=drop_last,
         )
-        self._order = order_identity(order, table.fingerprint)
-        self._cursor = Cursor(epoch=0)
-        self._iterator: PlanIterator | None = None
+        identity = order_identity(order, table.fingerprint)
+        super().__init__(plan, ranks, window=length, order=identity)
         self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
         self._looping = False  # over it: it is not closed
         self._is_loaded = False  # a state, and no iteration has begun since
         self._beginning: PlannedLoop | None = None  # the tracked loop that begins now
         self._iterations = 0
-        self._length: tuple[Cursor, int] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next `iter()` yields."""
-        return self._cursor.epoch
-
-    @property
-    def size_multiple(self) -> int:
-        """Padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads it."""
-        return self.plan.rules.size_multiple
 
     @property
     def sampler(self) -> MemoryBudgetBatchSampler:
@@ -203,17 +187,12 @@ class MemoryBudgetBatchSampler(
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
         """
         check_sharded_once(self.num_replicas)
+        plan = self.plan
         self._iterations += 1
         self._is_loaded = False
-        iterator = PlanIterator(self.plan, self._cursor, rank=self.rank, when_finished=self._finish)
+        iterator = PlanIterator(plan, self._cursor, rank=self.rank, when_finished=self._finish)
         self._iterator = iterator
         return iterator if self._beginning is None else self._beginning.planned(iterator)
-
-    def __len__(self) -> int:
-        """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
-        if self._length is None or self._length[0] is not self._cursor:
-            self._length = self._cursor, self.plan.micro_batches(self._cursor)
-        return self._length[1]
 
     @property
     def iterations(self) -> int:
@@ -230,27 +209,6 @@ class MemoryBudgetBatchSampler(
         """
         iterator = self._iterator
         return self.plan.steps(self._cursor) if iterator is None else iterator.steps()
-
-    def extremes(self) -> dict[str, IntArray]:
-        """The micro-batches of the coming epoch that are likeliest to fail: see `warm_up`."""
-        return self.plan.extremes(self.epoch)
-
-    def batch_bytes(self, indices: IntArray) -> int:
-        """Predicted bytes of a micro-batch of these samples."""
-        return self.plan.batch_bytes(indices)
-
-    def check_dataset(self, dataset: Any) -> None:
-        """Raise an `OptionError` where a data set has not one sample for each size."""
-        if isinstance(dataset, Sized):
-            self.plan.order.check_length(len(dataset))
-
-    def whole_epoch(self, dataset_length: int) -> Iterator[list[int]]:
-        """Indices of each batch of the coming epoch on this rank: see `predict`."""
-        return whole_epoch(self.plan, self._cursor, rank=self.rank, dataset_length=dataset_length)
-
-    def report(self) -> PlanReport:
-        """Fill, padding and imbalance of the coming epoch; O(samples)."""
-        return self.plan.report(self.epoch)
 
     def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of a loader with this batch sampler, and count which of them came.
@@ -345,8 +303,7 @@ class MemoryBudgetBatchSampler(
             StateError: the state is malformed.
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
-        plan = with_margin_of(self.plan, state_dict)
-        self._cursor, self.plan = Cursor.decode(state_dict, self._order, plan.dealing), plan
+        self._load(state_dict, with_margin_of(self.plan, state_dict))
         self._iterator, self._tracked, self._looping, self._is_loaded = None, None, False, True
 
     def replan(self) -> float:
@@ -380,9 +337,9 @@ class MemoryBudgetBatchSampler(
             return used.margin
         left = self.plan.left_of(self._cursor)
         self._cursor = replace(self._cursor, left=left, rounds=0)
-        self.plan = self.plan.with_cost(used.with_margin(margin))
+        self._plan = self._plan.with_cost(used.with_margin(margin))
         if self._iterator is not None:
-            self._iterator.replan(self.plan, after=after)
+            self._iterator.replan(self._plan, after=after)
         return margin
 
     def __getstate__(self) -> dict[str, Any]:

@@ -39,8 +39,13 @@ class ExtremeSource(Protocol):
 class IndexSource(Protocol):
     """Knows which samples each batch of the coming epoch holds: see `predict`."""
 
-    num_replicas: int
-    rank: int
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share the epoch."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
 
     @property
     def epoch(self) -> int:
