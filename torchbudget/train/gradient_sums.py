@@ -9,8 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchbudget.train.dtensors import local_part, placed_as
+from torchbudget.dtensors import local_part
 from torchbudget.train.process_group import Ranks
+from torchbudget.train.sharded_gradients import placed_as
 
 # Gradients are copied into flat buffers of this size, with one collective each: few collectives,
 # while a copy of all gradients at once is never needed.

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.checks import positive_number
+from torchbudget.dtensors import is_dtensor, local_part
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.dtensors import is_dtensor, local_part, total_norm
+from torchbudget.train.sharded_gradients import total_norm
 
 SPARSE: Final = (
     "sparse gradients cannot be clipped or summed over ranks: make the embedding with "

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
+from torchbudget.dtensors import is_dtensor
 from torchbudget.errors import OptionError, StateError
 from torchbudget.plan.step_source import StepSource
-from torchbudget.train.dtensors import is_dtensor
 
 Number = TypeVar("Number")
 

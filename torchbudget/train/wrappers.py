@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.distributed import is_distributed
+from torchbudget.dtensors import is_dtensor, mesh_ranks
 from torchbudget.errors import OptionError
-from torchbudget.train.dtensors import is_dtensor, mesh_ranks
 
 
 class DistributedModules:

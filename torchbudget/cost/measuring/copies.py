@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from torchbudget.dtensors import local_part
 from torchbudget.errors import CostError
 from torchbudget.units import format_bytes
 
@@ -37,7 +38,7 @@ def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     Raises:
         CostError: the folder has less room than they take; nothing was written.
     """
-    tensors = [_local(tensor.detach()) for tensor in tensors]
+    tensors = [local_part(tensor.detach()) for tensor in tensors]
     tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes
     odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
     tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
@@ -70,15 +71,6 @@ def _check_room(num_bytes: int) -> None:
         )
     if num_bytes >= _LARGE:
         _log.info("writing %s of tensors to a file in %s", format_bytes(num_bytes), folder)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that this process has; any other tensor itself."""
-    if not torch.distributed.is_available():
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.distributed import gathered, is_distributed
+from torchbudget.dtensors import mesh_ranks
 
 _T = TypeVar("_T")
 
@@ -25,7 +26,7 @@ class JoinedRanks:
         self._joined = (
             is_distributed()
             and torch.distributed.get_world_size() > 1
-            and (any(reducing(state)) or any(map(_is_sharded, state.parameters())))
+            and (any(reducing(state)) or any(len(mesh_ranks(p)) > 1 for p in state.parameters()))
         )
 
     def largest(self, *values: float) -> list[Any]:
@@ -55,9 +56,3 @@ def reducing(state: TrainingState) -> Iterator[DistributedDataParallel]:
 def bucket_bytes(module: DistributedDataParallel) -> int:
     """What gradients are summed in: a second copy of them, for as long as the module lives."""
     return sum(p.nbytes for p in module.module.parameters() if p.requires_grad)
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    # The class is imported where a model is sharded; elsewhere it takes a second.
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and mesh.size() > 1

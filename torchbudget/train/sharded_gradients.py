@@ -1,34 +1,14 @@
-"""Tensors of which this rank has a part: DTensors, as tensor parallelism and FSDP2 make them."""
+"""Gradients of which this rank has a part: how they are placed, and the norm of all."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a `torch.distributed.tensor.DTensor`."""
-    # Not imported here, which takes time and reads the environment: none exists without it.
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, in the same memory: the tensor itself where it is plain."""
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():
-        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # of a DTensor
-        return part
-
-
-def mesh_ranks(tensor: Tensor) -> set[int]:
-    """The ranks that a DTensor is spread over; none of a plain tensor."""
-    return set(tensor.device_mesh.mesh.flatten().tolist()) if is_dtensor(tensor) else set()  # type: ignore[attr-defined]  # of a DTensor
+from torchbudget.dtensors import is_dtensor
 
 
 def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
