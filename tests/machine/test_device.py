@@ -185,6 +185,15 @@ def test_what_was_free_before_is_remembered_once(monkeypatch):
     assert nvml.free_bytes_before("abc") == GiB(40)
 
 
+def test_what_is_free_beside_an_own_context_is_not_remembered(monkeypatch):
+    """What is in use then is this process's, too, and would count as others'."""
+    monkeypatch.setattr(nvml, "_free_before", {})
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    nvml.remember_free_bytes()
+    assert nvml.free_bytes_before("abc") is None
+
+
 @pytest.fixture
 def torch_cuda(monkeypatch):
     """`torch.cuda` with two GPUs of 80 GiB that answer as torch does."""

@@ -29,8 +29,8 @@ def configure_allocators() -> None:
       1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY`. It is read when the process first uses oneDNN;
       from then on it cannot be changed;
     - CUDA: segments that grow instead of being replaced, by `PYTORCH_ALLOC_CONF`, which is read
-      when the process first uses CUDA. What other processes have on each GPU by then is noted, if
-      NVML can be read (extra `nvml`).
+      when the process first uses CUDA. Before that, what other processes have on each GPU is
+      noted, if NVML can be read (extra `nvml`).
 
     Variables that the environment has already stay as they are. Processes that are started later
     inherit the variables, but must call `trim_malloc()` themselves unless they are forked.

@@ -104,8 +104,7 @@ class TorchSource:
 
     def __init__(self, device: torch.device | str) -> None:
         wanted = _cuda_device(device)
-        if not torch.cuda.is_initialized():
-            remember_free_bytes()
+        remember_free_bytes()
         if wanted.index is not None and wanted.index >= torch.cuda.device_count():
             raise MachineError(
                 f"cannot read the memory of {wanted}: there are {torch.cuda.device_count()} CUDA "

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from torchbudget.machine.kernel_files import ROOT
 
 # The inode of the kernel's first process namespace, PROC_PID_INIT_INO of include/linux/proc_ns.h.
@@ -45,14 +47,15 @@ def process_bytes(uuid: str, *, root: Path = ROOT) -> int | None:
 def remember_free_bytes() -> None:
     """Note what is free on every GPU now; the first call in a process counts.
 
-    To be called before the process initialises CUDA: what is in use then is others'.
+    What is in use before the process initialises CUDA is others'. Later on some of it is the
+    process's own, so that nothing is noted.
     """
-    if os.getpid() not in _free_before:
+    if os.getpid() not in _free_before and not torch.cuda.is_initialized():
         _free_before[os.getpid()] = _free_bytes()
 
 
 def free_bytes_before(uuid: str) -> int | None:
-    """What was free on a GPU when `remember_free_bytes` was first called; None: nobody knows."""
+    """The bytes that were free on a GPU before this process initialised CUDA; None: unknown."""
     return _free_before.get(os.getpid(), {}).get(uuid)
 
 
