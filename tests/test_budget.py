@@ -322,5 +322,6 @@ def test_on_a_cpu_nothing_is_limited_and_the_text_says_so():
     limit = limit_device_memory("8GiB", "cpu")
     assert limit.reserved_bytes is None
     assert str(limit) == "cpu: not limited, since torch's allocator has no limit there"
-    with pytest.raises(OptionError, match="expected a CUDA device"):
-        limit_device_memory("8GiB", "mps")
+    for other in ("mps", "no device"):
+        with pytest.raises(OptionError, match="expected a CUDA device"):
+            limit_device_memory("8GiB", other)

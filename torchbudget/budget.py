@@ -10,7 +10,7 @@ import torch
 
 from torchbudget.checks import is_int
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.machine.device import cuda_memory, device_memory
+from torchbudget.machine.device import cuda_memory, device_memory, is_cpu
 from torchbudget.machine.host import host_memory, shared_memory
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import Amount, exact, format_bytes, parse_bytes
@@ -130,7 +130,7 @@ class MemoryBudget:
                 f"ranks_per_machine must be an int of at least 1, got {ranks_per_machine!r}"
             )
         rank_share = share / int(ranks_per_machine)
-        on_host = device is not None and str(device) in {"cpu", "cpu:0"}
+        on_host = device is not None and is_cpu(device)
         gpu = None if device is None or on_host else cuda_memory(device)
         host_bytes = _part(min(host_memory(), key=lambda pool: pool.usable_bytes), rank_share)
         shm = shared_memory()
@@ -208,7 +208,7 @@ def limit_device_memory(
         raise BudgetError("the budget does not state the device's bytes, which are to be limited")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.device(device).type == "cpu":
+    if is_cpu(device):
         return DeviceLimit(device="cpu", budget_bytes=budget_bytes)
     memory = device_memory(device)
     name = f"cuda:{memory.source.index}"

@@ -79,7 +79,7 @@ def test_a_peak_leaves_out_what_others_have(monkeypatch):
     assert (peak.reserved_before_bytes, peak.outside_bytes) == (0, CONTEXT + MiB(50))
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "no device"])
 def test_a_peak_on_another_device_is_refused(device):
     """The host's figures say nothing about it."""
     with pytest.raises(OptionError, match="expected a CUDA device"), peak_memory(device):

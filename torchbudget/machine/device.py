@@ -110,6 +110,11 @@ def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
     return _devices[key]
 
 
+def is_cpu(device: torch.device | str) -> bool:
+    """Whether it is the CPU; not whether there is such a device, which `device_memory` checks."""
+    return str(device) in ("cpu", "cpu:0")
+
+
 def cuda_memory(device: torch.device | str = "cuda") -> MemoryPool:
     """The memory of one GPU; this job's own is what this process uses of it, context included.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from torchbudget.machine.device import DeviceMemory, device_memory
+from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
 from torchbudget.machine.host import reset_peak_memory
 from torchbudget.machine.kernel_files import ROOT, read_fields
 
@@ -57,8 +57,7 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         MachineError: there is no such device, or it does not answer.
     """
     peak = Peak()
-    device = torch.device(device)
-    if device.type != "cpu":
+    if not is_cpu(device):
         yield from _on_device(peak, device_memory(device))
     elif reset_peak_memory():
         yield peak

@@ -19,7 +19,7 @@ from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.reserving import requests_at, reserved_in_epoch
 from torchbudget.cost.measuring.tracing import Trace, tracing
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.errors import CostError
+from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.units import MiB
 
 CUDA = torch.device("cuda")
@@ -147,6 +147,16 @@ def test_the_report_says_what_is_assumed_and_what_no_trace_sees() -> None:
         "mixed shapes reserve",
     ):
         assert text in report
+
+
+def test_settings_that_the_model_does_not_know_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They change what the device reserves, but not what was predicted."""
+    settings = "roundup_power2_divisions:4,backend:cudaMallocAsync,expandable_segments:True"
+    monkeypatch.setenv(ALLOC_CONF, settings)
+    with pytest.warns(MeasureWarning, match="sets roundup_power2_divisions, backend, without"):
+        predict(perceptron(), None)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """A model of torch's caching allocator on CUDA: which bytes it reserves for a sequence of requests.
 
 Every rule is one of `c10/cuda/CUDACachingAllocator.cpp`, whose function is named beside it. There
-is one stream, as blocks of one stream are never given to another; `roundup_power2_divisions` is not
-modelled. Of equally large free blocks the one at the lowest address is taken: here the addresses of
-segments rise, while a driver may use old ones again.
+is one stream, as blocks of one stream are never given to another. Of equally large free blocks the
+one at the lowest address is taken: here the addresses of segments rise, while a driver may use old
+ones again.
 
 Each segment is a row of blocks without gaps. A block is *allocated*, *free*, or *unmapped*: a range
 of addresses of an expandable segment without memory. Two neighbours that are both free, or both
@@ -30,6 +30,10 @@ from torchbudget.cost.measuring.allocator_blocks import (
 # Addresses of an expandable segment, where the device's memory is not known: more than any has.
 # torch reserves 9/8 of the device's memory.
 _ADDRESSES: Final = 2**44
+# Settings that change what is reserved, and that the model does not know.
+_NOT_MODELLED: Final = frozenset(
+    {"roundup_power2_divisions", "large_segment_size_mb", "max_non_split_rounding_mb"}
+)
 
 
 class AllocatorOutOfMemoryError(Exception):
@@ -45,24 +49,31 @@ class AllocatorSettings:
         max_split_bytes: `max_split_size_mb`; larger blocks are not split. `None`: all are.
         collect_above: `garbage_collection_threshold`; a share of the cap above which free segments
             are released before the cap is reached. 0: never.
+        not_modelled: names of settings that change what is reserved, but not in the model.
     """
 
     expandable: bool = False
     max_split_bytes: int | None = None
     collect_above: float = 0.0
+    not_modelled: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> AllocatorSettings:
         """From what `cuda_allocator_settings` has read.
 
-        >>> AllocatorSettings.of({"expandable_segments": "True", "max_split_size_mb": "128"})
-        AllocatorSettings(expandable=True, max_split_bytes=134217728, collect_above=0.0)
+        >>> read = AllocatorSettings.of({"expandable_segments": "True", "max_split_size_mb": "128"})
+        >>> read.expandable, read.max_split_bytes
+        (True, 134217728)
         """
         most = settings.get("max_split_size_mb")
+        not_modelled = sorted(_NOT_MODELLED & settings.keys())
+        if settings.get("backend", "native") != "native":
+            not_modelled.append("backend")
         return cls(
             expandable=settings.get("expandable_segments") == "True",
             max_split_bytes=None if most is None else int(most) * 2**20,
             collect_above=float(settings.get("garbage_collection_threshold", 0)),
+            not_modelled=tuple(not_modelled),
         )
 
 

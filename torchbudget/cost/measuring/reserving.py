@@ -82,6 +82,11 @@ def reserved(traced: Traced, subject: Subject, device: AssumedDevice, room: int 
         f"{device.architecture})"
     )
     subject.notes.append("no trace sees temporaries inside kernels, as in convolutions and sorts")
+    if device.settings.not_modelled:
+        subject.warn(
+            f"PYTORCH_ALLOC_CONF sets {', '.join(device.settings.not_modelled)}, without which the "
+            "cost was predicted: the device may reserve more; leave it out, or measure on a device"
+        )
     return _scaled(traced, device.fixed_bytes, always, factor)
 
 
@@ -183,6 +188,18 @@ class _Epoch:
 def reserved_in_epoch(steps: Sequence[Requests], device: AssumedDevice) -> int:
     """The most bytes on the device while steps are replayed in their order, context included."""
     allocator = CachingAllocator(device.settings)
+    replay_epoch(steps, device, allocator)
+    return device.context_bytes + allocator.peak_reserved_bytes
+
+
+def replay_epoch(
+    steps: Sequence[Requests], device: AssumedDevice, allocator: CachingAllocator
+) -> None:
+    """Make the requests of a process that loads a model, and steps.
+
+    Raises:
+        AllocatorOutOfMemoryError: a request failed.
+    """
     steps[0].load(allocator)
     for num_bytes in device.workspaces:
         allocator.malloc(num_bytes)
@@ -190,7 +207,6 @@ def reserved_in_epoch(steps: Sequence[Requests], device: AssumedDevice) -> int:
     steps[0].make(allocator)
     for step in steps[1:]:
         step.replay(allocator)
-    return device.context_bytes + allocator.peak_reserved_bytes
 
 
 def requests_at(traced: Mapping[Shape, Requests], shapes: Sequence[Shape]) -> list[Requests] | None:
