@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -96,6 +97,31 @@ def test_an_overflow_of_one_optimizer_is_that_of_all() -> None:
         moved = [difference(m, b) > 0 for m, b in zip(models, before, strict=True)]
         assert moved == [factor == 1, factor == 1, False]
     assert all(torch.isfinite(p).all() for m in models for p in m.parameters())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, whose own `__init__` never runs: no hook sees its step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.__dict__.update(vars(inner))
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    def step(self, closure: None = None) -> None:
+        self.inner.step(closure)
+
+
+def test_an_optimizer_that_runs_no_hooks_has_stepped() -> None:
+    """Without a scaler every step is taken, and the schedulers advance."""
+    model = nn.Linear(3, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    accumulator = GradAccumulator(Wrapper(inner), model, steps=1, scheduler=schedule)
+    with accumulator.micro_batch(weight=2):
+        accumulator.backward(model(torch.ones(2, 3)).sum())
+    assert accumulator.last is not None
+    assert not accumulator.last.skipped
+    assert schedule.get_last_lr() == [0.05]
 
 
 def test_the_state_of_other_optimizers_is_refused() -> None:

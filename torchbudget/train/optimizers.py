@@ -133,7 +133,9 @@ class Optimizers:
             for optimizer in active:
                 scaler.step(optimizer)
         scaler.update()
-        if before is None or not on_device:
+        if before is None:
+            return norm, False
+        if not on_device:
             return norm, len(stepped) < len(active)
         return norm, bool(scaler.scale(torch.ones_like(before)) < before)
 
