@@ -250,6 +250,39 @@ def test_a_callback_ends_it() -> None:
     assert [type(record) for record in seen] == [*4 * [Step], Epoch] * 2
 
 
+def test_what_a_callback_has_ended_is_over_without_a_position_too(tmp_path: Path) -> None:
+    """A later call must not train the epoch again that was ended within."""
+    for steps in ([1], []):
+        training, seen = Training(), []
+        training.loader = training.validation
+        training.accumulator = GradAccumulator(training.optimizer, training.model, steps=1)
+        before = Training().model
+
+        def callback(step: Step | Epoch, seen: list[int] = seen) -> bool:
+            seen.append(step.number)
+            return True
+
+        assert training.fit(folder=tmp_path, callbacks=[callback]) == []
+        assert seen == steps
+        with pytest.raises(AssertionError):
+            assert_equal(training.model, before)
+
+
+def test_batches_of_any_kind_are_saved_between_epochs(tmp_path: Path) -> None:
+    """A list has no position, and each epoch begins at its beginning."""
+    whole, first, second = Training(), Training(), Training()
+    for training in (whole, first, second):
+        training.loader = list(training.validation)
+        training.accumulator = GradAccumulator(training.optimizer, training.model, steps=1)
+    torch.manual_seed(0)
+    expected = whole.fit(epochs=2)
+    torch.manual_seed(0)
+    first.fit(epochs=1, folder=tmp_path)
+    found = second.fit(epochs=2, folder=tmp_path)
+    assert [(e.loss, e.validation) for e in found] == [(e.loss, e.validation) for e in expected]
+    assert_equal(second.model, whole.model)
+
+
 def test_a_loader_without_a_state_has_no_checkpoints(tmp_path: Path) -> None:
     training = Training()
     training.loader = training.validation

@@ -59,7 +59,8 @@ def load_run_state(
     """Load a run's state, except for the random generators: see `restore_generators`.
 
     Raises:
-        StateError: it is not the state of a run, or of another version.
+        StateError: it is not the state of a run.
+        StateMismatchError: it is of another version.
     """
     if state.get("version") != _VERSION:
         raise StateMismatchError(
@@ -68,7 +69,8 @@ def load_run_state(
         )
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
-    sources = {"sampler": loader.batch_sampler, "loader": loader, "dataset": loader.dataset}
+    sampler, dataset = _sources(loader)
+    sources = {"sampler": sampler, "loader": loader, "dataset": dataset}
     for name, position in _of_this_rank(state, accumulator)["data"].items():
         source: Any = sources[name]
         if not isinstance(source, Stateful):
@@ -80,9 +82,8 @@ def is_over(
     state: dict[str, Any], accumulator: GradAccumulator, loader: DataLoader[Any], *, epoch: int
 ) -> bool:
     """Whether this rank has no batches left in the epoch in which a loaded state was saved."""
-    sources: tuple[Any, ...] = (loader.batch_sampler, loader.dataset)
     return _of_this_rank(state, accumulator)["is_over"] or any(
-        isinstance(source, ResumableSource) and source.epoch > epoch for source in sources
+        isinstance(source, ResumableSource) and source.epoch > epoch for source in _sources(loader)
     )
 
 
@@ -112,8 +113,13 @@ def restore_generators(
 def has_position(loader: DataLoader[Any]) -> bool:
     """Whether the loader's position within an epoch can be saved."""
     return isinstance(loader, Stateful) or any(
-        isinstance(source, ResumableSource) for source in (loader.batch_sampler, loader.dataset)
+        isinstance(source, ResumableSource) for source in _sources(loader)
     )
+
+
+def _sources(loader: Any) -> tuple[Any, Any]:
+    """The batch sampler and the data set of a loader of any class, `None` where it has none."""
+    return getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
 
 
 def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:
@@ -123,8 +129,7 @@ def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[s
 
 def _data_state(loader: DataLoader[Any], epoch: int, *, is_over: bool) -> dict[str, Any]:
     """The position, under the name of what has it; empty where the next epoch just begins."""
-    sampler: Any = loader.batch_sampler
-    dataset: Any = loader.dataset
+    sampler, dataset = _sources(loader)
     stateful = isinstance(loader, Stateful)
     if isinstance(sampler, ResumableSource):
         state = sampler.state_dict()

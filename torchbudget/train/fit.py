@@ -305,7 +305,7 @@ class _Run:
         self.tally.add(step)
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
-        if due or (self.stopped and checkpoint.has_position(self.loader)):
+        if due or self.stopped:  # what has ended needs no position to go on from
             self._save(is_over=batches_done is None)
         return self.stopped
 
