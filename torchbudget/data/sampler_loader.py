@@ -10,7 +10,7 @@ from torchbudget.plan.step_source import IndexSource
 
 
 def check_loader(loader: Any, sampler: IndexSource) -> None:
-    """Whether a loop over a loader can be tracked.
+    """Check that a loop over a loader can be tracked.
 
     Raises:
         OptionError: it has another batch sampler or a state of its own, yields batches out of their

@@ -228,7 +228,7 @@ class GradAccumulator(AccumulatesGradients):
 
         Args:
             loss: a scalar: the sum over the micro-batch, or its mean with `mean=True`.
-            options: as `torch.Tensor.backward` takes them.
+            options: `retain_graph`, `create_graph` and `inputs` of `torch.Tensor.backward`.
 
         Raises:
             OptionError: it is called outside of `micro_batch`, or the loss is not a scalar.

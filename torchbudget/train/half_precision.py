@@ -32,7 +32,7 @@ def backward_times(
         factor: above 0.
         parameters: that get gradients, each once.
         scaler: of the gradients.
-        options: as `torch.Tensor.backward` takes them.
+        options: of `torch.autograd.backward`.
     """
     carried = carried_factor(factor, loss.dtype)
     rest = factor / carried

@@ -88,7 +88,7 @@ class Pending:
         return not self.micro_batches and not self.weight and self.unread is None
 
     def with_next(self, opened: OpenMicroBatch, samples: float, *, counts: bool) -> Pending:
-        """It with a micro-batch that begins, which `counts` unless it is a part of another one."""
+        """The same with a micro-batch that begins; `counts` is false for a part of another one."""
         unread = [one for one in (self.unread, opened.unread) if one is not None]
         return replace(
             self,
@@ -99,7 +99,7 @@ class Pending:
         )
 
     def read(self) -> Pending:
-        """It with a weight that is known: where there was a tensor on a device, that waits for it.
+        """The same with a known weight; waits for the device if there are tensors of weights on it.
 
         Raises:
             OptionError: the sum of the weights is no finite number of at least 0.
@@ -109,7 +109,7 @@ class Pending:
         return replace(self, weight=self.weight + _checked(self.unread), unread=None)
 
     def encode(self, steps: int, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """It as plain types; the gradients of what is pending are copied.
+        """The state as plain types; the gradients of what is pending are copied.
 
         Args:
             steps: that were taken before.

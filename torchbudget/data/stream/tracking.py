@@ -145,7 +145,7 @@ class TrackedLoop:
 
 
 def check_loader(loader: Any, stream: Any) -> None:
-    """Whether a loop over a loader can be tracked.
+    """Check that a loop over a loader can be tracked.
 
     Raises:
         OptionError: it reads something else, or has a state of its own.
