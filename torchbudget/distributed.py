@@ -99,10 +99,15 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
-    """The largest of both, element by element, over all ranks of the default process group.
+    """The largest margin and the latest window of any rank of the default group; a collective.
+
+    Args:
+        ranks: how many must be joined.
+        margin: this rank's, a share.
+        after: this rank's number of windows that were begun.
 
     Raises:
-        OptionError: it does not join that many.
+        OptionError: the default process group does not join that many.
     """
     if not is_distributed() or torch.distributed.get_world_size() != ranks:
         raise OptionError(

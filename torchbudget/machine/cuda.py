@@ -53,7 +53,7 @@ class DeviceSource(Protocol):
     index: int
 
     def figures(self) -> DeviceFigures:
-        """What is so now."""
+        """Read them now."""
 
     def synchronize(self) -> None:
         """Wait for all that was enqueued."""
@@ -74,7 +74,7 @@ class DeviceSource(Protocol):
         """Which allocator, with which settings, is in force."""
 
     def graph_bytes(self) -> int:
-        """What memory pools beside the allocator's own have reserved, as of CUDA graphs."""
+        """Bytes that memory pools other than the default one have reserved, as for CUDA graphs."""
 
 
 def may_return_early(device: torch.device | str | int | None) -> bool:

@@ -19,7 +19,7 @@ from torchbudget.units import format_bytes
 # context takes about half a GiB, libraries that are loaded by then some hundred MiB more.
 _ASSUMED_BYTES: Final = 2**30
 # Where segments grow, torch compares its limit with a request rounded up to 2 MiB, and then takes
-# pages of 20 MiB.
+# pages of 20 MiB. With segments of fixed sizes so much stays free.
 _BEYOND_BYTES: Final = 18 * 2**20
 _devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
 

@@ -38,8 +38,8 @@ _AMBIGUOUS: Final = re.compile(
     r"|could not (?:create|execute) a primitive\s*$|could not create a memory(?: object)?\s*$",
     re.IGNORECASE,
 )
-# Less than this is next to nothing: a library's handle or workspace may not have fitted. Of a limit
-# of this process's own it is half: oneDNN asks for a buffer as large as a layer's, and what the
+# With less than this left, a library's handle or workspace may not have fitted. Of a limit of this
+# process's own, half counts as little: oneDNN asks for a buffer as large as a layer's, and what the
 # layer had taken is free again when the error is handled.
 _NOTHING_BYTES: Final = 2**28
 _PART: Final = 2
@@ -84,8 +84,8 @@ def failed_allocations() -> int:
 def _left() -> Iterator[tuple[int, int]]:
     """Bytes that are left, and how many would be enough: of each memory that may be short."""
     if torch.cuda.is_initialized():
-        # Not of the others: to ask would take a context there. What a limit leaves to torch's
-        # allocator is nothing to libraries, and whoever meets the limit counts as a failure.
+        # Only devices in use: asking takes a context on the others. The allocator's own limit is
+        # no matter here: it does not bind libraries, and an allocation that it refuses is counted.
         for index in filter(torch.cuda.memory_reserved, range(torch.cuda.device_count())):
             yield torch.cuda.mem_get_info(index)[0], _NOTHING_BYTES
     status = read_fields(ROOT / "proc/self/status")

@@ -262,7 +262,7 @@ class CachingAllocator:
         return block
 
     def _find_expandable(self, pool: Pool, size: int) -> Block:
-        """Where the lowest addresses without tenants begin (`find_expandable_block`)."""
+        """The first of the lowest blocks in a row that have room (`find_expandable_block`)."""
         for _, block in pool.unmapped:
             before = block.before
             first = before if before is not None and before.state == "free" else block

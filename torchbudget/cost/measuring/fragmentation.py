@@ -26,15 +26,15 @@ def with_reserve(
     """Probes with what their shapes in turn keep reserved beyond the largest of them alone.
 
     A probe's peak is that of its shape on an empty cache. In training shapes take turns, and blocks
-    that one has left may not fit the next: with segments of fixed sizes by half was seen, with
-    expandable ones next to nothing. All probed shapes are run in turn, twice, with the allocator
-    limited to the budget; what was reserved beyond the largest probe is added to each.
+    that one has left may not fit the next, above all in segments of fixed sizes. All probed shapes
+    are run in turn, twice, with the allocator limited to the budget; what was reserved beyond the
+    largest probe is added to each.
 
     Args:
         probes: on CUDA; nothing is added on the CPU.
         runner: that has run them.
         subject: its notes are appended to.
-        room: the budget.
+        room: the budget, in bytes.
     """
     memory = runner.memory
     if memory is None:
@@ -78,7 +78,7 @@ def note_device(subject: Subject, memory: DeviceMemory) -> None:
 def _reserve(
     probes: Sequence[Probe], runner: StepRunner, memory: DeviceMemory, room: int
 ) -> int | None:
-    """Bytes beyond the largest probe; `None` if even small batches in turn do not fit."""
+    """Bytes that shapes in turn take beyond the largest one; `None` if small ones do not fit."""
     fraction = memory.source.figures().fraction
     memory.limit(room)
     try:

@@ -48,7 +48,7 @@ _MOST_SAMPLES: Final = 2**16
 # A plan leaves room for what an epoch reserves; its batches are then smaller: another epoch.
 _ROUNDS: Final = 8
 _LEAST_GROWTH: Final = 1.005
-# Steps that are computed, and off by more, are not those of their shapes.
+# Where the peaks of computed steps are off by more, the traced steps are replayed instead.
 _OFF: Final = 0.1
 
 
@@ -91,7 +91,7 @@ def reserved(traced: Traced, subject: Subject, device: AssumedDevice, room: int 
 
 
 def _scaled(traced: Traced, fixed_bytes: int, always: int, factor: float) -> Traced:
-    """Add what is fixed; multiply what is above all that is always there by a factor."""
+    """Add `fixed_bytes`, and multiply what exceeds `always`, in bytes, by a factor."""
     offset = factor * fixed_bytes + (1 - factor) * always
     return replace(
         traced,

@@ -86,7 +86,7 @@ class StepRunner:
         return Probe(n, size, peak.bytes, held_out, "run", seconds)
 
     def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> Peak:
-        """The peak of a step on each shape in turn, without a look at the cache in between.
+        """The peak of a step on each shape in turn, without emptying the cache in between.
 
         Raises:
             ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
