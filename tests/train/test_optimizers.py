@@ -111,16 +111,18 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step(closure)
 
 
-def test_an_optimizer_that_runs_no_hooks_has_stepped() -> None:
-    """Without a scaler every step is taken, and the schedulers advance."""
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=8.0)])
+def test_an_optimizer_that_runs_no_hooks_has_stepped(scaler: torch.amp.GradScaler | None) -> None:
+    """With or without a scaler its step is taken, and the schedulers advance."""
     model = nn.Linear(3, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    accumulator = GradAccumulator(Wrapper(inner), model, steps=1, scheduler=schedule)
-    with accumulator.micro_batch(weight=2):
-        accumulator.backward(model(torch.ones(2, 3)).sum())
-    assert accumulator.last is not None
-    assert not accumulator.last.skipped
+    accumulator = GradAccumulator(Wrapper(inner), model, steps=1, scheduler=schedule, scaler=scaler)
+    for factor in (1.0, math.inf) if scaler else (1.0,):
+        with accumulator.micro_batch(weight=2):
+            accumulator.backward(model(torch.ones(2, 3)).sum() * factor)
+        assert accumulator.last is not None
+        assert accumulator.last.skipped == (factor == math.inf)
     assert schedule.get_last_lr() == [0.05]
 
 

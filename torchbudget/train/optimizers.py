@@ -124,10 +124,10 @@ class Optimizers:
         for optimizer in active:
             scaler.unscale_(optimizer)
         norm = self._clip(parameters, together=scales and len(active) > 1)
-        # torch reads whether to skip before each optimizer that does not decide on the device. Of
-        # those that do, the scale says it, which the scaler lowers where it skips: it is read once,
-        # after they were enqueued.
-        on_device = any(getattr(one, "_step_supports_amp_scaling", False) for one in active)
+        # torch reads whether to skip before each optimizer that does not decide on the device; then
+        # a hook says it. Of all others the scale says it, which the scaler lowers where it skips:
+        # it is read once, after they were enqueued.
+        hooks_say = all(map(_runs_hooks, active))
         before = scaler.scale(torch.ones((), device=parameters[0].device)) if scales else None
         with _counted(active) as stepped:
             for optimizer in active:
@@ -135,7 +135,7 @@ class Optimizers:
         scaler.update()
         if before is None:
             return norm, False
-        if not on_device:
+        if hooks_say:
             return norm, len(stepped) < len(active)
         return norm, bool(scaler.scale(torch.ones_like(before)) < before)
 
@@ -221,6 +221,15 @@ def _counted(optimizers: Sequence[Optimizer]) -> Iterator[set[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _runs_hooks(optimizer: Optimizer) -> bool:
+    """Whether its hooks run exactly where it steps.
+
+    Not if it decides on the device, nor if it wraps another one without `Optimizer.__init__`.
+    """
+    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return not on_device and hasattr(type(optimizer).step, "hooked")
 
 
 def _is_mixed(optimizer: Optimizer) -> bool:
