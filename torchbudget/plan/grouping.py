@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -49,6 +49,10 @@ class Grouping(Protocol):
         """That share each window."""
         ...
 
+    def for_ranks(self, ranks: Ranks) -> Grouping:
+        """The same for other ranks."""
+        ...
+
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """Raise a `CostError` where a cost does not compute what it should for such sizes."""
         ...
@@ -92,6 +96,10 @@ class ByCost:
     rules: BatchRules
     oversize: Oversize
     ranks: Ranks
+
+    def for_ranks(self, ranks: Ranks) -> ByCost:
+        """The same for other ranks."""
+        return replace(self, ranks=ranks)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """See `Grouping`."""
@@ -139,6 +147,10 @@ class ByPredicate:
 
     should_add: Callable[[list[Any], Any], bool]
     ranks: Ranks
+
+    def for_ranks(self, ranks: Ranks) -> ByPredicate:
+        """The same for other ranks."""
+        return replace(self, ranks=ranks)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """A predicate computes nothing."""

@@ -12,6 +12,7 @@ from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.collate.options import of_sized_field
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.sizes.key import SizeKey, field_of
+from torchbudget.data.stream.asked_settings import AskedSettings
 from torchbudget.data.stream.resumable import ResumableStream
 from torchbudget.data.stream.settings import (
     Settings,
@@ -25,7 +26,7 @@ from torchbudget.data.stream.settings import (
 from torchbudget.data.stream.slot import Split
 from torchbudget.data.stream.source import Source
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.distributed import ranks_of
+from torchbudget.distributed import AskedRanks
 from torchbudget.plan.oversize import Oversize
 from torchbudget.units import parse_bytes
 
@@ -100,7 +101,8 @@ class BudgetedIterableDataset(ResumableStream):
         on_error: what becomes of a sample whose transform or size raises: `"raise"` an error that
             names it, or `"skip"` it (counted, logged once). A source that raises ends the epoch.
         split: how the processes share the source; see above.
-        num_replicas: ranks. Default: those of `torch.distributed` where it is initialized, else 1.
+        num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
+            where it is initialized, else 1. A worker takes what its parent saw.
         rank: of this process.
 
     Raises:
@@ -156,12 +158,12 @@ class BudgetedIterableDataset(ResumableStream):
         rank: int | None = None,
     ) -> None:
         check_flags(uneven=uneven)
-        num_replicas, rank = ranks_of(num_replicas, rank)
+        asked = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
         self.size_multiple = size_multiple
         checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         known = uneven or batches_per_epoch is not None
-        ranks = sharing_ranks(checked.split, num_replicas, known=known)
+        ranks = sharing_ranks(checked.split, asked.now()[0], known=known)
         grouping, rules = grouping_of(
             cost,
             self.budget,
@@ -181,6 +183,8 @@ class BudgetedIterableDataset(ResumableStream):
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
             host_bytes=None if self.budget is None else self.budget.host,
             window=window_of(window, ranks),
+            given_window=window,
+            uneven=uneven,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -192,7 +196,7 @@ class BudgetedIterableDataset(ResumableStream):
             size_multiple=size_multiple,
             rules=rules | callables_of(size, transforms),
         )
-        super().__init__(settings, num_replicas=num_replicas, rank=rank)
+        super().__init__(AskedSettings(settings, asked))
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank.

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchbudget.checks import natural
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.sharded_once import check_sharded_once
+from torchbudget.data.stream.asked_settings import AskedSettings
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.progress import Progress
@@ -34,14 +35,11 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     Args:
         settings: of the stream.
-        num_replicas: ranks.
-        rank: of this process.
     """
 
-    def __init__(self, settings: Settings, *, num_replicas: int, rank: int) -> None:
+    def __init__(self, settings: AskedSettings) -> None:
         super().__init__()
-        self.num_replicas, self.rank = num_replicas, rank
-        self._settings = settings
+        self._asked = settings
         self._progress = Progress()
         self._changes = 0  # of the epoch or the state, as far as this copy knows them
         self._state: StreamState | None = None  # at which its epoch begins
@@ -51,6 +49,23 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self._tracked: TrackedLoop | None = None  # the last one
         self._starting = 0  # the number of the tracked loop that starts workers now
         self._begun: int | None = None  # in a worker: that of the last loop
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share the source."""
+        return self._asked.ranks.now()[0]
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._asked.ranks.now()[1]
+
+    @property
+    def _settings(self) -> Settings:
+        # By this process: a loop's workers asked for themselves when it began.
+        mine = self._process == os.getpid()
+        begun = mine and (self._reader is not None or self._tracked is not None)
+        return self._asked.now(begun=begun, loaded=self._loaded() is not None)
 
     @property
     def epoch(self) -> int:

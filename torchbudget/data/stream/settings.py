@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -45,6 +45,8 @@ class Settings:
         look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
         host_bytes: of the budget; `None`: no limit.
         window: items that are read, sorted and cut together.
+        given_window: the same where it was given, else `None`: it is the default one.
+        uneven: ranks may have unequal numbers of batches.
         shuffle: shards, and the micro-batches of a window.
         seed: of all randomness.
         drop_last: drop the last micro-batch of a pass if it is incomplete.
@@ -67,6 +69,8 @@ class Settings:
     look_ahead: int | None
     host_bytes: int | None
     window: int
+    given_window: int | None
+    uneven: bool
     shuffle: bool
     seed: int
     drop_last: bool
@@ -92,6 +96,20 @@ class Settings:
                 "fails on one of them alone would be lost or come twice; use split='ranks', or "
                 "drop such samples in a transform that fails alike everywhere"
             )
+
+    def for_ranks(self, num_replicas: int) -> Settings:
+        """The same options, for that many ranks.
+
+        Raises:
+            OptionError: they do not go with them.
+        """
+        known = self.uneven or self.batches_per_epoch is not None
+        ranks = sharing_ranks(self.source.split, num_replicas, known=known)
+        return replace(
+            self,
+            grouping=self.grouping.for_ranks(ranks),
+            window=window_of(self.given_window, ranks),
+        )
 
     @property
     def skip_failed(self) -> bool:
