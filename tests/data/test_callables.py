@@ -48,6 +48,16 @@ class Slotted:
         return sample[: self.size]
 
 
+def of_class(size: int) -> Any:
+    class Cut:
+        limit = size
+
+        def __call__(self, sample: Any) -> Any:
+            return sample[: self.limit]
+
+    return Cut()
+
+
 def nested(limit: int) -> Any:
     def cut(sample: Any) -> Any:
         return [one for one in sample if one < limit]
@@ -115,6 +125,7 @@ DIFFERENT: dict[str, tuple[Any, Any, Any]] = {
     ),
     "a partial": (nested(1), nested(1), nested(2)),
     "an object": (Crop(3), Crop(3), Crop(4)),
+    "a class attribute": (of_class(3), of_class(3), of_class(4)),
     "slots": (Slotted(3).crop, Slotted(3).crop, Slotted(4).crop),
     "a method": (Crop(3).__call__, Crop(3).__call__, Crop(4).__call__),
     "a class": (Crop, Crop, Slotted),

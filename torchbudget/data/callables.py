@@ -1,10 +1,10 @@
 """What a user's function computes, as far as that can be told: its fingerprint.
 
 A function counts by its code without file and line numbers, its defaults and its closed-over
-values; an object by its class and by what pickling it would keep; arrays and tensors by their
-bytes. Functions that it finds by a global name do not count. Neither does the content of a memory
-map, which may be as large as the data, nor where a random generator stands: that differs from run
-to run.
+values; an object by its class (its own methods, numbers and texts) and by what pickling it would
+keep; arrays and tensors by their bytes. Functions that it finds by a global name do not count, nor
+what a class inherits. Neither does the content of a memory map, which may be as large as the data,
+nor where a random generator stands: that differs from run to run.
 """
 
 from __future__ import annotations
@@ -132,12 +132,13 @@ class _Digests:
         return self._all("code", code.co_code, code.co_consts, names, arguments, code.co_flags)
 
     def _class(self, kind: type) -> str:
-        methods = {
+        members = {
             name: getattr(member, "__func__", member)
             for name, member in vars(kind).items()
             if isinstance(member, (FunctionType, classmethod, staticmethod))
+            or (type(member) in _PLAIN and not name.startswith("__"))
         }
-        return self._all("class", kind.__qualname__, methods)
+        return self._all("class", kind.__qualname__, members)
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         try:
