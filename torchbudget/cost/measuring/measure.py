@@ -191,6 +191,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
             bound_bytes=traced.bound_bytes,
         )
     known = ranks.of_first(_traced(subject, method, room))
+    subject.depends_on_values = ranks.of_first(subject.depends_on_values)
     forms, probes = run_probes(subject, room, () if known is None else known.forms)
     least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)
     if subject.depends_on_values:
