@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from tests.train.test_fit import Training
 from torchbudget.errors import StateError
 from torchbudget.train.checkpoint import has_position, load_run_state, run_state
+from torchbudget.train.run_folder import RunFolder
 
 
 class OwnSampler(BatchSampler):
@@ -41,3 +45,21 @@ def test_a_position_needs_a_loader_that_can_load_it() -> None:
     state = run_state(training.model, training.accumulator, training.loader, epoch=0, is_over=True)
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "last.pt").mkdir()  # stands for a disk that fails: a file's modes bind no root
+    with pytest.raises(IsADirectoryError):
+        RunFolder(tmp_path).read()
+
+
+def test_statistics_are_json_where_numbers_are_not_finite(tmp_path: Path) -> None:
+    """JSON knows neither NaN nor infinity; a skipped step may have both."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    RunFolder(tmp_path).write_record("step", {"loss": math.nan, "norm": math.inf, "number": 3})
+    line = (tmp_path / "statistics.jsonl").read_text()
+    found = json.loads(line, parse_constant=refuse)
+    assert found == {"kind": "step", "loss": None, "norm": None, "number": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 import zipfile
@@ -37,6 +38,7 @@ class RunFolder:
 
         Raises:
             StateError: it is damaged, or no checkpoint of `fit`.
+            OSError: it cannot be read.
         """
         path = self.path / "last.pt"
         if not path.exists():
@@ -49,6 +51,8 @@ class RunFolder:
             loaded = torch.load(path, "cpu", weights_only=True)
             if not isinstance(loaded, dict) or not isinstance(loaded.get("run"), dict):
                 raise TypeError("it has no state of a run")
+        except (OSError, MemoryError):
+            raise  # the file may be whole
         except Exception as error:  # a damaged pickle raises anything
             raise StateError(
                 f"{path} is damaged, or no checkpoint of fit ({type(error).__name__}: {error}); "
@@ -77,8 +81,9 @@ class RunFolder:
     # ------------------------------------------------------------------ statistics
 
     def write_record(self, kind: str, record: Mapping[str, Any]) -> None:
-        """Append a line to the statistics."""
-        line = json.dumps({"kind": kind, **record}) + "\n"
+        """Append a line to the statistics; numbers that are not finite are no JSON, but null."""
+        finite = {name: None if _is_not_finite(one) else one for name, one in record.items()}
+        line = json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n"
         path = self._statistics
         with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -105,6 +110,10 @@ class RunFolder:
         if self._statistics.exists():
             with _naming(self._statistics), self._statistics.open("rb") as file:
                 os.fsync(file.fileno())
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _is_kept(line: str, last: Mapping[str, int]) -> bool:
