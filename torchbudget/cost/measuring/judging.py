@@ -30,7 +30,6 @@ def judged_cost(
     *,
     everywhere: bool,
     misfit: float = 0.0,
-    bound_bytes: int = 0,
 ) -> MeasuredCost:
     """The cost of forms, with the margin that they need.
 
@@ -41,12 +40,11 @@ def judged_cost(
         subject: what was measured; is warned of a form that does not fit.
         everywhere: whether the forms hold beyond what the probes have reached.
         misfit: the least margin of the forms, where that is more.
-        bound_bytes: what batches of a lower peak may count as.
     """
     n, sizes, peaks = columns(probes)
     fitted = MeasuredCost(forms=forms, margin=0, probes=tuple(probes))
     table, margin = None, margin_of(fitted, max(least, misfit))
-    if not fits(fitted, bound_bytes):
+    if not fits(fitted):
         errors = fitted.errors()
         worst = max(errors, key=abs)
         probe = probes[errors.index(worst)]
@@ -92,12 +90,9 @@ def is_monotone(probes: Sequence[Probe]) -> bool:
     )
 
 
-def fits(cost: MeasuredCost, bound_bytes: int = 0) -> bool:
-    """Whether the forms are near every probe, and not far below any that is under the bound."""
-    return all(
-        error >= -_UNDER and (error <= _OVER or probe.peak_bytes < bound_bytes)
-        for error, probe in zip(cost.errors(), cost.probes, strict=True)
-    )
+def fits(cost: MeasuredCost) -> bool:
+    """Whether the forms are near every probe."""
+    return all(-_UNDER <= error <= _OVER for error in cost.errors())
 
 
 def margin_of(cost: MeasuredCost, least: float) -> float:

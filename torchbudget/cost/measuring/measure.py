@@ -178,17 +178,10 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         if not traced.aligned:
             least = _LEAST_PEAKS_MARGIN
             # Where a form is far above some peaks, it may be as far below others.
-            fitted = [p for p in traced.probes if p.peak_bytes >= traced.bound_bytes]
-            cost = MeasuredCost(forms=traced.forms, margin=0, probes=tuple(fitted))
+            cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
             misfit = max(2 * traced.under, *map(abs, cost.errors()))
         return judged_cost(
-            traced.forms,
-            traced.probes,
-            least,
-            subject,
-            everywhere=traced.aligned,
-            misfit=misfit,
-            bound_bytes=traced.bound_bytes,
+            traced.forms, traced.probes, least, subject, everywhere=traced.aligned, misfit=misfit
         )
     known = ranks.of_first(_traced(subject, method, room))
     subject.depends_on_values = ranks.of_first(subject.depends_on_values)
@@ -253,7 +246,7 @@ def _traced(subject: Subject, method: Method, room: int) -> Traced | None:
         if method == "auto":
             traced = trace_probes(subject, room)
             cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
-            return traced if fits(cost) and not traced.bound_bytes else None
+            return traced if fits(cost) else None
         with tracing(subject.step, subject.state) as trace:
             check_values(trace, subject.batch(2, subject.domain.smallest))
     except BatchError:

@@ -11,7 +11,6 @@ import numpy as np
 
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
 from torchbudget.cost.measuring.judging import fits
-from torchbudget.cost.measuring.parts import fit_large_batches
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
 from torchbudget.cost.measuring.terms import plain_powers
@@ -69,7 +68,6 @@ class Traced:
         probes: what was traced.
         aligned: whether each moment of the step was fitted, otherwise only the peaks.
         under: how much a fit to the other peaks is below a peak at most.
-        bound_bytes: what all batches count as whose peak is lower, and was not fitted.
         requests: what each step asked of the device's allocator, by shape.
     """
 
@@ -77,7 +75,6 @@ class Traced:
     probes: tuple[Probe, ...]
     aligned: bool
     under: float = 0.0
-    bound_bytes: int = 0
     requests: Mapping[Shape, Requests] = field(default_factory=dict)
 
 
@@ -270,23 +267,7 @@ class _Tracer:
             self.subject.notes.append(
                 "the step's operations depend on the shape: fitted to the peaks alone"
             )
-            best = self._without_small_batches(best, room)
         return best
-
-    def _without_small_batches(self, traced: Traced, room: int | None) -> Traced:
-        """Fit all but small batches, if no form fits all."""
-        probes = [replace(probe, held_out=False) for probe in traced.probes]
-        if fits(_cost(traced)):
-            return traced
-        found = fit_large_batches(probes, self.subject.domain.largest, room)
-        if found is None:
-            return traced
-        forms, under, bound = found
-        self.subject.notes.append(
-            "the step takes its batch in parts: batches that take less than "
-            f"{format_bytes(bound)} count as that much"
-        )
-        return replace(traced, forms=forms, probes=tuple(probes), under=under, bound_bytes=bound)
 
     def _try_one_sample(self) -> None:
         """Predict one sample of the largest size, if the step takes that, as batch norm may not."""
