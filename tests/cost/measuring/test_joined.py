@@ -52,6 +52,9 @@ def trained(method):
     found, cost = [], None
     for number in range(10):
         if number == 2 and method:
+            resident = [None] * dist.get_world_size()
+            dist.all_gather_object(resident, process_memory().resident_bytes)
+            budget = max(resident) + (150 + dist.get_rank()) * 2**20
             cost = measure_cost(
                 step, batch_of, max_size=200, min_size=2, method=method, budget=budget
             )
@@ -63,9 +66,6 @@ def trained(method):
 
 if dist.get_rank() == 1:
     ballast = torch.ones(60 * 2**20, dtype=torch.uint8)  # it must take smaller batches
-residents = [None] * dist.get_world_size()
-dist.all_gather_object(residents, process_memory().resident_bytes)
-budget = max(residents) + (60 + dist.get_rank()) * 2**20
 
 expected, _ = trained(None)
 told = []
