@@ -155,7 +155,7 @@ class ByPredicate:
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """A predicate computes nothing."""
 
-    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (none)
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (of a protocol)
         """None: a predicate knows no budget."""
         return np.empty(0, np.int64)
 

@@ -1,0 +1,72 @@
+"""Epochs of a number of batches, in loops that are tracked."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.resuming import as_json
+from tests.support.streams import loader_of
+from tests.support.tracked_streams import SIZES, epochs_of, joined, make, samples_of
+from torchbudget.errors import RepeatedSamplesWarning
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning",
+    "ignore:'pin_memory' argument is set as true:UserWarning",  # there is no device here
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "tracked", "persistent"),
+    [(0, False, False), (0, True, False), (2, False, True), (2, True, True), (2, True, False)],
+)
+@pytest.mark.parametrize("kind", ["iterable", "shards", "map"])
+def test_an_epoch_goes_on_where_the_last_one_ended(
+    kind: str, workers: int, tracked: bool, persistent: bool
+) -> None:
+    """Wherever that is known: the epochs together are one pass after the other."""
+    several = partial(make, kind, batches_per_epoch=12)  # as many from each worker
+    found = epochs_of(several(), workers, 9, tracked=tracked, persistent_workers=persistent)
+    assert [len(epoch) for epoch in found] == [12] * 9
+    [whole] = epochs_of(make(kind, batches_per_epoch=108), workers, 1, tracked=False)
+    assert samples_of(joined(found)) == samples_of(whole)
+    assert set(samples_of(joined(found))) == set(range(len(SIZES)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("done", [1, 10, 11, 25])
+def test_epochs_of_a_number_of_batches_go_on_from_any_batch(done: int, persistent: bool) -> None:
+    """Workers that persist may change turns after the epoch that was gone on with."""
+    several = partial(make, batches_per_epoch=11)
+    options: dict[str, Any] = {"tracked": True, "persistent_workers": persistent}
+    whole = epochs_of(several(), 2, 4, **options)
+    running = several()
+    loader, taken = loader_of(running, 2, persistent_workers=persistent), 0
+    while taken < done:
+        for _ in running.tracked(loader):
+            taken += 1
+            if taken == done:
+                break
+    following = several()
+    following.load_state_dict(as_json(running.state_dict()))
+    assert following.epoch == done // 11
+    epoch, taken = divmod(done, 11)
+    rest = epochs_of(following, 2, 4 - epoch, **options)
+    assert rest[0] == whole[epoch][taken:]
+    for found, expected in zip(rest[1:], whole[epoch + 1 :], strict=True):
+        assert sorted(found) == sorted(expected) if persistent else found == expected
+
+
+def test_new_workers_that_start_over_say_so() -> None:
+    """They cannot know where those before them ended."""
+    stream = make(batches_per_epoch=11)
+    loader = loader_of(stream, 0)
+    list(loader)
+    whole = list(loader_of(make(batches_per_epoch=11), 1))
+    plain = make(batches_per_epoch=11)
+    assert list(loader_of(plain, 1)) == whole
+    with pytest.warns(RepeatedSamplesWarning, match="persistent_workers"):
+        iter(copy.deepcopy(plain))

@@ -1,0 +1,144 @@
+"""What ranks are dealt over epochs: each as much, as long, or an error before the first batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchbudget import MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget.plan.dealing import rotate
+from torchbudget.plan.solver import WindowKey
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+# ---------------------------------------------------------------------- fair over time
+
+
+@given(st.integers(1, 9), st.integers(1, 30), st.integers(0, 2**32), st.integers(0, 10**6))
+def test_each_rank_takes_each_place_once_in_every_run_of_windows(
+    ranks: int, windows: int, seed: int, first: int
+) -> None:
+    """In any `ranks` consecutive windows, whatever the seed, rank r stands at every place once."""
+    numbers = np.arange(first, first + windows)
+    key = WindowKey(seed=seed, path=(0,), places=numbers, numbers=numbers, shuffle=True)
+    places = np.tile(np.arange(ranks), (windows, 1))  # a round of each window
+    taken = rotate(places, key.turns(ranks))
+    assert np.array_equal(np.sort(taken, axis=1), places)
+    for start in range(windows - ranks + 1):
+        for rank in range(ranks):
+            assert len(set(taken[start : start + ranks, rank].tolist())) == ranks
+
+
+@pytest.mark.parametrize("options", [{"samples_per_step": 1024}, {"window": 1024}], ids=str)
+def test_ranks_see_as_many_and_as_long_samples(options: dict[str, int]) -> None:
+    """Over five epochs each rank's share of samples and their mean size is near the mean's.
+
+    Turns go on over epochs: 16 windows each, so that 80 windows are whole runs of 8.
+    """
+    sizes = np.clip(np.random.default_rng(0).lognormal(5, 1, 16 * 1024), 16, 4096).astype(np.int64)
+    counts, totals = [], []
+    for rank in range(8):
+        sampler = MemoryBudgetBatchSampler(
+            sizes, TOKENS, 8192, num_replicas=8, rank=rank, **options
+        )
+        indices = [i for _ in range(5) for batch in sampler for i in batch]
+        counts.append(len(indices))
+        totals.append(sizes[indices].sum())
+    share = np.array(counts) / np.mean(counts)
+    length = np.array(totals) / np.array(counts) / sizes.mean()
+    assert abs(share - 1).max() < 0.08
+    assert abs(length - 1).max() < 0.08
+
+
+# ---------------------------------------------------------------------- what cannot be dealt
+
+
+def sampler_of(sizes: Any, budget: int = 100, **options: Any) -> MemoryBudgetBatchSampler:
+    return MemoryBudgetBatchSampler(sizes, TOKENS, budget, **({"rank": 0} | options))
+
+
+def test_fewer_samples_than_ranks() -> None:
+    with pytest.raises(UnevenRanksError, match="3 samples cannot be dealt to 4 ranks"):
+        sampler_of([1, 2, 3], num_replicas=4)
+    with pytest.raises(UnevenRanksError, match="2 samples cannot be dealt to 4 ranks"):
+        sampler_of([1] * 10, num_samples=2, num_replicas=4)
+
+
+def test_windows_below_the_number_of_ranks() -> None:
+    with pytest.raises(OptionError, match="window=3 is below the number of ranks, 4"):
+        sampler_of([1] * 10, window=3, num_replicas=4)
+    with pytest.raises(OptionError, match="samples_per_step=3 is below the number of ranks, 4"):
+        sampler_of([1] * 10, samples_per_step=3, num_replicas=4)
+
+
+@pytest.mark.parametrize("options", [{"max_batch_size": 1}, {"budget": 50}], ids=str)
+def test_samples_that_stand_alone(options: Any) -> None:
+    """Where no two fit together, only a multiple of the ranks' number can be dealt evenly."""
+    for n in (4, 5, 7, 8, 9, 28, 30):
+        those = [sampler_of([50] * n, num_replicas=4, rank=rank, **options) for rank in range(4)]
+        if n % 4 == 0:
+            assert [len(list(sampler)) for sampler in those] == [n // 4] * 4
+            continue
+        with pytest.raises(UnevenRanksError, match="cannot be dealt evenly to 4 ranks"):
+            len(those[0])
+        with pytest.raises(UnevenRanksError, match="drop_last=True"):
+            next(iter(those[0]))
+        those = [
+            sampler_of([50] * n, num_replicas=4, rank=rank, drop_last=True, **options)
+            for rank in range(4)
+        ]
+        assert [len(list(sampler)) for sampler in those] == [n // 4] * 4
+
+
+def test_one_giant_per_window_is_dealt() -> None:
+    """Windows of one sample that fills the budget and of small ones are split evenly."""
+    sizes = [100] + [1] * 30
+    those = [sampler_of(sizes, num_replicas=8, rank=rank) for rank in range(8)]
+    batches = [list(sampler) for sampler in those]
+    assert {len(mine) for mine in batches} == {1}
+    assert sorted(i for mine in batches for batch in mine for i in batch) == list(range(31))
+
+
+# ---------------------------------------------------------------------- how even it is
+
+QUADRATIC = PaddedCost(unit_bytes=64, pair_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("cost", "most"), [(TOKENS, 1.003), (QUADRATIC, 1.01)], ids=["linear", "quadratic"]
+)
+def test_eight_ranks_do_the_same_work(cost: Any, most: float) -> None:
+    """On lognormal lengths, steps of 4,096 over 8 ranks: Σ costliest / Σ mean is near 1.
+
+    With six or more micro-batches for each rank and step; two or three cannot be as even.
+    """
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.lognormal(5, 1, 24 * 4096), 16, 4096).astype(np.int64)
+    budget = 16_384 if cost is TOKENS else int(cost.batch_bytes(1, 4096))
+    those = [
+        MemoryBudgetBatchSampler(
+            sizes, cost, budget, samples_per_step=4096, num_replicas=8, rank=rank
+        )
+        for rank in range(8)
+    ]
+    steps = list(those[0].steps)
+    ends = np.cumsum(steps)
+    per_rank = []
+    for sampler in those:
+        batches = list(sampler)
+        numbers = np.array([len(batch) for batch in batches])
+        longest = np.array([sizes[batch].max() for batch in batches])
+        costs = cost.batch_bytes(numbers, longest)
+        assert len(costs) == ends[-1]
+        per_rank.append(np.add.reduceat(costs, ends - steps))
+    together = np.array(per_rank, np.float64)
+    measured = together.max(axis=0).sum() / together.mean(axis=0).sum()
+    assert measured <= most
+    those[0].set_epoch(0)
+    assert those[0].report().imbalance == pytest.approx(measured)
