@@ -44,7 +44,8 @@ def test_peaks_of_the_form_are_found_again(seed: int) -> None:
     )
     n = np.array([1, 8, 300, 50, 200, 16, 400])
     sizes = np.array([4, 8, 100, 512, 300, 2000, 64])
-    found = MeasuredCost(forms=fit_peaks(n, sizes, truth.batch_bytes(n, sizes))[0], margin=0)
+    fit = fit_peaks(n, sizes, truth.batch_bytes(n, sizes))
+    found = MeasuredCost(forms=fit.forms(n, sizes), margin=0)
     grid = np.meshgrid([1, 5, 20, 500], [10, 60, 250, 1000, 2000])
     assert found.fitted_bytes(*grid) == pytest.approx(truth.batch_bytes(*grid), rel=1e-3)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -130,7 +131,7 @@ def _fit_moments(
     good = np.flatnonzero(errors < polynomial)
     if not len(good) or (shares[:, good].max(axis=1) < 1 - _EXPLAINED).any():
         return None
-    points = features(*_grid(domain), powers)
+    points = features(*domain_grid(domain), powers)
     # Beyond the steps that were seen, only what is certain, and grows slowly, may be the largest.
     squares = np.array([n == 2 for n, _ in powers])
     slow = ~np.array([squares[terms[moment]].any() for moment in good.tolist()])
@@ -148,12 +149,36 @@ def _fit_moments(
         # What matters in no step that was seen could matter far beyond them.
         used = used[(matrix[:, used] * bytes_).max(axis=0) > _SEEN]
         form[used] = from_above(matrix[:, used], shares[:, moment], _BELOW)
-    return _forms(forms, np.concatenate([points, matrix * peaks[:, None]]), powers)
+    return largest_forms(forms, np.concatenate([points, matrix * peaks[:, None]]), powers)
+
+
+@dataclass(frozen=True, slots=True)
+class PeaksFit:
+    """One form and a floor.
+
+    Attributes:
+        coefficients: of `powers_of`, shape `(c,)`.
+        used: the indices of those that the form may have.
+        floor: bytes.
+        under: how much the fit to all peaks but one is below that one at most, as a share of what
+            it is then.
+    """
+
+    coefficients: FloatArray
+    used: Columns
+    floor: float
+    under: float
+
+    def forms(self, n: npt.ArrayLike, sizes: npt.ArrayLike) -> tuple[Form, ...]:
+        """The form and the floor, without the one that matters at none of these shapes."""
+        powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
+        both = np.stack([self.coefficients, np.eye(1, len(powers))[0] * self.floor])
+        return largest_forms(both, features(n, sizes, powers), powers)
 
 
 def fit_peaks(
     n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike, *, few: bool = False
-) -> tuple[tuple[Form, ...], float]:
+) -> PeaksFit:
     """One form and a floor, from peaks alone.
 
     The floor is one of the measured peaks: each is tried, and the peaks above it are fitted.
@@ -164,15 +189,11 @@ def fit_peaks(
         peaks: bytes, shape `(k,)`.
         few: whether only few peaks were read off a machine, which do not show terms of a higher
             degree than two, nor such without n.
-
-    Returns:
-        The forms, and how much the fit to all peaks but one is below that one at most, as a share
-        of what it is then.
     """
     powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
     matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
     plain = set(plain_powers(len(powers[0][1])))
-    best: tuple[float, float, FloatArray] | None = None
+    best: tuple[float, PeaksFit] | None = None
     for used in choices_of(powers):
         if few and not {powers[at] for at in used if powers[at][0] < 2} <= plain:
             continue
@@ -182,12 +203,13 @@ def fit_peaks(
         errors = _left_out_errors(matrix[:, used], peak, floor)
         error = float(np.maximum(-errors, errors * _OVER).max(initial=0))
         if best is None or error < min(_BETTER * best[0], best[0] - _EXPLAINED):
-            both = np.zeros((2, matrix.shape[1]))
-            both[0, used], both[1, 0] = form, floor
-            best = error, float((1 / (1 + errors) - 1).max(initial=0)), both
+            coefficients = np.zeros(matrix.shape[1])
+            coefficients[used] = form
+            under = float((1 / (1 + errors) - 1).max(initial=0))
+            best = error, PeaksFit(coefficients, used, floor, under)
     if best is None or not len(peak):
         raise CostError("there are no peaks to fit")
-    return _forms(best[2], matrix, powers), best[1]
+    return best[1]
 
 
 def fit_time(probes: Sequence[Probe]) -> PaddedCost | None:
@@ -326,7 +348,9 @@ def _largest(points: FloatArray, coefficients: FloatArray) -> list[int]:
     return sorted(found)
 
 
-def _forms(rows: FloatArray, points: FloatArray, powers: Sequence[Powers]) -> tuple[Form, ...]:
+def largest_forms(
+    rows: FloatArray, points: FloatArray, powers: Sequence[Powers]
+) -> tuple[Form, ...]:
     """The forms of coefficients, shape `(forms, c)`, without those that nowhere matter.
 
     Args:
@@ -348,7 +372,7 @@ def _forms(rows: FloatArray, points: FloatArray, powers: Sequence[Powers]) -> tu
     return tuple(form_of(row, powers) for row in rows[sorted(chosen)])
 
 
-def _grid(domain: FloatArray) -> tuple[FloatArray, FloatArray]:
+def domain_grid(domain: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Numbers of samples and sizes over the whole domain, evenly in their logarithms."""
     lowest, highest = np.asarray(domain, np.float64)
     per_axis = {1: 40, 2: 10, 3: 5}.get(len(highest), 3)

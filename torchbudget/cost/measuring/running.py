@@ -9,10 +9,11 @@ from typing import Final
 
 import numpy as np
 
+from torchbudget.cost.measuring.explaining import Explained, explained
 from torchbudget.cost.measuring.fitting import fit_peaks, total_form
 from torchbudget.cost.measuring.fragmentation import note_device, with_reserve
 from torchbudget.cost.measuring.least_squares import non_negative
-from torchbudget.cost.measuring.shapes import Size, Subject
+from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import ProbeOutOfMemoryError, StepRunner
 from torchbudget.cost.measuring.terms import features, plain_powers
 from torchbudget.cost.models.form import FloatArray, Form, Term
@@ -43,6 +44,8 @@ _LINEAR: Final = 1.15
 # bytes relate to the trace's.
 _SAFE: Final = 0.4
 _NEAR: Final = 0.95
+# Of that, the first batch of a size without a trace.
+_FIRST: Final = 0.6
 
 
 def run_probes(
@@ -70,7 +73,9 @@ def run_probes(
         runner = StepRunner(subject)
         runs = _Runs(subject, runner, room, traced)
         runs.run_all()
-        probes = with_reserve(runner.settled(runs.probes), runner, subject, runs.room)
+        runs.probes = runner.settled(runs.probes)
+        runs.fit_to_bad()
+        probes = with_reserve(runs.probes, runner, subject, runs.room)
         if runner.memory is not None:
             note_device(subject, runner.memory)
     runner.empty_cache()  # or what was reserved would be taken for what the next step needs
@@ -82,7 +87,8 @@ def run_probes(
         subject.warn(
             "the step returned a loss that is not finite; does make_batch make a valid batch?"
         )
-    return fit_runs([p for p in probes if not p.held_out], traced), tuple(probes)
+    fitted = [p for p in probes if not p.held_out]
+    return fit_runs(fitted, traced, subject.domain, runner.idle_bytes), tuple(probes)
 
 
 @dataclass(slots=True)
@@ -116,17 +122,37 @@ class _Runs:
         fitted = list(dict.fromkeys([first[0], largest, smallest, *first]))
         for size in fitted:
             self._reach_for(_NEAR, size)
-        for size in judged:
-            if size not in fitted:
-                self._reach_for(_NEAR, size, held_out=True)
+        if self.traced:
+            for size in judged:
+                if size not in fitted:
+                    self._reach_for(_NEAR, size, held_out=True)
         # What was predicted badly is fitted to, while something is left to judge the fit by.
+        while (self.fit_to_bad() or not self.traced) and self.left > 0:
+            before = len(self.probes)
+            self._reach_for(_NEAR, self._next_size(), held_out=True)
+            if len(self.probes) == before and not self.traced:
+                break
+
+    def fit_to_bad(self) -> bool:
+        """Whether probes that were held out were predicted badly; they are fitted to now."""
+        found = False
         while off := self._badly_predicted():
+            found = True
             for at in off:
                 self.probes[at] = replace(self.probes[at], held_out=False)
-            if self.left < 1:
-                break
-            between = self.subject.domain.between((3 - math.sqrt(5)) / 2 * len(self.probes) % 1)
-            self._reach_for(_NEAR, between, held_out=True)
+        return found
+
+    def _next_size(self) -> Size:
+        """Where the next batch tells most: where explanations of the runs so far differ most."""
+        domain = self.subject.domain
+        if self.traced:
+            return domain.between((3 - math.sqrt(5)) / 2 * len(self.probes) % 1)
+        found = self._explained()
+        top = MeasuredCost(forms=found.forms(domain), margin=0)
+        sizes = found.sizes if domain.axes > 1 else found.sizes[:, 0]
+        disputes = found.disputes(np.maximum(top.capacity(sizes, self.room), 1))
+        new = [all(size != p.size for p in self.probes) for size in domain.spread()]
+        return domain.spread()[int(np.where(new, disputes, 0).argmax())]
 
     def _run_first(self, smallest: Size) -> None:
         try:
@@ -144,7 +170,8 @@ class _Runs:
     def _reach_for(self, share: float, size: Size, *, held_out: bool = False) -> None:
         """Run batches of a size until one takes this share of the budget, or may not be larger."""
         floor = self.probes[0].peak_bytes
-        for _ in range(1 if self.traced else _MOST_CLIMBS):
+        # One that is held out vouches for nothing, and need not be larger.
+        for _ in range(1 if self.traced or held_out else _MOST_CLIMBS):
             target = int(floor + share * (self.room - floor))
             n = min(self._most_samples(size, target), self.runner.most_samples(size))
             if (
@@ -170,19 +197,38 @@ class _Runs:
                 return
 
     def _most_samples(self, size: Size, target: int) -> int:
-        so_far = MeasuredCost(forms=self._guess(), margin=0)
-        n = int(so_far.capacity(size if len(size) > 1 else size[0], target))
-        # A form fitted to few points is unreliable far beyond them.
-        return n if self.traced else min(n, self._reach(size, target))
+        n = _capacity(self._guess(), size, target)
+        if self.traced:
+            return n
+        # One form fitted to few points is unreliable far beyond them.
+        reach = self._reach(size, target)
+        if self._is_linear():
+            # The first batch of a size may show a moment that was nowhere the peak before.
+            floor = self.probes[0].peak_bytes
+            if all(size != probe.size for probe in self.probes):
+                target = int(floor + _FIRST * (target - floor))
+            reach = max(reach, _capacity(self._fit(self.probes), size, target))
+        return min(n, reach)
 
     def _guess(self) -> tuple[Form, ...]:
         """The forms to choose the next shape by, from the runs so far."""
-        if self.traced and len(self.probes) == 1:
-            # A third on top of the tensors, for what kernels may need.
-            [first] = self.probes
-            offset = first.peak_bytes - 4 / 3 * _predicted(self.traced, self.probes)[0]
-            return tuple(total_form(form, offset, 4 / 3, []) for form in self.traced)
-        return fit_runs(self.probes, self.traced)
+        if not self.traced:
+            n, sizes, peaks = columns(self.probes)
+            return fit_peaks(n, sizes, peaks, few=True).forms(n, sizes)
+        if len(self.probes) > 1:
+            return self._fit(self.probes)
+        # A third on top of the tensors, for what kernels may need.
+        [first] = self.probes
+        offset = first.peak_bytes - 4 / 3 * _predicted(self.traced, self.probes)[0]
+        return tuple(total_form(form, offset, 4 / 3, []) for form in self.traced)
+
+    def _fit(self, probes: Sequence[Probe]) -> tuple[Form, ...]:
+        return fit_runs(probes, self.traced, self.subject.domain, self.runner.idle_bytes)
+
+    def _explained(self) -> Explained:
+        fitted = columns([p for p in self.probes if not p.held_out])
+        domain, idle_bytes = self.subject.domain, self.runner.idle_bytes
+        return explained(*fitted, idle_bytes=idle_bytes, at=domain.spread())
 
     def _reach(self, size: Size, target: int) -> int:
         """The most samples that cannot need more than the target, judged by runs alone.
@@ -225,16 +271,22 @@ class _Runs:
         held_out = [at for at, probe in enumerate(self.probes) if probe.held_out]
         if not held_out:
             return []
-        forms = fit_runs([p for p in self.probes if not p.held_out], self.traced)
+        forms = self._fit([p for p in self.probes if not p.held_out])
         errors = MeasuredCost(forms=forms, margin=0, probes=tuple(self.probes)).errors()
         return [at for at in held_out if abs(errors[at]) > _EXACT]
 
 
-def fit_runs(probes: Sequence[Probe], traced: tuple[Form, ...]) -> tuple[Form, ...]:
-    """The traced forms with an offset, a scale, and what kernels need beside tensors, all ≥ 0."""
+def fit_runs(
+    probes: Sequence[Probe], traced: tuple[Form, ...], domain: Domain, idle_bytes: int
+) -> tuple[Form, ...]:
+    """The traced forms with an offset, a scale, and what kernels need beside tensors, all ≥ 0.
+
+    Without a trace, all forms that explain the runs.
+    """
     n, sizes, peaks = columns(probes)
     if not traced:
-        return fit_peaks(n, sizes, peaks, few=True)[0]
+        found = explained(n, sizes, peaks, idle_bytes=idle_bytes, at=domain.spread())
+        return found.forms(domain)
     target = np.array(peaks, np.float64)
     tensors = _predicted(traced, probes)
     powers = plain_powers(traced[0].axes)[1:]
@@ -250,6 +302,11 @@ def fit_runs(probes: Sequence[Probe], traced: tuple[Form, ...]) -> tuple[Form, .
     beside = [Term(bytes_, *power) for bytes_, power in zip(terms, powers, strict=False)]
     totals = (total_form(form, offset, 1 + share, beside) for form in traced)
     return tuple(dict.fromkeys(totals))  # they may have become equal
+
+
+def _capacity(forms: tuple[Form, ...], size: Size, target: int) -> int:
+    cost = MeasuredCost(forms=forms, margin=0)
+    return int(cost.capacity(size if len(size) > 1 else size[0], target))
 
 
 def _predicted(forms: tuple[Form, ...], probes: Sequence[Probe]) -> FloatArray:

@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -34,6 +35,8 @@ _MOST_SAMPLES: Final = 2**16
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
 # Fractions of the range of sizes, on a logarithmic scale, at which a fit is judged.
 _JUDGED: Final = (0.0, 0.35, 0.65, 1.0)
+# Up to so many axes, probes may be of any mix of sizes.
+_MOST_MIXED: Final = 3
 
 
 class BatchError(CostError):
@@ -128,6 +131,12 @@ class Domain:
         return tuple(
             self._snap(low * (high / low) ** share, low, high) for share, low, high in ends
         )
+
+    def spread(self) -> list[Size]:
+        """Sizes all over the domain: every mix of short and long axes, unless there are many."""
+        if self.axes > _MOST_MIXED:
+            return list(self.judged)
+        return list(dict.fromkeys(map(self.between, product(_JUDGED, repeat=self.axes))))
 
     def above(self, size: int) -> Domain:
         """The part of the domain with at least this size on every axis."""

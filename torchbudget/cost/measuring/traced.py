@@ -289,8 +289,8 @@ class _Tracer:
     def _fit_peaks(self, held_out: set[Shape]) -> Traced:
         probes = self._probes(held_out)
         n, sizes, peaks = columns([probe for probe in probes if not probe.held_out])
-        forms, under = fit_peaks(n, sizes, peaks)
-        return Traced(forms, probes, aligned=False, under=under)
+        fit = fit_peaks(n, sizes, peaks)
+        return Traced(fit.forms(n, sizes), probes, aligned=False, under=fit.under)
 
     def _probes(self, held_out: set[Shape]) -> tuple[Probe, ...]:
         return tuple(

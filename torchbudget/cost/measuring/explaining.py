@@ -1,0 +1,163 @@
+"""All the forms that explain a few peaks, where these do not tell them apart.
+
+Runs are few, and on several axes they separate the terms of a form poorly: peaks at one length on
+an axis do not show whether bytes grow with it or with its square, and a fit that takes the wrong
+one is right at every run and wrong between them. So no single fit is trusted. For each size, the
+form is sought that gives most there and still explains all peaks; the maximum of these is the cost,
+and the next batch is run where the forms that give most and least differ most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.measuring.fitting import PeaksFit, domain_grid, fit_peaks, largest_forms
+from torchbudget.cost.measuring.least_squares import non_negative
+from torchbudget.cost.measuring.shapes import Domain, Size
+from torchbudget.cost.measuring.terms import features, plain_powers, powers_of
+from torchbudget.cost.models.form import FloatArray, Form
+
+# A form that misses no peak by more explains them all; readings of one shape differ by about half
+# as much. So does one that misses them by not much more than the best fit.
+_SAME: Final = 5e-3
+_WORSE: Final = 1.5
+# A form is pulled towards this multiple of what the best fit gives for samples of a size, or to 0,
+# as hard as it still explains the peaks: with a weight between these, by so many bisections.
+_PULLED: Final = 4.0
+_WEIGHTS: Final = (1e-6, 1e2)
+_BISECTIONS: Final = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Forms that agree with all peaks, and the floor below which none was.
+
+    Attributes:
+        sizes: where a form was sought, shape `(k, d)`.
+        most: coefficients of the forms that give most at each size, and of the best fit, shape
+            `(k + 1, c)`.
+        least: of those that give least, shape `(k, c)`.
+        floor: bytes.
+    """
+
+    sizes: npt.NDArray[np.int64]
+    most: FloatArray
+    least: FloatArray
+    floor: float
+
+    def forms(self, domain: Domain) -> tuple[Form, ...]:
+        """The forms whose maximum is the most that any explanation gives."""
+        powers = powers_of(domain.axes)
+        floor = self.floor * np.eye(1, len(powers))
+        ends = np.array([domain.smallest, domain.largest], np.float64)
+        points = features(*domain_grid(ends), powers)
+        return largest_forms(np.concatenate([self.most, floor]), points, powers)
+
+    def disputes(self, n: npt.ArrayLike) -> FloatArray:
+        """The most bytes over the least ones for n samples of each size, shape `(k,)`."""
+        shapes = features(n, self.sizes, powers_of(self.sizes.shape[1]))
+        most = np.maximum((shapes @ self.most.T).max(axis=1), self.floor)
+        disputes: FloatArray = most / np.maximum((shapes @ self.least.T).min(axis=1), self.floor)
+        return disputes
+
+
+def explained(
+    n: npt.ArrayLike,
+    sizes: npt.ArrayLike,
+    peaks: npt.ArrayLike,
+    *,
+    idle_bytes: int,
+    at: list[Size],
+) -> Explained:
+    """What few peaks that were read off a machine may be: the best fit, and others as good.
+
+    Another form is as good if it misses no peak by more than half a percent, or than one and a half
+    times what the best fit does; it has a constant of at least what is in use anyway. It is raised
+    by what it misses from below.
+
+    Args:
+        n: numbers of samples, shape `(k,)`.
+        sizes: padded sizes, shape `(k,)` or `(k, d)`.
+        peaks: bytes, shape `(k,)`.
+        idle_bytes: what is in use before a step, whatever its batch.
+        at: sizes for which to find the forms that give most and least.
+    """
+    fit = fit_peaks(n, sizes, peaks, few=True)
+    axes = len(at[0])
+    powers = powers_of(axes)
+    plain = [powers.index(power) for power in plain_powers(axes)]
+    search = _Search.of(n, sizes, peaks, fit, np.union1d(plain, fit.used), idle_bytes)
+    pulls = features(np.ones(len(at)), at, powers)
+    pulls[:, 0] = 0  # only what the samples need
+    most = [fit.coefficients, *(search.pulled(pull, _PULLED) for pull in pulls)]
+    least = [search.pulled(pull, 0.0) for pull in pulls]
+    return Explained(np.array(at), np.stack(most), np.stack(least), fit.floor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Forms that explain the peaks above the floor.
+
+    Attributes:
+        fit: the best one.
+        used: the terms that forms may have.
+        shares: their features over the peaks.
+        wanted: what is not idle, over the peaks.
+        idle_bytes: in each form.
+        allowed: by how much a form may miss a peak.
+    """
+
+    fit: PeaksFit
+    used: npt.NDArray[np.intp]
+    shares: FloatArray
+    wanted: FloatArray
+    idle_bytes: int
+    allowed: float
+
+    @classmethod
+    def of(
+        cls,
+        n: npt.ArrayLike,
+        sizes: npt.ArrayLike,
+        peaks: npt.ArrayLike,
+        fit: PeaksFit,
+        used: npt.NDArray[np.intp],
+        idle_bytes: int,
+    ) -> _Search:
+        peak = np.asarray(peaks, np.float64)
+        above = peak > fit.floor
+        powers = powers_of(np.size(sizes) // len(peak))
+        shares = features(n, sizes, powers)[above] / peak[above, None]
+        worst = float(np.abs(shares @ fit.coefficients - 1).max(initial=0))
+        wanted = 1 - idle_bytes / peak[above]
+        return cls(fit, used, shares[:, used], wanted, idle_bytes, max(_SAME, _WORSE * worst))
+
+    def pulled(self, pull: FloatArray, times: float) -> FloatArray:
+        """The coefficients of a form that gives much more, or less, of what a sample needs.
+
+        Args:
+            pull: features of a sample, shape `(c,)`.
+            times: of what the best fit gives, to pull to.
+        """
+        usual = float(pull @ self.fit.coefficients) or 1.0
+        row = pull[self.used] / usual
+        best = self.fit.coefficients
+        low, high = map(np.log, _WEIGHTS)
+        for _ in range(_BISECTIONS):
+            weight = np.exp((low + high) / 2)
+            matrix = np.concatenate([self.shares, weight * row[None]])
+            solved = non_negative(matrix, np.append(self.wanted, weight * times))
+            missed = self.wanted - self.shares @ solved
+            if np.abs(missed).max(initial=0) > self.allowed:
+                high = np.log(weight)
+                continue
+            low = np.log(weight)
+            best = np.zeros(len(pull))
+            best[self.used] = solved
+            best[0] += self.idle_bytes
+            best *= 1 + missed.max(initial=0)
+        return best
