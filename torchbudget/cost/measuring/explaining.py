@@ -21,15 +21,14 @@ from torchbudget.cost.measuring.shapes import Domain, Size
 from torchbudget.cost.measuring.terms import features, plain_powers, powers_of
 from torchbudget.cost.models.form import FloatArray, Form
 
-# A form that misses no peak by more explains them all; readings of one shape differ by about half
-# as much. So does one that misses them by not much more than the best fit.
+# A form that misses no peak by more explains them all, or by no more than the best fit; readings of
+# one shape differ by about half as much.
 _SAME: Final = 5e-3
-_WORSE: Final = 1.5
 # A form is pulled towards this multiple of what the best fit gives for samples of a size, or to 0,
 # as hard as it still explains the peaks: with a weight between these, by so many bisections.
-_PULLED: Final = 4.0
-_WEIGHTS: Final = (1e-6, 1e2)
-_BISECTIONS: Final = 9
+_PULLED: Final = 1e3
+_WEIGHTS: Final = (1e-9, 1e1)
+_BISECTIONS: Final = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,8 @@ def explained(
 ) -> Explained:
     """What few peaks that were read off a machine may be: the best fit, and others as good.
 
-    Another form is as good if it misses no peak by more than half a percent, or than one and a half
-    times what the best fit does; it has a constant of at least what is in use anyway. It is raised
-    by what it misses from below.
+    Another form is as good if it misses no peak by more than half a percent, or than the best fit
+    does; it has a constant of at least what is in use anyway.
 
     Args:
         n: numbers of samples, shape `(k,)`.
@@ -134,7 +132,7 @@ class _Search:
         shares = features(n, sizes, powers)[above] / peak[above, None]
         worst = float(np.abs(shares @ fit.coefficients - 1).max(initial=0))
         wanted = 1 - idle_bytes / peak[above]
-        return cls(fit, used, shares[:, used], wanted, idle_bytes, max(_SAME, _WORSE * worst))
+        return cls(fit, used, shares[:, used], wanted, idle_bytes, max(_SAME, worst))
 
     def pulled(self, pull: FloatArray, times: float) -> FloatArray:
         """The coefficients of a form that gives much more, or less, of what a sample needs.
@@ -159,5 +157,4 @@ class _Search:
             best = np.zeros(len(pull))
             best[self.used] = solved
             best[0] += self.idle_bytes
-            best *= 1 + missed.max(initial=0)
         return best
