@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
+from torch.utils._pytree import (
+    GetAttrKey,
+    register_pytree_node,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 
 from torchbudget.checks import is_int
 from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.collate.arrangement import Arrangement, Layout, each_layout
 from torchbudget.data.collate.length_field import choose_length_field
 from torchbudget.data.collate.options import CollateOptions
-from torchbudget.data.collate.structure import (
-    Field,
-    FieldPath,
-    fields_of,
-    find_path,
-    put_together,
-    take_apart,
-)
+from torchbudget.data.collate.structure import Field, find_path, put_together, take_apart
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.machine.cuda import may_return_early
 from torchbudget.protocols import SplittableBatch
 
-T = TypeVar("T")
 BatchT = TypeVar("BatchT", bound="Batch")
 
 
-class Layout(Protocol):
-    """Where the n samples are in a field's tensor."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """Each sample's lengths on the ragged axes, `(n, k)`."""
-
-    def samples(self, field: Tensor) -> Sequence[Tensor]:
-        """The n samples, as views of the tensor."""
-
-    def part(self, start: int, stop: int) -> tuple[Any, Layout]:
-        """What cuts samples `start` to `stop` out of the tensor, and their layout in the result."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its own tensors, which go wherever the field goes."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Layout:
-        """The same with a function applied to its own tensors."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Batch:
     """Tensors of n ragged samples, and the position of each sample in them.
 
@@ -62,17 +40,22 @@ class Batch:
     `Sequence`, so that `x, y = batch` works. A batch of bare samples has its tensor in `data`.
     Batches are immutable; `dict(batch)` is not. A batch equals only itself.
 
-    Attributes:
-        num_samples: n.
-        data: the plain structure: a dict, a tuple (a named tuple where the samples were) or a
-            tensor, nested as the samples were. Texts are lists of `str`.
+    Hosts that move or cast a batch rebuild it as `type(batch)(fields)`. That gives a batch of those
+    fields, which does not know its samples any more: whatever needs them raises a `CollateError`.
+    Under `torch.utils._pytree` a batch is a container of its fields, and `tree_map` gives a batch
+    that knows its samples, unless the function changed the fields' shapes.
     """
 
-    num_samples: int
-    data: Any
-    _paths: tuple[FieldPath, ...]  # per field, in the order of `fields_of`
-    _layouts: tuple[Layout | None, ...]  # per field; None for texts
-    _length_field: int  # index in _layouts of the field whose lengths are the batch's
+    def __init__(self, data: Any, arrangement: Arrangement | None = None) -> None:
+        # No dataclass: Lightning copies those, and then assigns their fields.
+        self._data = self._read(data)
+        self._arrangement = arrangement
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        register_pytree_node(
+            cls, _flatten, partial(_unflatten, cls), flatten_with_keys_fn=_flatten_with_keys
+        )
 
     if TYPE_CHECKING:
         # Whether a batch is a mapping or a sequence depends on its samples, which no type knows:
@@ -90,6 +73,24 @@ class Batch:
     # Mapping compares by content, but `tensor == tensor` has no truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    @staticmethod
+    def _read(data: Any) -> Any:
+        """The data of a batch of this class, from fields that a host may have changed."""
+        return data
+
+    @property
+    def data(self) -> Any:
+        """The plain structure: a dict, a tuple (a named tuple where the samples were) or a tensor.
+
+        Nested as the samples were. Texts are lists of `str`.
+        """
+        return self._data
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples, n."""
+        return self._known.num_samples
 
     @property
     def lengths(self) -> Tensor:
@@ -117,8 +118,19 @@ class Batch:
             leaf.nbytes if isinstance(leaf, Tensor) else sys.getsizeof(leaf)
             for leaf in tree_leaves(self.data)
         ]
-        layouts = _of_each(lambda layout: layout.nbytes, self._layouts)
-        return sum(sizes) + sum(layouts.values())
+        return sum(sizes) + (0 if self._arrangement is None else self._arrangement.nbytes)
+
+    @property
+    def _known(self) -> Arrangement:
+        if self._arrangement is None:
+            raise CollateError(
+                f"this {type(self).__name__} does not know the lengths and places of its samples: "
+                "it was rebuilt from its fields, as type(batch)(fields), which transformers, "
+                "Accelerate and Lightning do, or by a function that changed their shapes. Read "
+                "lengths, mask, num_samples and the like before that, and split the batch before "
+                "it; batch.to() moves a batch as it is"
+            )
+        return self._arrangement
 
     @property
     def _host_lengths(self) -> IntArray:  # (n, k) for k ragged axes
@@ -127,18 +139,15 @@ class Batch:
 
     @property
     def _length_layout(self) -> Any:
-        layout = self._layouts[self._length_field]
+        known = self._known
+        layout = known.layouts[known.length_field]
         if layout is None:
             raise CollateError("this batch has only texts, which have no lengths")
         return layout
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-        layouts = _of_each(lambda layout: layout.map(function), self._layouts)
-        return replace(
-            self,
-            data=tree_map_only(Tensor, function, self.data),
-            _layouts=tuple(layouts.get(id(layout)) for layout in self._layouts),
-        )
+        arrangement = None if self._arrangement is None else self._arrangement.map(function)
+        return type(self)(tree_map_only(Tensor, function, self.data), arrangement)
 
     def to(
         self: BatchT,
@@ -193,11 +202,12 @@ class Batch:
         Raises:
             CollateError: there is no such field, or it is not ragged.
         """
-        index = find_path(field, self._paths, "measured_by")
-        layout = self._layouts[index]
+        known = self._known
+        index = find_path(field, known.paths, "measured_by")
+        layout = known.layouts[index]
         if layout is None or layout.lengths.shape[1] == 0:
             raise CollateError(f"field {field!r} has no ragged axis")
-        return replace(self, _length_field=index)
+        return type(self)(self.data, replace(known, length_field=index))
 
     def split(self: BatchT, n: int) -> list[BatchT]:
         """The batch as n batches of nearly equal numbers of samples, in order.
@@ -221,112 +231,62 @@ class Batch:
         """
         columns = [
             value if layout is None else layout.samples(value)
-            for value, layout in zip(fields_of(self.data), self._layouts, strict=True)
+            for value, layout in zip(self._fields, self._known.layouts, strict=True)
         ]
         return [put_together(self.data, iter(row)) for row in zip(*columns, strict=True)]
 
     def _part(self: BatchT, start: int, stop: int) -> BatchT:
         """The batch of samples `start` to `stop`."""
-        parts = _of_each(lambda layout: layout.part(start, stop), self._layouts)
+        known = self._known
+        parts = each_layout(lambda layout: layout.part(start, stop), known.layouts)
         texts = slice(start, stop), None
-        cuts = [parts.get(id(layout), texts) for layout in self._layouts]
+        cuts = [parts.get(id(layout), texts) for layout in known.layouts]
         # What is trimmed is copied, since some models need contiguous input; the rest are views.
         values = [
             value[cut] if layout is None else value[cut].contiguous()
-            for value, (cut, layout) in zip(fields_of(self.data), cuts, strict=True)
+            for value, (cut, layout) in zip(self._fields, cuts, strict=True)
         ]
-        return replace(
-            self,
-            num_samples=stop - start,
-            data=put_together(self.data, iter(values)),
-            _layouts=tuple(layout for _, layout in cuts),
+        layouts = tuple(layout for _, layout in cuts)
+        return type(self)(
+            put_together(self.data, iter(values)),
+            replace(known, num_samples=stop - start, layouts=layouts),
         )
+
+    @property
+    def _fields(self) -> list[Any]:  # in the order of the arrangement's paths
+        fields: list[Any] = self._known.fields(self.data)
+        return fields
 
     def __repr__(self) -> str:
-        shown = (
-            f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
-            if isinstance(v, Tensor)
-            else f"text[{len(v)}]"
-            for v in fields_of(self.data)
-        )
-        fields = str(put_together(self.data, shown)).replace("'", "")
-        return f"{type(self).__name__}(num_samples={self.num_samples}, {fields})"
+        known = self._arrangement
+        samples = "rebuilt" if known is None else f"num_samples={known.num_samples}"
+        fields = str(tree_map(_shown, self.data, is_leaf=_is_text)).replace("'", "")
+        return f"{type(self).__name__}({samples}, {fields})"
 
 
-class MappingView(Batch, Mapping[Any, Any]):
-    """A batch of dict samples: a mapping from field to tensor."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.data[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def update(self, fields: Mapping[Any, Any]) -> None:
-        """Accept the batch's own fields, which change nothing, or pinned copies of them.
-
-        A `DataLoader` with `batch_size=None` copies each mapping and updates the copy with its own
-        fields; torch 2.6 pins a mapping that way. Without this method both would return a plain
-        dict instead.
-
-        Raises:
-            TypeError: the fields are neither.
-        """
-        _accept(self, {**self.data, **fields})
+def _is_text(value: Any) -> bool:
+    return isinstance(value, list)  # one string per sample
 
 
-class SequenceView(Batch, Sequence[Any]):
-    """A batch of tuple samples: a sequence of tensors."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.data[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        fields = list(self.data)
-        fields[index] = value
-        named = hasattr(self.data, "_fields")  # as in MappingView.update
-        _accept(self, type(self.data)(*fields) if named else tuple(fields))
-
-    def __len__(self) -> int:
-        return len(self.data)
+def _shown(field: Any) -> str:
+    if isinstance(field, Tensor):
+        return f"{str(field.dtype).removeprefix('torch.')}{list(field.shape)}"
+    return f"text[{len(field)}]" if isinstance(field, list) else str(field)
 
 
-# `torch.utils.data.default_convert` keeps the type of mutable containers only.
-MutableMapping.register(MappingView)
-MutableSequence.register(SequenceView)
+def _flatten(batch: Batch) -> tuple[list[Any], Arrangement | None]:
+    return [batch.data], batch._arrangement
 
 
-def _of_each(function: Callable[[Layout], T], layouts: Sequence[Layout | None]) -> dict[int, T]:
-    """What a function gives for each layout, by `id`: fields that share one share its result."""
-    each = {id(layout): layout for layout in layouts if layout is not None}
-    return {key: function(layout) for key, layout in each.items()}
+def _flatten_with_keys(batch: Batch) -> tuple[list[tuple[Any, Any]], Arrangement | None]:
+    return [(GetAttrKey("data"), batch.data)], batch._arrangement
 
 
-def _accept(batch: Batch, given: Any) -> None:
-    """Take over pinned copies of a batch's fields; the fields themselves change nothing.
-
-    Raises:
-        TypeError: something else was given, since a batch cannot be changed.
-    """
-    ours, theirs = (tree_leaves_with_path(tree) for tree in (batch.data, given))
-    pairs = zip(ours, theirs, strict=False)
-    same = [path == other and _is_same(mine, leaf) for (path, mine), (other, leaf) in pairs]
-    if len(ours) != len(theirs) or not all(same):
-        raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
-    if any(mine is not leaf for (_, mine), (_, leaf) in zip(ours, theirs, strict=True)):
-        object.__setattr__(batch, "data", given)
-        vars(batch).update(vars(batch.pin_memory()))  # its layouts' tensors, too
-
-
-def _is_same(mine: Any, given: Any) -> bool:
-    """Whether it is the same object, or a pinned copy of a tensor."""
-    if mine is given:
-        return True
-    tensors = isinstance(mine, Tensor) and isinstance(given, Tensor)
-    return tensors and given.is_pinned() and (given.shape, given.dtype) == (mine.shape, mine.dtype)
+def _unflatten(
+    kind: type[BatchT], children: Iterable[Any], arrangement: Arrangement | None
+) -> BatchT:
+    [data] = children
+    return kind(data, None if arrangement is None else arrangement.of(data))
 
 
 if TYPE_CHECKING:
@@ -361,14 +321,14 @@ def make_batch(
     values, layouts = zip(*written, strict=True)
     lengths = [None if layout is None else layout.lengths for layout in layouts]
     data = put_together(structure, iter(values))
-    plain, mapping, sequence = kinds
-    kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
-    return kind(
+    arrangement = Arrangement(
         num_samples=len(samples),
-        data=data,
-        _paths=paths,
-        _layouts=layouts,
-        _length_field=choose_length_field(
+        paths=paths,
+        layouts=layouts,
+        length_field=choose_length_field(
             options.length_field, options._sized_field, paths, lengths
         ),
     )
+    plain, mapping, sequence = kinds
+    kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
+    return kind(data, arrangement)

@@ -188,7 +188,8 @@ class PadCollate(CollateOptions):
 
     def _add_mask(self, batch: PaddedBatch) -> PaddedBatch:
         data = batch.data
-        layout: Any = batch._layouts[batch._length_field]
+        known = batch._known
+        layout: Any = known.layouts[known.length_field]
         if not isinstance(data, dict):
             raise CollateError(
                 "mask= adds a field to dict samples, which these are not: use batch.mask"
@@ -198,9 +199,10 @@ class PadCollate(CollateOptions):
         if layout is None or not layout.length_axes:
             raise CollateError(f"mask={self.mask!r} needs a field with a ragged axis")
         mask = layout.mask(torch.device("cpu"))
-        return replace(
-            batch,
-            data=data | {self.mask: new_tensor(mask.shape, torch.int64).copy_(mask)},
-            _paths=(*batch._paths, (self.mask,)),
-            _layouts=(*batch._layouts, layout.of_mask()),
+        arrangement = replace(
+            known,
+            paths=(*known.paths, (self.mask,)),
+            layouts=(*known.layouts, layout.of_mask()),
         )
+        field = new_tensor(mask.shape, torch.int64).copy_(mask)
+        return type(batch)(data | {self.mask: field}, arrangement)

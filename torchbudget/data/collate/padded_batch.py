@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.batch import Batch, MappingView, SequenceView
+from torchbudget.data.collate.batch import Batch
 from torchbudget.data.collate.columns import Column, new_tensor
-from torchbudget.data.collate.structure import fields_of, show
+from torchbudget.data.collate.structure import show
+from torchbudget.data.collate.views import MappingView, SequenceView
 from torchbudget.errors import CollateError
 from torchbudget.machine.cuda import may_return_early
 
@@ -50,6 +51,10 @@ class PaddedLayout(NamedTuple):
     def samples(self, field: Tensor) -> list[Tensor]:
         """See `Layout.samples`."""
         return [field[self.place(i)] for i in range(len(self.shapes))]
+
+    def fits(self, field: Tensor) -> bool:
+        """See `Layout.fits`."""
+        return field.shape[: 1 + len(self.padded_shape)] == (len(self.shapes), *self.padded_shape)
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +143,8 @@ class PaddedBatch(Batch):
 
         They differ where the collate rounds up to more than the sampler plans with.
         """
-        layout: Any = self._layouts[self._length_field]
+        known = self._known
+        layout = known.layouts[known.length_field]
         if layout is None:  # texts alone
             return []
         longest = layout.lengths.max(axis=0, initial=0).tolist()
@@ -153,7 +159,7 @@ class PaddedBatch(Batch):
         Computed at each access, so that a batch does not keep it in memory.
         """
         layout: PaddedLayout = self._length_layout
-        return layout.mask(fields_of(self.data)[self._length_field].device)
+        return layout.mask(self._fields[self._known.length_field].device)
 
 
 class PaddedMapping(PaddedBatch, MappingView):

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torchbudget.errors import CollateError
 
@@ -195,7 +194,8 @@ def put_together(structure: Any, fields: Iterator[Any]) -> Any:
     return next(fields)
 
 
-def fields_of(data: Any) -> list[Any]:
-    """The value of every field of a batch, in the order of `take_apart`."""
-    # A list is a field of strings, one per sample.
-    return tree_leaves(data, is_leaf=lambda value: isinstance(value, list))
+def field_at(data: Any, path: FieldPath) -> Any:
+    """The field of a batch's data, or of a sample, that a path leads to."""
+    for key in path:
+        data = data[key]
+    return data
