@@ -40,7 +40,8 @@ class CollateOptions:
     def of_sized_field(self: CollateT, name: Any | None) -> CollateT:
         """The same for samples whose sizes are those of a field, as a stream's are."""
         other = copy.copy(self)
-        object.__setattr__(other, "_sized_field", name)
+        if name is not None:
+            object.__setattr__(other, "_sized_field", name)
         return other
 
     def check_names(self, paths: Sequence[FieldPath]) -> None:

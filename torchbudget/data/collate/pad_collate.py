@@ -22,13 +22,19 @@ from torchbudget.data.collate.padded_batch import (
     pad,
 )
 from torchbudget.data.collate.structure import Field, FieldPath, show
+from torchbudget.data.collate.tokenizer_rules import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    TokenizerRules,
+    read_tokenizer,
+)
 from torchbudget.errors import CollateError, OptionError
 
 Side: TypeAlias = str | float
 Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
 
-# By convention: F.cross_entropy ignores -100, and attention ignores what is masked with 0.
-_OWN_PADDING: dict[Any, int] = {"labels": -100, "attention_mask": 0}
+# By convention; attention ignores what is masked with 0.
+_OWN_PADDING: dict[Any, int] = {"labels": IGNORED_LABEL, ATTENTION_MASK: 0}
 
 
 def _read_value(value: Any) -> Any:
@@ -124,6 +130,7 @@ class PadCollate(CollateOptions):
     side: Side | Mapping[Any, Side] = "right"
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
     mask: str | None = None
+    _tokenizer: TokenizerRules | None = field(default=None, init=False, repr=False)
     _rules: dict[tuple[FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -142,6 +149,39 @@ class PadCollate(CollateOptions):
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Any, **options: Any) -> PadCollate:
+        """A collate that pads as a tokenizer of transformers does, labels too.
+
+        Token ids are padded with the tokenizer's padding token, `token_type_ids` with its type of
+        padding, `special_tokens_mask` with 1, `attention_mask` with 0 and `labels` with -100, on
+        the tokenizer's side. Dict samples get an `attention_mask` where they have none and the
+        model takes one. `lengths` are those of the ids. Of tuple samples the first field is the ids
+        and the second the labels; their attention mask is the batch's `mask`.
+
+        Args:
+            tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
+                its `model_input_names` and `pad_token_type_id` are used where it has them.
+            options: those of `PadCollate`, such as `size_multiple`; what they say comes first.
+
+        Raises:
+            OptionError: the tokenizer has no padding token, or an option is invalid.
+            CollateError: when called with samples that have no token ids.
+
+        >>> from types import SimpleNamespace
+        >>> tokenizer = SimpleNamespace(pad_token_id=9, padding_side="left")
+        >>> collate = PadCollate.for_tokenizer(tokenizer)
+        >>> dict(collate([{"input_ids": [1, 2]}, {"input_ids": [3]}]))
+        {'input_ids': tensor([[1, 2],
+                [9, 3]]), 'attention_mask': tensor([[1, 1],
+                [0, 1]])}
+        """
+        rules = read_tokenizer(tokenizer)
+        made = cls(**{"side": rules.side} | options)
+        object.__setattr__(made, "_tokenizer", rules)
+        object.__setattr__(made, "_sized_field", rules.ids)
+        return made
+
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
         placements: dict[Any, Placement] = {}
@@ -151,7 +191,9 @@ class PadCollate(CollateOptions):
             return pad(column, self._rule(column.path, column.shapes.shape[1]), placements)
 
         batch = make_batch(PADDED_KINDS, samples, self, write)
-        return batch if self.mask is None else self._add_mask(batch)
+        if self.mask is not None:
+            batch = self._add_mask(batch, self.mask, batch._known.length_field)
+        return batch if self._tokenizer is None else self._as_tokenized(batch, self._tokenizer)
 
     def _rule(self, path: FieldPath, ndim: int) -> PaddingRule:
         """How the options apply to a field, computed once."""
@@ -182,27 +224,36 @@ class PadCollate(CollateOptions):
     def _value(self, path: FieldPath) -> Any:
         given = self.padding_value
         named, default = (given, 0) if isinstance(given, dict) else ({}, given)
-        if path:
-            default = _OWN_PADDING.get(path[-1], default)
+        own = _OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
+        default = own.get(path, own.get(path[-1], default) if path else default)
         return of_field(named, path, default)
 
-    def _add_mask(self, batch: PaddedBatch) -> PaddedBatch:
-        data = batch.data
-        known = batch._known
-        layout: Any = known.layouts[known.length_field]
+    def _as_tokenized(self, batch: PaddedBatch, rules: TokenizerRules) -> PaddedBatch:
+        paths = batch._known.paths
+        rules.check_fields(paths)
+        if not rules.adds_mask or (rules.ids,) not in paths or ATTENTION_MASK in batch.data:
+            return batch
+        if batch[rules.ids].ndim > 2:
+            raise CollateError(
+                f"field {rules.ids!r} has several axes: give samples their own {ATTENTION_MASK!r}"
+            )
+        return self._add_mask(batch, ATTENTION_MASK, paths.index((rules.ids,)))
+
+    def _add_mask(self, batch: PaddedBatch, name: str, index: int) -> PaddedBatch:
+        """The batch with a field more, the mask of the field of this index."""
+        data, known = batch.data, batch._known
+        layout: Any = known.layouts[index]
         if not isinstance(data, dict):
             raise CollateError(
                 "mask= adds a field to dict samples, which these are not: use batch.mask"
             )
-        if self.mask in data:
-            raise CollateError(f"mask={self.mask!r} would overwrite a field that the samples have")
+        if name in data:
+            raise CollateError(f"mask={name!r} would overwrite a field that the samples have")
         if layout is None or not layout.length_axes:
-            raise CollateError(f"mask={self.mask!r} needs a field with a ragged axis")
+            raise CollateError(f"mask={name!r} needs a field with a ragged axis")
         mask = layout.mask(torch.device("cpu"))
-        arrangement = replace(
-            known,
-            paths=(*known.paths, (self.mask,)),
-            layouts=(*known.layouts, layout.of_mask()),
-        )
         field = new_tensor(mask.shape, torch.int64).copy_(mask)
-        return type(batch)(data | {self.mask: field}, arrangement)
+        arrangement = replace(
+            known, paths=(*known.paths, (name,)), layouts=(*known.layouts, layout.of_mask())
+        )
+        return type(batch)(data | {name: field}, arrangement)

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.sample_strategies import same as bitwise
+from torchbudget import PadCollate
+from torchbudget.errors import CollateError, OptionError
+
+ids = st.lists(st.integers(10, 99), min_size=1, max_size=6)
+
+
+def duck(**changes: Any) -> Any:
+    """Has what is read of a tokenizer, and nothing else."""
+    attributes = {
+        "pad_token_id": 7,
+        "padding_side": "left",
+        "pad_token_type_id": 3,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+    }
+    return SimpleNamespace(**{**attributes, **changes})
+
+
+def padded(rows: list[list[int]], value: int, side: str, multiple: int = 1) -> Tensor:
+    longest = -(-max(map(len, rows)) // multiple) * multiple
+    pads = [[value] * (longest - len(row)) for row in rows]
+    pairs = zip(rows, pads, strict=True)
+    return torch.tensor([row + pad if side == "right" else pad + row for row, pad in pairs])
+
+
+class TestDicts:
+    @given(
+        st.lists(st.tuples(ids, ids), min_size=1, max_size=5),
+        st.sampled_from(["left", "right"]),
+        st.integers(1, 4),
+    )
+    def test_each_field_has_its_padding(
+        self, texts: list[tuple[list[int], list[int]]], side: str, multiple: int
+    ) -> None:
+        """Of sources and labels of any lengths, and the mask is that of the sources."""
+        collate = PadCollate.for_tokenizer(duck(padding_side=side), size_multiple=multiple)
+        sources, labels = map(list, zip(*texts, strict=True))
+        ones = [[1] * len(source) for source in sources]
+        batch = collate(
+            [
+                {"input_ids": s, "token_type_ids": o, "special_tokens_mask": o, "labels": t}
+                for s, o, t in zip(sources, ones, labels, strict=True)
+            ]
+        )
+        assert bitwise(batch["input_ids"], padded(sources, 7, side, multiple))
+        assert bitwise(batch["token_type_ids"], padded(ones, 3, side, multiple))
+        assert bitwise(batch["special_tokens_mask"], padded(ones, 1, side, multiple))
+        assert bitwise(batch["attention_mask"], padded(ones, 0, side, multiple))
+        assert bitwise(batch["labels"], padded(labels, -100, side, multiple))
+        assert bitwise(batch["attention_mask"].bool(), batch.mask)
+        assert batch.lengths.tolist() == list(map(len, sources))
+
+    def test_their_own_mask_is_kept(self) -> None:
+        samples = [{"input_ids": [1, 2], "attention_mask": [0, 1]}]
+        batch = PadCollate.for_tokenizer(duck(), size_multiple=3)(samples)
+        assert batch["attention_mask"].tolist() == [[0, 0, 1]]
+
+    def test_a_model_without_a_mask_gets_none(self) -> None:
+        collate = PadCollate.for_tokenizer(duck(model_input_names=["ids"]))
+        batch = collate([{"ids": [1]}, {"ids": [2, 3]}])
+        assert dict(batch).keys() == {"ids"}
+        assert batch["ids"].tolist() == [[7, 1], [2, 3]]
+
+    def test_padding_that_is_a_token_too_is_masked_by_lengths(self) -> None:
+        """As where the padding token is the end of the text."""
+        batch = PadCollate.for_tokenizer(duck())([{"input_ids": [7, 7]}, {"input_ids": [7]}])
+        assert batch["attention_mask"].tolist() == [[1, 1], [0, 1]]
+
+    def test_the_mask_is_that_of_the_ids_whatever_sizes_are_of(self) -> None:
+        collate = PadCollate.for_tokenizer(duck(), length_field="labels").of_sized_field("labels")
+        batch = collate(
+            [{"input_ids": [1], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
+        )
+        assert batch["attention_mask"].tolist() == [[0, 1], [1, 1]]
+        assert batch.lengths.tolist() == [2, 1]
+        assert PadCollate.for_tokenizer(duck()).of_sized_field(None)(
+            [{"input_ids": [1], "labels": [1, 2]}]
+        ).lengths.tolist() == [1]
+
+    def test_options_come_first(self) -> None:
+        collate = PadCollate.for_tokenizer(duck(), side="right", padding_value={"labels": -1})
+        batch = collate(
+            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1, 2]}]
+        )
+        assert batch["input_ids"][0].tolist() == [1, 7]
+        assert batch["labels"][0].tolist() == [1, -1]
+
+
+class TestTuples:
+    def test_pairs_are_ids_and_labels(self) -> None:
+        batch = PadCollate.for_tokenizer(duck())([([1, 2], [3, 4]), ([5], [6])])
+        x, y = batch
+        assert x.tolist() == [[1, 2], [7, 5]]
+        assert y.tolist() == [[3, 4], [-100, 6]]
+        assert batch.mask.tolist() == [[True, True], [False, True]]
+
+    def test_labels_may_be_of_the_whole_sample(self) -> None:
+        x, y = PadCollate.for_tokenizer(duck())([([1, 2], 0), ([5], 1)])
+        assert x.tolist() == [[1, 2], [7, 5]]
+        assert y.tolist() == [0, 1]
+
+    def test_inputs_may_be_a_dict(self) -> None:
+        inputs, y = PadCollate.for_tokenizer(duck())([({"input_ids": [1, 2]}, [3, 4])] * 2)
+        assert inputs["input_ids"].shape == y.shape
+
+    def test_ids_alone(self) -> None:
+        batch = PadCollate.for_tokenizer(duck())([[1, 2], [5]])
+        assert batch.data.tolist() == [[1, 2], [7, 5]]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("pad_id", [None, "7", True])
+    def test_without_a_padding_token(self, pad_id: Any) -> None:
+        with pytest.raises(OptionError, match=r"tokenizer\.pad_token = tokenizer\.eos_token"):
+            PadCollate.for_tokenizer(duck(pad_token_id=pad_id))
+
+    def test_what_is_no_tokenizer(self) -> None:
+        with pytest.raises(OptionError, match="got None from object"):
+            PadCollate.for_tokenizer(object())
+        with pytest.raises(OptionError, match="padding_side"):
+            PadCollate.for_tokenizer(duck(padding_side="top"))
+
+    def test_samples_without_ids(self) -> None:
+        with pytest.raises(CollateError, match=r"a field 'input_ids'.*\['text', 'label'\]"):
+            PadCollate.for_tokenizer(duck())([{"text": "a", "label": 1}])
+
+    def test_a_mask_of_several_axes(self) -> None:
+        with pytest.raises(CollateError, match="several axes"):
+            PadCollate.for_tokenizer(duck())([{"input_ids": [[1, 2], [3, 4]]}])
+
+
+def test_the_collate_is_a_value_and_does_not_keep_the_tokenizer() -> None:
+    tokenizer = duck()
+    collate = PadCollate.for_tokenizer(tokenizer)
+    tokenizer.pad_token_id = 8
+    assert collate == PadCollate.for_tokenizer(duck())
+    assert collate != PadCollate.for_tokenizer(tokenizer)
+    assert pickle.loads(pickle.dumps(collate)) == collate  # noqa: S301  (our own bytes)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("side", ["right", "left"])
+class TestTransformers:
+    """Bit for bit what the collators of transformers make, for a tokenizer of its own."""
+
+    def tokenizer(self, side: str) -> Any:
+        pytest.importorskip("transformers")
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        vocabulary = {word: i for i, word in enumerate(("[UNK]", "a", "b", "c", "[PAD]"))}
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=words,
+            pad_token="[PAD]",  # noqa: S106
+            unk_token="[UNK]",  # noqa: S106
+            padding_side=side,
+            model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        )
+        made.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = True
+        return made
+
+    def test_of_tokenized_texts(self, side: str) -> None:
+        """Whether the samples have a mask or not."""
+        tokenizer = self.tokenizer(side)
+        from transformers import DataCollatorWithPadding
+
+        samples = [dict(tokenizer(text)) for text in ("a b c", "b", "a a a a a zz")]
+        without = [{k: v for k, v in s.items() if k != "attention_mask"} for s in samples]
+        for multiple in (None, 4):
+            theirs = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+            ours = PadCollate.for_tokenizer(tokenizer, size_multiple=multiple or 1)
+            for chosen in (samples, without):
+                expected, batch = theirs([dict(s) for s in chosen]), ours(chosen)
+                assert set(batch) == set(expected)
+                assert all(bitwise(batch[name], expected[name]) for name in batch)
+
+    def test_of_sources_and_targets(self, side: str) -> None:
+        tokenizer = self.tokenizer(side)
+        from transformers import DataCollatorForSeq2Seq
+
+        pairs = [("a b c", "b"), ("b", "a c"), ("a a", "c c c c")]
+        samples = [tokenizer(s) | {"labels": tokenizer(t)["input_ids"]} for s, t in pairs]
+        expected = DataCollatorForSeq2Seq(tokenizer)([dict(sample) for sample in samples])
+        batch = PadCollate.for_tokenizer(tokenizer)(samples)
+        assert set(batch) == set(expected)
+        assert all(bitwise(batch[name], expected[name]) for name in batch)

@@ -1,0 +1,75 @@
+"""What a tokenizer says of padding: its values, its side, and the mask that its model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchbudget.checks import is_int
+from torchbudget.data.collate.structure import FieldPath
+from torchbudget.errors import CollateError, OptionError
+
+ATTENTION_MASK = "attention_mask"
+# torch.nn.functional.cross_entropy ignores it.
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerRules:
+    """How the samples of a tokenizer are padded.
+
+    Attributes:
+        ids: the name of the field of token ids, which the mask is of.
+        adds_mask: whether the model takes an attention mask.
+        side: the side of the padding.
+        padding: the padding value of a field, by its name or its path.
+    """
+
+    ids: str
+    adds_mask: bool
+    side: str
+    padding: dict[Any, int]
+
+    def check_fields(self, paths: Sequence[FieldPath]) -> None:
+        """Raise a `CollateError` where the samples have no token ids."""
+        if not any(path in ((), (0,)) or path[-1] == self.ids for path in paths):
+            raise CollateError(
+                f"the tokenizer pads samples with a field {self.ids!r}, pairs of ids and labels, "
+                f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
+            )
+
+
+def read_tokenizer(tokenizer: Any) -> TokenizerRules:
+    """The rules of a tokenizer of transformers, or of any object with its attributes.
+
+    Args:
+        tokenizer: its `pad_token_id` and `padding_side` are read, and where it has them its
+            `model_input_names` and `pad_token_type_id`.
+
+    Raises:
+        OptionError: it has no padding token, or one of these is invalid.
+    """
+    pad_id = getattr(tokenizer, "pad_token_id", None)
+    if not is_int(pad_id):
+        raise OptionError(
+            "for_tokenizer needs a tokenizer with a padding token, whose pad_token_id is an int, "
+            f"got {pad_id!r} from {type(tokenizer).__name__}; set one, as in "
+            "tokenizer.pad_token = tokenizer.eos_token"
+        )
+    side = getattr(tokenizer, "padding_side", None)
+    if side not in ("left", "right"):
+        raise OptionError(f'padding_side of the tokenizer must be "left" or "right", got {side!r}')
+    ids, *others = getattr(tokenizer, "model_input_names", ("input_ids", ATTENTION_MASK))
+    padding = {
+        ids: pad_id,
+        "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
+        "special_tokens_mask": 1,  # padding is a special token
+        ATTENTION_MASK: 0,
+        "labels": IGNORED_LABEL,
+        # Of pairs and of ids alone.
+        (): pad_id,
+        (0,): pad_id,
+        (1,): IGNORED_LABEL,
+    }
+    return TokenizerRules(ids=ids, adds_mask=ATTENTION_MASK in others, side=side, padding=padding)
