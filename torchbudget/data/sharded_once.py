@@ -17,6 +17,10 @@ _SHARDING: Final = {
     },
     "transformers.trainer_pt_utils": {"IterableDatasetShard": "Trainer"},
 }
+_INSTEAD: Final = (
+    "With Accelerate, use torchbudget.integrations.accelerate.prepare(accelerator, loader); with "
+    "transformers' Trainer, torchbudget.integrations.transformers.BudgetTrainerMixin"
+)
 
 
 def check_sharded_once(num_replicas: int) -> None:
@@ -49,6 +53,5 @@ def _check(module: str, wrapper: Any, num_replicas: int) -> None:
             raise ShardedTwiceError(
                 f"batches are dealt to {num_replicas} ranks already, and {package}'s {name}, by "
                 f"{setting}, deals them to {processes} processes again: most samples would never "
-                "come. Leave this DataLoader out of prepare(), and move its batches to the device "
-                "in the loop; in a Trainer, return it as it is from get_train_dataloader"
+                f"come. {_INSTEAD}"
             )

@@ -1,0 +1,1 @@
+"""Adapters for frameworks that own the training loop: each is imported by its name."""

@@ -1,0 +1,100 @@
+"""Hugging Face Accelerate: loaders that its `prepare` must not deal to its processes again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from torchbudget.errors import OptionError
+from torchbudget.integrations.positioned import (
+    Position,
+    PositionedLoader,
+    of_each_rank,
+    of_this_rank,
+)
+
+
+def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
+    """What `accelerator.prepare(loader)` returns, except that batches are those of this rank.
+
+    `even_batches` and `split_batches` do not touch it. Batches come on the accelerator's device.
+    `accelerator.save_state` and `load_state` save its position, within an epoch too, and
+    `accelerator.prepare` leaves the result as it is.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        loader: over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
+
+    Returns:
+        An `accelerate.data_loader.DataLoaderShard`.
+
+    Raises:
+        OptionError: the accelerator dispatches batches, or it is another loader.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    if accelerator.dispatch_batches:
+        raise OptionError(
+            "dispatch_batches=True has the first process read the batches of all, but each rank "
+            "reads its own here: leave dispatch_batches out of DataLoaderConfiguration"
+        )
+    base = _BaseLoader(loader)
+    shard = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,  # of one process, Accelerate deals nothing
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        rng_types=[*accelerator.rng_types],
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )
+    shard.base_dataloader = base
+    shard._update_state_dict()
+    shard._is_accelerate_prepared = True
+    accelerator.register_for_checkpointing(_Checkpoint(shard, base))
+    return accelerator.prepare_data_loader(shard)
+
+
+class _BaseLoader(PositionedLoader):
+    """What a `DataLoaderShard` reads, one batch ahead of the loop.
+
+    The shard takes its state before it reads ahead. All else is the loader's own:
+    `skip_first_batches` makes another loader of it.
+    """
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def state_dict(self) -> Position:
+        """The position."""
+        return dict(self.position())  # Accelerate writes into it
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from it."""
+        self.go_to(state_dict)
+
+
+class _Checkpoint:
+    """The position of a prepared loader, in the accelerator's checkpoint."""
+
+    def __init__(self, shard: Any, base: PositionedLoader) -> None:
+        self._shard = shard
+        self._base = base
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of each rank, since the first one writes; a collective."""
+        return {"ranks": of_each_rank(self._shard.state_dict())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from that of this rank, in its epoch."""
+        self._base.go_to(of_this_rank(state_dict["ranks"]))
+        self._shard.iteration = self._base.source.epoch
+        self._shard._update_state_dict()
