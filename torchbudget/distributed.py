@@ -46,6 +46,7 @@ class AskedRanks:
     def __init__(self, num_replicas: int | None, rank: int | None) -> None:
         self._given = num_replicas, rank
         self._parent: tuple[int, int] | None = None
+        self._met: Any = None  # in which process group
         self._seen = ranks_of(num_replicas, rank)
 
     def now(self) -> tuple[int, int]:
@@ -57,8 +58,21 @@ class AskedRanks:
         self._parent = None
         return self._seen
 
+    def meet_now(self) -> bool:
+        """Whether `torch.distributed` joins several ranks, which use this for the first time.
+
+        Not where their number was given: they may be others than those of the process group.
+        """
+        number, _ = self.now()
+        if self._given != (None, None) or number < 2 or not is_distributed():
+            return False
+        group = torch.distributed.group.WORLD
+        is_new, self._met = self._met is not group, group
+        return is_new
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_given": self._given, "_parent": self.now(), "_seen": self._seen}
+        seen = self.now()
+        return {"_given": self._given, "_parent": seen, "_met": None, "_seen": seen}
 
 
 _host_groups: dict[Any, Any] = {}  # by the group whose ranks they join

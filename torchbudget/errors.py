@@ -16,7 +16,7 @@ TorchBudgetError
 ├── SampleError          (RuntimeError)  a stream's sample cannot be read or transformed
 ├── MachineError         (RuntimeError)  this machine does not provide a reading
 ├── StepError            (RuntimeError)  an optimizer step cannot be taken exactly
-├── RankError            (RuntimeError)  another rank failed, and this one cannot go on
+├── RankError            (RuntimeError)  another rank failed, or plans otherwise
 ├── SampleTooLargeError  (MemoryError)   one sample alone does not fit into memory
 └── MissingExtraError    (ImportError)   an optional package that is not installed
 
@@ -98,7 +98,7 @@ class StepError(TorchBudgetError, RuntimeError):
 
 
 class RankError(TorchBudgetError, RuntimeError):
-    """Another rank failed, and this one cannot go on without it."""
+    """Another rank failed, is missing or plans otherwise: this one cannot go on."""
 
 
 class SampleTooLargeError(TorchBudgetError, MemoryError):

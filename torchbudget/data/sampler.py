@@ -16,6 +16,7 @@ from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.planned_sampler import PlannedSampler, window_of
+from torchbudget.data.same_on_ranks import agreed, check_same_on_ranks
 from torchbudget.data.sampler_loader import check_end, check_loader
 from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
@@ -81,6 +82,12 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
             whenever they are needed, where it is initialised, else 1.
         rank: of this process. Default: that of `torch.distributed`, else 0.
+        agree: take the smallest budget of all ranks of `torch.distributed`, and rank 0's `cost` and
+            `balance`: a collective, here. `cost` is then what to observe steps by. Otherwise ranks
+            that differ raise at the first loop.
+
+    Attributes:
+        cost: that batches are planned by.
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.
@@ -124,9 +131,13 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         num_samples: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
+        agree: bool = False,
     ) -> None:
-        check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement)
+        check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement, agree=agree)
         ranks, length = AskedRanks(num_replicas, rank), window_of(samples_per_step, window)
+        given, budget = cost, MemoryBudget.of(budget)
+        if agree:
+            cost, budget, balance = agreed(cost, budget, balance)
         table = SizeTable.of(sizes)
         rules = BatchRules.of(
             cost,
@@ -156,6 +167,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         )
         identity = order_identity(order, table.fingerprint)
         super().__init__(plan, ranks, window=length, order=identity)
+        self.cost, self._given = cost, given
         self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
         self._looping = False  # over it: it is not closed
         self._is_loaded = False  # a state, and no iteration has begun since
@@ -185,9 +197,13 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
+            RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
+                or one does not begin within the timeout of the process group; at the first `iter()`
+                in the main thread, where `num_replicas` was not given.
         """
         check_sharded_once(self.num_replicas)
         plan = self.plan
+        check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing)
         self._iterations += 1
         self._is_loaded = False
         iterator = PlanIterator(plan, self._cursor, rank=self.rank, when_finished=self._finish)
@@ -328,7 +344,13 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        # Observations are shared with the cost that was given.
+        given = self._given
+        if given is not self.cost and isinstance(given, MeasuredCost) and given.observed_steps:
+            raise OptionError(
+                "steps were observed by the cost that was given, but ranks agreed on another one: "
+                "call observe of sampler.cost"
+            )
+        # Observations are shared with the cost that was agreed on.
         margin = used.with_observed_margin().margin
         after = 0 if self._iterator is None else self._iterator.windows_begun
         if self.num_replicas > 1:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.observations import Observations
 from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
@@ -34,25 +35,6 @@ MOST_MARGIN: Final = 1000
 _FAILED: Final = 0.02
 _FORMAT: Final = 3  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>8}  {}"  # of reports
-
-
-@dataclass(slots=True, eq=False)
-class _Observations:
-    """What `observe` has found: the one mutable part of a cost.
-
-    Attributes:
-        margin: the least that covers every step.
-        steps: how many were observed.
-        largest_bytes: the largest fitted bytes of any, where an allocator keeps what it reserved.
-        planned_margin: the margin of the cost that batches are planned with by now.
-        retries: allocations that succeeded once the cache was flushed.
-    """
-
-    margin: float = 0.0
-    steps: int = 0
-    largest_bytes: int = 0
-    planned_margin: float = 0.0
-    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +66,7 @@ class MeasuredCost:
     probes: tuple[Probe, ...] = ()
     measured_on: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    _observed: _Observations = field(default_factory=_Observations, repr=False)
+    _observed: Observations = field(default_factory=Observations, repr=False)
 
     def __post_init__(self) -> None:
         if not self.forms:
@@ -230,6 +212,11 @@ class MeasuredCost:
                 stacklevel=2,
             )
 
+    @property
+    def observed_steps(self) -> int:
+        """How many steps `observe` has seen."""
+        return self._observed.steps
+
     def with_observed_margin(self) -> MeasuredCost:
         """This cost with a margin that covers every step that `observe` has seen."""
         if self._observed.margin <= self.margin:
@@ -238,7 +225,7 @@ class MeasuredCost:
         note = f"the margin was {self.margin:.2%} before {steps:,} steps were observed"
         margin = min(self._observed.margin + 1e-3, MOST_MARGIN)
         notes = (*self.notes, note)
-        return replace(self._with(margin), notes=notes, _observed=_Observations())
+        return replace(self._with(margin), notes=notes, _observed=Observations())
 
     def with_margin(self, margin: float) -> MeasuredCost:
         """This cost with another margin, to plan with; both share what they observe."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torchbudget.data.same_on_ranks import check_same_on_ranks
+from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.data.stream.settings import Settings
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError, StateMismatchError
@@ -37,6 +39,12 @@ class AskedSettings:
             self._settings = self._for(number, begun=begun, loaded=loaded)
             self._number = number
         return self._settings
+
+    def check_ranks(self, settings: Settings) -> None:
+        """Whether what these settings read comes once: see `ShardedTwiceError` and `RankError`."""
+        check_sharded_once(self.ranks.now()[0])
+        if settings.source.split != "ranks":  # else each reads its own samples, in its own way
+            check_same_on_ranks(self.ranks, lambda: settings.order | settings.rules)
 
     def _for(self, number: int, *, begun: bool, loaded: bool) -> Settings:
         before, settings = self._settings, self._settings.for_ranks(number)

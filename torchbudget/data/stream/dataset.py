@@ -11,6 +11,7 @@ from torchbudget.checks import check_flags, natural
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.collate.options import of_sized_field
 from torchbudget.data.collate.pad_collate import PadCollate
+from torchbudget.data.same_on_ranks import agreed
 from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.asked_settings import AskedSettings
 from torchbudget.data.stream.resumable import ResumableStream
@@ -27,6 +28,7 @@ from torchbudget.data.stream.slot import Split
 from torchbudget.data.stream.source import Source
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
+from torchbudget.errors import OptionError
 from torchbudget.plan.oversize import Oversize
 from torchbudget.units import parse_bytes
 
@@ -104,6 +106,9 @@ class BudgetedIterableDataset(ResumableStream):
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
             where it is initialized, else 1. A worker takes what its parent saw.
         rank: of this process.
+        agree: take the smallest budget of all ranks of `torch.distributed`, and rank 0's cost: a
+            collective, here. Otherwise ranks that plan from one source and differ raise at their
+            first tracked loop.
 
     Raises:
         OptionError: an option, or a pair of options, that cannot hold.
@@ -122,6 +127,7 @@ class BudgetedIterableDataset(ResumableStream):
     one. Both reach persistent workers, too.
 
     Attributes:
+        cost: that batches are planned by.
         size_multiple: `PadCollate(size_multiple=stream)` reads it.
 
     >>> texts = [["a", "bcd", "ef"], ["ghijk"]]  # two shards
@@ -156,10 +162,16 @@ class BudgetedIterableDataset(ResumableStream):
         split: Split | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
+        agree: bool = False,
     ) -> None:
-        check_flags(uneven=uneven)
+        check_flags(uneven=uneven, agree=agree)
         asked = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
+        if agree:
+            if not isinstance(cost, CostModel) or self.budget is None:
+                raise OptionError("agree=True needs a cost and a budget: ranks take one of each")
+            cost, self.budget, _ = agreed(cost, self.budget, None)
+        self.cost = cost
         self.size_multiple = size_multiple
         checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         known = uneven or batches_per_epoch is not None

@@ -106,6 +106,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
         Raises:
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
+            RankError: as in `tracked`.
         """
         if sys._getframe(1).f_locals.get("auto_collation"):  # the fetcher of a DataLoader
             raise OptionError(
@@ -122,7 +123,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return _raising(error)
 
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
-        check_sharded_once(self.num_replicas)
+        self._asked.check_ranks(self._settings)
         self._heed_other_processes()
         progress, reader = self._progress, self._reader
         epoch = progress.advance()
@@ -224,10 +225,13 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             loader: a `DataLoader` of this stream, with `batch_size=None`.
 
         Raises:
-            OptionError: it is another loader.
+            OptionError: another loader.
             StateError: its workers were started by a loop that was not tracked.
+            RankError: ranks that plan from one source differ in what they plan by, or one does not
+                come within its process group's timeout. Untracked workers cannot know.
         """
         check_loader(loader, self)
+        self._asked.check_ranks(self._settings)
         batches: Iterator[Any] = self._track(loader)
         next(batches)  # up to where the loop begins
         return batches
@@ -359,8 +363,6 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         if state.cursors[0].finished:  # of a worker: the next epoch may have been chosen already
             epoch = max(epoch, self.epoch)
         self._begin_at(epoch, state)
-
-    # ------------------------------------------------------------------ resources
 
     def close(self) -> None:
         """End all iterations of this process, and their threads."""

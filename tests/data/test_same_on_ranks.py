@@ -1,0 +1,184 @@
+"""Ranks that plan by other sizes, costs, budgets or options: noticed at the first loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.samplers import LENGTHS
+
+pytestmark = pytest.mark.distributed
+
+START = """
+import json, sys, threading
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torchbudget import (
+    BudgetedIterableDataset, MeasuredCost, MemoryBudget, MemoryBudgetBatchSampler, PaddedCost)
+from torchbudget.cost.models.form import Form, Term
+from torchbudget.errors import OptionError, RankError, TorchBudgetError
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+rank = dist.get_rank()
+folder, lengths = Path(sys.argv[1]), json.loads(sys.argv[2])
+cost, outcomes = PaddedCost(unit_bytes=1), {}
+
+
+def sampler(cost=cost, budget=2000, lengths=lengths, **options):
+    return MemoryBudgetBatchSampler(lengths, cost, budget, **options)
+
+
+class Texts:
+    def __iter__(self):
+        return ([0] * n for n in lengths)
+
+
+def part(shard, shards):
+    return ([0] * n for n in lengths[shard::shards])
+
+
+def stream(source=Texts(), cost=cost, budget=2000, **options):
+    return BudgetedIterableDataset(source, cost, budget, size=len, collate_fn=list, **options)
+
+
+def tracked(stream, workers=0):
+    return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers))
+
+
+def outcome(loop):
+    try:
+        return [len(batch) for batch in loop()]
+    except TorchBudgetError as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+CASES = """
+outcomes = {
+    "same": outcome(sampler),
+    "budget": outcome(lambda: sampler(budget=2000 - 300 * rank)),
+    "cost": outcome(lambda: sampler(PaddedCost(unit_bytes=1, fixed_bytes=rank))),
+    "balance": outcome(lambda: sampler(balance=PaddedCost(sample_bytes=1, unit_bytes=rank))),
+    "seed": outcome(lambda: sampler(seed=rank)),
+    "sizes": outcome(lambda: sampler(lengths=lengths[rank:])),
+    "window": outcome(lambda: sampler(window=64 + rank)),
+    "by hand": outcome(lambda: sampler(budget=2000 - 300 * rank, num_replicas=1, rank=0)),
+    "agreed": outcome(lambda: sampler(
+        PaddedCost(unit_bytes=1 + rank), MemoryBudget(device=2000 + 300 * rank, host=2000 - rank),
+        balance=PaddedCost(sample_bytes=1, unit_bytes=rank), agree=True)),
+    "stream": outcome(lambda: tracked(stream(budget=2000 - 300 * rank))),
+    "stream, workers": outcome(lambda: tracked(stream(seed=rank), workers=2)),
+    "stream, plain": outcome(lambda: stream(window=64 + rank)),
+    "stream, agreed": outcome(lambda: tracked(stream(budget=2000 - 300 * rank, agree=True))),
+    "stream, each its own": outcome(lambda: tracked(
+        stream(part, budget=2000 - 300 * rank, batches_per_epoch=3))),
+    "stream, same": outcome(lambda: tracked(stream(), workers=2)),
+}
+
+# Once: a second loop needs no other rank.
+again = sampler()
+list(again)
+if rank == 0:
+    outcomes["alone afterwards"] = outcome(lambda: again)
+dist.barrier()
+
+# In another thread nothing is compared: its collectives would get between those of a step.
+other = sampler()
+thread = threading.Thread(target=lambda: outcomes.update(thread=outcome(lambda: other)))
+if rank == 0:
+    thread.start()
+    thread.join()
+
+# Where costs were agreed on, steps observed by the one that was given would be lost.
+mine = MeasuredCost(forms=(Form(terms=(Term(1.0, 1, (1,)),)),), margin=0.01 * rank)
+agreed = sampler(mine, agree=True)
+outcomes["margin"] = agreed.cost.margin
+mine.observe(1, 10, 20)
+try:
+    agreed.replan() if rank else None
+except OptionError as error:
+    outcomes["observed"] = str(error)
+(folder / f"{rank}.json").write_text(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of two ranks, each case in turn."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(
+        "import warnings\nwarnings.simplefilter('ignore')" + START + CASES,
+        folder,
+        2,
+        LENGTHS.tolist(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("budget", "budget_bytes: 2000 on rank 0, 1700 on rank 1"),
+        ("cost", "cost: "),
+        ("balance", "balance: "),
+        ("seed", "seed: 0 on rank 0, 1 on rank 1"),
+        ("sizes", f"the number of samples: {len(LENGTHS)} on rank 0, {len(LENGTHS) - 1} on rank 1"),
+        ("window", "window: 64 on rank 0, 65 on rank 1"),
+        ("stream", "budget: 2000 on rank 0, 1700 on rank 1"),
+        ("stream, workers", "seed: 0 on rank 0, 1 on rank 1"),
+        ("stream, plain", "window: 64 on rank 0, 65 on rank 1"),
+    ],
+)
+def test_what_differs_is_an_error_on_every_rank(
+    outcomes: list[dict[str, Any]], case: str, told: str
+) -> None:
+    """Otherwise samples would come twice or never, in silence."""
+    for each in outcomes:
+        assert each[case].startswith("RankError: ranks would share out samples that differ")
+        assert told in each[case]
+
+
+@pytest.mark.parametrize("case", ["same", "agreed", "stream, agreed", "stream, same"])
+def test_ranks_that_agree_share_all_samples(outcomes: list[dict[str, Any]], case: str) -> None:
+    """Each sample comes once, on equal numbers of batches, under the smallest budget."""
+    numbers = [each[case] for each in outcomes]
+    assert sum(map(sum, numbers)) == len(LENGTHS)
+    assert len(numbers[0]) == len(numbers[1])
+
+
+def test_what_is_read_apart_need_not_be_the_same(outcomes: list[dict[str, Any]]) -> None:
+    """Ranks given by hand, and ranks that each read their own part of the source."""
+    for each in outcomes:
+        assert sum(each["by hand"]) == len(LENGTHS)
+        assert len(each["stream, each its own"]) == 3
+    assert sum(outcomes[0]["alone afterwards"]) < len(LENGTHS)
+    assert sum(outcomes[0]["thread"]) < len(LENGTHS)
+
+
+def test_rank_0s_cost_is_agreed_on(outcomes: list[dict[str, Any]]) -> None:
+    """Steps that were observed by the cost that was given do not go unnoticed."""
+    assert [each["margin"] for each in outcomes] == [0, 0]
+    assert "call observe of sampler.cost" in outcomes[1]["observed"]
+
+
+MISSING = """
+dist.destroy_process_group()
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("short", store)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=3))
+if rank != 1:
+    (folder / f"{rank}.json").write_text(json.dumps(outcome(sampler)))
+else:
+    (folder / f"{rank}.json").write_text("null")
+"""
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    """The others raise at the group's timeout, instead of waiting for it in their first step."""
+    first, _, third = run_ranks("import os\n" + START + MISSING, tmp_path, 3, LENGTHS.tolist())
+    assert first.startswith("RankError: not all ranks came")
+    assert "Rank 1 failed" in first or "Ranks 1 failed" in first
+    assert third.startswith("RankError: not all ranks came")
