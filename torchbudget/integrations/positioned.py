@@ -71,7 +71,8 @@ class PositionedLoader:
         if self._epoch is not None:
             if epoch == self._epoch:
                 return
-            if self._positions[-1][0] == 1:
+            done, last = self._positions[-1]
+            if done == 1 and last["epoch"] == self._epoch:
                 raise OptionError(
                     f"the first batch of epoch {self._epoch} was read, and then epoch {epoch} was "
                     "chosen: the checkpoint has no position to go on from. Resume from one that "

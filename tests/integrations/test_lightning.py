@@ -1,0 +1,119 @@
+"""Lightning's `Trainer.fit` with the data module's mixin, on real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.cells import assert_epochs_grow, check_story
+from tests.support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.peer,
+    pytest.mark.skipif(
+        importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
+    ),
+]
+
+SCRIPT = """
+import json, logging, os, sys, warnings
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun does
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from tests.integrations.cells import EPOCHS, STOP, each_cell, loader_of, name_of
+from torchbudget.integrations.lightning import BudgetDataMixin
+
+folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+warnings.simplefilter("ignore")
+
+
+class Data(BudgetDataMixin, LightningDataModule):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def budget_loader(self):
+        return self.make()
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+        self.epochs = {}
+
+    def training_step(self, batch):
+        self.epochs.setdefault(self.current_epoch, []).append(batch["ids"].tolist())
+        return self.linear(batch["ids"].float()[:, None]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Save(Callback):
+    \"\"\"At the end of the first epoch, and within the second one, where the run may stop.\"\"\"
+
+    def __init__(self, path, stops):
+        self.path, self.stops = path, stops
+
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(f"{self.path} epoch")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (1, STOP - 1):
+            trainer.save_checkpoint(f"{self.path} batch")
+            trainer.should_stop = self.stops
+
+
+def fit(data, *callbacks, ckpt_path=None):
+    trainer = Trainer(
+        accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False,
+        max_epochs=EPOCHS, callbacks=[*callbacks], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    return [batches for _, batches in sorted(model.epochs.items())]
+
+
+def run(source, workers, kind, made):
+    def data():
+        if made == "before fit":
+            loader = loader_of(source, workers, kind)
+            return Data(lambda: loader)
+        return Data(lambda: loader_of(source, workers, kind))
+
+    path = folder / name_of(source, workers, kind.__name__, made)
+    whole = fit(data(), Save(path, stops=False))
+    stopped = fit(data(), Save(path, stops=True))
+    resumed = fit(data(), ckpt_path=f"{path} batch")
+    assert fit(data(), ckpt_path=f"{path} epoch") == whole[1:]
+    return {"whole": whole, "stopped": sum(stopped, []), "resumed": sum(resumed, [])}
+
+
+results = {}
+for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
+                   (StatefulDataLoader, "in fit")):
+    for name, result in each_cell(lambda *cell: run(*cell, kind, made)).items():
+        results[name_of(name, kind.__name__, made)] = result
+(folder / f"{rank}.json").write_text(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_sample_comes_once_in_fit(ranks: int, tmp_path: Path) -> None:
+    """Loaders made before and in `fit`, epochs of any length, checkpoints within an epoch."""
+    found = run_ranks(SCRIPT, tmp_path, ranks)
+    assert len(found[0]) == 12
+    assert_epochs_grow(found[0]["sampler, 0, DataLoader, in fit"])
+    for name in found[0]:
+        check_story([one[name] for one in found])

@@ -1,0 +1,183 @@
+"""transformers' Trainer with the mixin, on real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.cells import check_story
+from tests.support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.peer,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None
+        or importlib.util.find_spec("accelerate") is None,
+        reason="transformers or accelerate is not installed",
+    ),
+]
+
+SCRIPT = """
+import json, logging, os, sys, warnings
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
+from torchbudget.errors import OptionError, StateError
+from torchbudget.integrations.transformers import BudgetTrainerMixin
+
+folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+warnings.simplefilter("ignore")
+STEP = 24
+
+
+class Model(torch.nn.Module):
+    \"\"\"The gradient of its bias is the mean over samples of their number.\"\"\"
+
+    def __init__(self, takes_number):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.accepts_loss_kwargs = takes_number
+        self.batches = []
+
+    def forward(self, ids, labels, num_items_in_batch=None):
+        self.batches.append(ids.tolist())
+        losses = self.weight * labels.double()
+        total = len(labels) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": losses.sum() / total}
+
+
+class Steps(TrainerCallback):
+    def __init__(self, stop=None):
+        self.stop, self.gradients, self.ends = stop, [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **more):
+        self.gradients.append(model.weight.grad.item())
+        self.ends.append(len(model.batches))
+
+    def on_step_end(self, args, state, control, **more):
+        if self.stop is not None and state.global_step == self.stop:
+            control.should_save = control.should_training_stop = True
+
+
+def labelled(samples):
+    numbers = torch.tensor([number for number, _ in samples])
+    return {"ids": numbers, "labels": numbers}
+
+
+def train(path, source, workers, takes_number, stop=None, resume=None, max_steps=-1,
+          gradient_accumulation_steps=1, **options):
+    loader = loader_of(source, workers, collate_fn=labelled, **options)
+
+    class BudgetTrainer(BudgetTrainerMixin, Trainer):
+        def budget_loader(self):
+            return loader
+
+    arguments = TrainingArguments(
+        output_dir=path, num_train_epochs=EPOCHS, max_steps=max_steps, use_cpu=True,
+        report_to=[], save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
+        gradient_accumulation_steps=gradient_accumulation_steps, max_grad_norm=0.0,
+        learning_rate=0.0, average_tokens_across_devices=True,
+    )
+    model, steps = Model(takes_number), Steps(stop)
+    trainer = BudgetTrainer(model, arguments, callbacks=[steps])
+    done = trainer.train(resume_from_checkpoint=resume)
+    return model.batches, steps, trainer, done
+
+
+def batches_of(source, workers, **options):
+    \"\"\"Of each epoch, as a loop without the Trainer takes them.\"\"\"
+    loader = loader_of(source, workers, **OPTIONS[source], **options)
+    source = loader.batch_sampler or loader.dataset
+    return [[b["ids"].tolist() for b in source.tracked(loader)] for _ in range(EPOCHS)]
+
+
+OPTIONS = {"sampler": {"samples_per_step": STEP, "window": None}, "stream": {}}
+
+
+def run(source, workers, takes_number):
+    path = folder / name_of(source, workers, takes_number)
+    options = OPTIONS[source]
+    whole = batches_of(source, workers)
+    if source == "stream":
+        options = options | {"max_steps": sum(map(len, whole))}
+    batches, steps, trainer, done = train(path, source, workers, takes_number, **options)
+    assert batches == sum(whole, [])
+    stop = 12 if source == "sampler" else len(whole[0]) + STOP
+    stopped, begun, *_ = train(path, source, workers, takes_number, stop=stop, **options)
+    last = f"{path}/checkpoint-{stop}"
+    resumed, ended, trainer, _ = train(
+        path, source, workers, takes_number, resume=last, **options)
+    if source == "sampler":
+        assert done.metrics["epoch"] == trainer.state.epoch == EPOCHS
+        assert begun.gradients + ended.gradients == steps.gradients
+        assert trainer.num_examples(trainer.get_train_dataloader()) == len(LENGTHS)
+        assert trainer.get_total_train_batch_size(trainer.args) == STEP
+    return {"whole": whole, "stopped": stopped, "resumed": resumed,
+            "gradients": steps.gradients, "ends": steps.ends}
+
+
+def check_sized_stream(workers):
+    \"\"\"Epochs of 7 micro-batches, two in a step, which go on where the one before ended.\"\"\"
+    options = {"batches_per_epoch": 7}
+    path, cell = folder / name_of("sized", workers), ("stream", workers, True)
+    whole = batches_of("stream", workers, **options)
+    options |= {"gradient_accumulation_steps": 2}
+    batches, steps, trainer, done = train(path, *cell, **options)
+    assert batches == sum(whole, [])
+    assert steps.ends == [2, 4, 6, 7, 9, 11, 13, 14, 16, 18, 20, 21]
+    for stop in (4, 6):  # at the first epoch's end, and within the second one
+        stopped, *_ = train(path, *cell, stop=stop, **options)
+        resumed, *_ = train(path, *cell, resume=f"{path}/checkpoint-{stop}", **options)
+        assert stopped + resumed == batches
+
+
+def refused(source, **options):
+    try:
+        train(folder / "refused", source, 0, True, **options)
+    except (OptionError, StateError) as error:
+        return str(error)
+
+
+dist.init_process_group("gloo")
+check_sized_stream(0)
+check_sized_stream(2)
+assert "a sampler without samples_per_step" in refused("sampler")
+planned = {"samples_per_step": STEP, "window": None}
+assert "gradient_accumulation_steps" in refused(
+    "sampler", gradient_accumulation_steps=2, **planned)
+results = {}
+for takes_number in (True, False):
+    for name, result in each_cell(lambda *cell: run(*cell, takes_number)).items():
+        results[name_of(name, takes_number)] = result
+(folder / f"{rank}.json").write_text(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_sample_comes_once_in_train(ranks: int, tmp_path: Path) -> None:
+    """Steps of the plan, checkpoints within an epoch, and losses divided by the step's labels."""
+    found = run_ranks(SCRIPT, tmp_path, ranks)
+    assert len(found[0]) == 8
+    for name in found[0]:
+        of_ranks = [one[name] for one in found]
+        check_story(of_ranks)
+        check_gradients(of_ranks)
+
+
+def check_gradients(of_ranks: list[dict[str, Any]]) -> None:
+    """Each step's gradient is the mean over all of its samples, on all ranks."""
+    batches = [[*chain(*one["whole"])] for one in of_ranks]
+    ends = of_ranks[0]["ends"]
+    assert all(one["ends"] == ends for one in of_ranks)
+    for begin, end, *gradients in zip(
+        [0, *ends], ends, *(one["gradients"] for one in of_ranks), strict=False
+    ):
+        samples = [sample for one in batches for batch in one[begin:end] for sample in batch]
+        assert gradients == pytest.approx([sum(samples) / len(samples)] * len(of_ranks), rel=1e-12)

@@ -1,0 +1,78 @@
+"""Lightning: a data module's loader that it neither rebuilds, nor cuts short, nor forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils.data import DataLoader
+
+from torchbudget.integrations.positioned import (
+    Position,
+    PositionedLoader,
+    of_each_rank,
+    of_this_rank,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule as _DataModule
+else:
+    _DataModule = object
+
+_KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
+
+
+class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module comes after it
+    """Goes before `LightningDataModule`: override `budget_loader`, not `train_dataloader`.
+
+    Lightning sees no `DataLoader`, so that it rebuilds none, whatever `use_distributed_sampler`
+    says; and no `len`, since it would read it once and cut longer epochs short. Where the loader
+    stands is in Lightning's checkpoints, of each rank, within an epoch too.
+
+    >>> class Data(BudgetDataMixin):  # and LightningDataModule
+    ...     def budget_loader(self):
+    ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
+    """
+
+    _loader: PositionedLoader | None = None
+    _loaded: list[Position] | None = None
+
+    def budget_loader(self) -> DataLoader[Any]:
+        """A loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
+        raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
+
+    def train_dataloader(self) -> Any:
+        """That loader, at the position of the checkpoint."""
+        self._loader = loader = _Loader(self.budget_loader())
+        if self._loaded is None:
+            loader.set_epoch(self.trainer.current_epoch)
+        else:
+            loader.go_to(of_this_rank(self._loaded))
+            self._loaded = None
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the data module and the position of each rank; a collective."""
+        others: dict[str, Any] = super().state_dict()
+        if self._loader is None:
+            return others if self._loaded is None else {**others, _KEY: self._loaded}
+        # Lightning reads one batch ahead, to know which one is the last.
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        return {**others, _KEY: of_each_rank(self._loader.position(done))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of the data module; the loader is made later."""
+        state = dict(state_dict)
+        self._loaded = state.pop(_KEY, None)
+        super().load_state_dict(state)
+
+
+class _Loader(PositionedLoader):
+    """What Lightning iterates over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the data module saves the position. Lightning warns of loaders without it."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing."""

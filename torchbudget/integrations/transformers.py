@@ -1,0 +1,272 @@
+"""transformers' Trainer: its step is a step of the plan, whatever the number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.errors import OptionError, StateError
+from torchbudget.integrations.positioned import PositionedLoader, of_each_rank, of_this_rank
+from torchbudget.protocols import Stateful
+from torchbudget.train.batches import num_samples
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+_KEY: Final = "torchbudget"  # in trainer_state.json
+
+
+class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes after it
+    """Goes before `Trainer`: override `budget_loader`, not `get_train_dataloader`.
+
+    Each item of the loader that the Trainer sees is a list of micro-batches. With a sampler it is
+    one step of the plan, so that `samples_per_step` is needed, and `gradient_accumulation_steps`
+    stays 1. With a stream it is one micro-batch, of which `gradient_accumulation_steps` make a
+    step; a stream without `batches_per_epoch` needs `max_steps`, and is read epoch after epoch.
+
+    A step's losses are divided by the labels that count in the whole step, on all ranks: by the
+    model that takes `num_items_in_batch`, else here (without labels, by the samples). Where the
+    loader stands is in `trainer_state.json`. Rates in samples are right with a sampler; with a
+    stream, whose samples are not known in advance, they count micro-batches.
+
+    >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
+    ...     def budget_loader(self):
+    ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
+    """
+
+    loss_is_scaled_for_ga = True  # `compute_loss` does that
+    _items: _Items | None = None
+    _step_weight = 0.0  # of all micro-batches of the step, on all ranks
+    _share: float | None = None  # of the step's loss that the present micro-batch has
+
+    def budget_loader(self) -> DataLoader[Any]:
+        """A loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
+        raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """A loader of lists of micro-batches.
+
+        Raises:
+            OptionError: an argument of the Trainer, or an option of the loader, would lose samples
+                or weigh them wrongly.
+        """
+        self._items = _Items(self, PositionedLoader(self.budget_loader()))
+        return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Samples of an epoch, from which rates are computed."""
+        items = getattr(dataloader, "dataset", None)
+        return items.num_samples if isinstance(items, _Items) else super().num_examples(dataloader)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of a step, on all ranks."""
+        if self._items is None or self._items.sampler is None:
+            return int(super().get_total_train_batch_size(args))
+        return self._items.sampler.plan.window
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The items of one step, and the number of labels in it, on all ranks."""
+        items = list(islice(epoch_iterator, num_batches))
+        batches = [batch for item in items for batch in item]
+        number = self._get_num_items_in_batch(batches, device)
+        if number is None and batches:
+            weight = torch.tensor(sum(map(self._weight, batches)), device=device)
+            self._step_weight = float(self.accelerator.gather(weight).sum())
+        return items, number
+
+    def training_step(
+        self, model: nn.Module, inputs: list[Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward of each micro-batch of an item; the sum of their losses."""
+        losses = []
+        ranks = self.accelerator.num_processes  # over which gradients are averaged
+        for number, batch in enumerate(inputs, 1):
+            if num_items_in_batch is None:
+                self._share = self._weight(batch) * ranks / max(self._step_weight, 1)
+            last = number == len(inputs)
+            with nullcontext() if last else self.accelerator.no_sync(model=model):
+                losses.append(super().training_step(model, batch, num_items_in_batch))
+        self._share = None
+        return torch.stack(losses).sum()
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *more: Any, **options: Any) -> Any:
+        """The loss; in training, the share of it that this micro-batch has in its step."""
+        share = self._share
+        found = super().compute_loss(model, inputs, *more, **options)
+        if share is None:
+            return found
+        return (found[0] * share, *found[1:]) if isinstance(found, tuple) else found * share
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Of all micro-batches of an item."""
+        each = super().floating_point_ops
+        return sum(map(each, inputs)) if isinstance(inputs, list) else each(inputs)
+
+    def _track_num_input_tokens(self, inputs: list[Any]) -> None:
+        for batch in inputs:
+            super()._track_num_input_tokens(batch)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        if self._items is not None:
+            positions = of_each_rank(self._items.loader.position())
+            self.state.stateful_callbacks[_KEY] = {"ranks": positions}
+        super()._save_checkpoint(*arguments, **options)
+
+    def _weight(self, batch: Any) -> int:
+        """What the mean loss of a micro-batch is the mean over."""
+        if "labels" not in batch:
+            return num_samples(batch)
+        labels = batch["labels"]
+        if self._loss_shifts_labels:
+            labels = labels[..., 1:]
+        return int(labels.ne(-100).sum())
+
+
+class _Items(IterableDataset[list[Any]]):
+    """Lists of micro-batches, in the process that trains.
+
+    Args:
+        trainer: whose arguments and state are read.
+        loader: of micro-batches.
+
+    Raises:
+        OptionError: they do not go together.
+    """
+
+    def __init__(self, trainer: Any, loader: PositionedLoader) -> None:
+        source = loader.source
+        self.loader = loader
+        self.sampler = source if isinstance(source, MemoryBudgetBatchSampler) else None
+        self._trainer = trainer
+        _check(trainer.args, loader.loader, self.sampler)
+        self._length = _length_of(loader)
+        self._began = False
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the length of a stream is known with batches_per_epoch only")
+        return self._length
+
+    @property
+    def num_samples(self) -> int:
+        """Of an epoch, on all ranks; of a stream, its micro-batches."""
+        return len(self) if self.sampler is None else len(self.sampler.plan.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next; to a stream of unknown length, all is one epoch."""
+        if self._length is not None:
+            self.loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield what is left of the epoch; of a stream of unknown length, of all epochs.
+
+        The Trainer passes over as many items as were done before its checkpoint: they are empty.
+        """
+        done = self._go_on()
+        yield from repeat([], done)
+        if self._length is not None:
+            yield from self._epoch(self._length, done)
+            return
+        came = True
+        while came:
+            came = False
+            for batch in self.loader:
+                came = True
+                yield [batch]
+
+    def _epoch(self, length: int, done: int) -> Iterator[list[Any]]:
+        numbers = [1] * (length - done) if self.sampler is None else [*self.sampler.steps]
+        if len(numbers) != length - done:
+            raise OptionError(
+                f"epoch {self.loader.source.epoch} has {len(numbers) + done} steps, and the "
+                f"Trainer counts on {length}, the first one's"
+            )
+        batches = iter(self.loader)
+        for left, number in zip(reversed(range(len(numbers))), numbers, strict=True):
+            item = [*islice(batches, number)]
+            if not left:
+                list(batches)  # ends the loop, since the Trainer asks for no item after the last
+            yield item
+
+    def _go_on(self) -> int:
+        """Go to the position of the Trainer's checkpoint, if it has loaded one.
+
+        Returns:
+            How many items the Trainer passes over.
+
+        Raises:
+            StateError: the checkpoint has no position.
+        """
+        began, self._began = self._began, True
+        args, state = self._trainer.args, self._trainer.state
+        if began or not state.global_step or args.ignore_data_skip:
+            return 0
+        saved = state.stateful_callbacks.get(_KEY)
+        if saved is None:
+            raise StateError(
+                "trainer_state.json has no position to go on from: resume from a checkpoint that "
+                "was saved with BudgetTrainerMixin, or pass ignore_data_skip=True"
+            )
+        self.loader.go_to(of_this_rank(saved["ranks"]))
+        each = args.gradient_accumulation_steps
+        steps = args.max_steps if self._length is None else -(-self._length // each)
+        return int(state.global_step % steps * each)
+
+
+class _ItemLoader(DataLoader[list[Any]]):
+    """Passes on the epoch that the Trainer chooses."""
+
+    dataset: _Items
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `_Items.set_epoch`."""
+        self.dataset.set_epoch(epoch)
+
+
+def _same(item: Any) -> Any:
+    return item
+
+
+def _length_of(loader: PositionedLoader) -> int | None:
+    """Items of the coming epoch; `None`: unknown."""
+    if isinstance(loader.source, MemoryBudgetBatchSampler):
+        return sum(1 for _ in loader.source.steps)
+    try:
+        return len(loader.loader)
+    except TypeError:
+        return None
+
+
+def _check(args: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
+    """Raise an `OptionError` that names what does not go together."""
+    refused = {
+        "a StatefulDataLoader: use a DataLoader, whose position is saved": isinstance(
+            loader, Stateful
+        ),
+        "a sampler without samples_per_step: the Trainer needs as many steps in each epoch": (
+            sampler is not None and not sampler.plan.ranks.even_sums
+        ),
+        "gradient_accumulation_steps with a sampler, whose plan has the steps: leave it at 1": (
+            sampler is not None and args.gradient_accumulation_steps != 1
+        ),
+        "average_tokens_across_devices=False: each rank would weigh its own tokens alike": (
+            args.world_size > 1 and not args.average_tokens_across_devices
+        ),
+        "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
+        "DataParallel: start one process for each GPU": args.n_gpu > 1,
+        "DeepSpeed: it counts the micro-batches of a step itself": bool(args.deepspeed),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise OptionError(f"BudgetTrainerMixin refuses {what}")
