@@ -27,6 +27,7 @@ ALL = (
     "packing",
     "several_axes",
     "collate",
+    "block_mask",
     "loader",
     "streams",
     "tracked",

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from torchbudget.checks import check_flags
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.batch import Batch
+from torchbudget.data.collate.block_mask import block_mask_of
 from torchbudget.data.collate.views import MappingView, SequenceView
 from torchbudget.errors import CollateError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,6 +109,32 @@ class PackedBatch(Batch):
         ends = self.cu_seqlens.long()
         firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=ends.device) - firsts
+
+    def block_mask(self, *, causal: bool = True) -> BlockMask:
+        """The mask for `flex_attention` in which no position sees those of another sample.
+
+        On the batch's device. Made at each call, from what the batch knows of its lengths on the
+        host: without evaluating the mask at pairs of positions, as `create_block_mask` does, and
+        without waiting for the device. Make it once a batch, not once a layer.
+
+        Args:
+            causal: whether positions see only themselves and earlier ones of their sample.
+
+        Raises:
+            CollateError: no field is ragged, or all samples are empty.
+
+        >>> batch = PackCollate()([[1] * 200, [2] * 100])
+        >>> mask = batch.block_mask()
+        >>> mask.shape, mask.to_dense()[0, 0].tolist()
+        ((1, 1, 300, 300), [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+        """
+        check_flags(causal=causal)
+        device = self.cu_seqlens.device
+        return block_mask_of(self._bounds(), device, causal=causal)
+
+    def _bounds(self) -> list[int]:  # the elements of cu_seqlens, on the host
+        bounds: list[int] = self._length_layout.bounds()
+        return bounds
 
 
 class PackedMapping(PackedBatch, MappingView):
