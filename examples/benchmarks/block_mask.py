@@ -6,7 +6,7 @@ times, at 16,384 positions.
 
 Command: python examples/benchmarks/block_mask.py [--positions P] [--repetitions R] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU.
+Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU.
 
     positions  samples  create_block_mask, ms  block_mask, ms  ratio
     2,048            5                   25.9           0.553     47

@@ -233,7 +233,7 @@ class Batch:
             value if layout is None else layout.samples(value)
             for value, layout in zip(self._fields, self._known.layouts, strict=True)
         ]
-        return [put_together(self.data, iter(row)) for row in zip(*columns, strict=True)]
+        return [self._structured(row) for row in zip(*columns, strict=True)]
 
     def _part(self: BatchT, start: int, stop: int) -> BatchT:
         """The batch of samples `start` to `stop`."""
@@ -247,10 +247,15 @@ class Batch:
             for value, (cut, layout) in zip(self._fields, cuts, strict=True)
         ]
         layouts = tuple(layout for _, layout in cuts)
-        return type(self)(
-            put_together(self.data, iter(values)),
-            replace(known, num_samples=stop - start, layouts=layouts),
-        )
+        return self._of_fields(values, replace(known, num_samples=stop - start, layouts=layouts))
+
+    def _of_fields(self: BatchT, values: Iterable[Any], arrangement: Any) -> BatchT:
+        """The batch of the fields of a part."""
+        return type(self)(self._structured(values), arrangement)
+
+    def _structured(self, values: Iterable[Any]) -> Any:
+        """The values of the fields, or of one sample's, in the structure of a sample."""
+        return put_together(self.data, iter(values))
 
     @property
     def _fields(self) -> list[Any]:  # in the order of the arrangement's paths

@@ -9,11 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchbudget.checks import (
+    HasSizeMultiple,
+    check_flags,
+    natural,
+    optional,
+    size_multiple_of,
+)
 from torchbudget.data.collate.batch import make_batch
 from torchbudget.data.collate.columns import Column, new_tensor, read_column
 from torchbudget.data.collate.options import CollateOptions, of_field, read_axes, read_dtype
 from torchbudget.data.collate.packed_batch import PACKED_KINDS, PackedBatch, PackedLayout
 from torchbudget.data.collate.structure import Field, fail_at_odd_one, show
+from torchbudget.data.collate.transformers_layout import in_one_row
 from torchbudget.errors import CollateError, OptionError
 
 
@@ -41,6 +49,22 @@ class PackCollate(CollateOptions):
             whose lengths are the batch's `lengths`, `cu_seqlens` and `max_seqlen`. Default: as in
             `PadCollate`.
         dtype: as in `PadCollate`.
+        layout: `"transformers"` makes a `TransformersBatch` of dict samples: `input_ids`, `labels`
+            and other fields of one value per token in one row, `(1, total)`; `position_ids`,
+            `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx` of its
+            segments; no attention mask, which must be all ones in the samples; and
+            `use_cache=False`. The options below are for this layout alone.
+        size_multiple: each sample gets room that is a multiple of it; it must be that of the
+            sampler or stream, and may be read from it, as in `PadCollate`. What pads a sample is 0
+            (-100 in `labels`) and is in segments of its own, which no sample sees; so
+            `cu_seq_lens_q` has more entries than samples, and `lengths` counts without padding.
+        total: the length of every row, for shapes that stay the same; padded in the same way. A
+            batch with more positions raises an error. Parts of a split batch are shorter.
+        position_ids_start: the position of each sample's first token: 0 for most models, and
+            `padding_idx + 1` for those like RoBERTa.
+        causal_labels: labels are those of the next token: the first of each sample is -100, which
+            is what its predecessor in the row would predict, and samples without `labels` get
+            their `input_ids`. False leaves labels as they are, for models that do not shift them.
 
     Raises:
         OptionError: an option is invalid.
@@ -49,12 +73,47 @@ class PackCollate(CollateOptions):
     >>> batch = PackCollate()([torch.ones(2, 4), torch.zeros(3, 4)])
     >>> batch.data.shape, batch.cu_seqlens
     (torch.Size([5, 4]), tensor([0, 2, 5], dtype=torch.int32))
+    >>> collate = PackCollate(layout="transformers")
+    >>> for name, value in collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]).items():
+    ...     print(name, value.tolist() if isinstance(value, torch.Tensor) else value)
+    input_ids [[5, 6, 7, 8, 9]]
+    labels [[-100, 6, 7, -100, 9]]
+    position_ids [[0, 1, 2, 0, 1]]
+    cu_seq_lens_q [0, 3, 5]
+    cu_seq_lens_k [0, 3, 5]
+    max_length_q 3
+    max_length_k 3
+    seq_idx [[0, 0, 0, 1, 1]]
+    use_cache False
     """
+
+    layout: str | None = None
+    size_multiple: int | HasSizeMultiple = 1
+    total: int | None = None
+    position_ids_start: int = 0
+    causal_labels: bool = True
 
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "length_axes": _read_axes,
         "dtype": read_dtype,
     }
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        CollateOptions.__post_init__(self)
+        if self.layout not in (None, "transformers"):
+            raise OptionError(f'layout must be "transformers" or None, got {self.layout!r}')
+        check_flags(causal_labels=self.causal_labels)
+        # A copy of the number: a collate is sent to workers, and a sampler is large.
+        object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
+        optional("total", self.total)
+        natural("position_ids_start", self.position_ids_start)
+        given = (self.size_multiple, self.total, self.position_ids_start, self.causal_labels)
+        if self.layout is None and given != (1, None, 0, True):
+            raise OptionError(
+                "size_multiple, total, position_ids_start and causal_labels are options of "
+                'layout="transformers"; plain packed batches have no padding'
+            )
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
@@ -67,7 +126,17 @@ class PackCollate(CollateOptions):
             return _stack(column)
 
         with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
-            return make_batch(PACKED_KINDS, samples, self, write)
+            batch = make_batch(PACKED_KINDS, samples, self, write)
+            return batch if self.layout is None else self._in_one_row(batch)
+
+    def _in_one_row(self, batch: PackedBatch) -> PackedBatch:
+        return in_one_row(
+            batch,
+            multiple=size_multiple_of(self.size_multiple),
+            total=self.total,
+            position_ids_start=self.position_ids_start,
+            causal_labels=self.causal_labels,
+        )
 
 
 def _stack(column: Column) -> tuple[Tensor, PackedLayout]:
