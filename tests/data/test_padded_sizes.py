@@ -158,8 +158,39 @@ def test_several_axes() -> None:
         assert [one.category for one in caught] == [PaddedSizeWarning] * warns
 
 
-def test_packed_batches_are_not_compared() -> None:
-    """They have no padding, and are as long as all their samples together."""
+def packed_rows(loop: str, planned: int, rounded: int) -> Iterator[Any]:
+    """Rows of samples with room of a multiple, of a sampler or a stream that plans with another."""
+    samples = [{"input_ids": sample["input_ids"]} for sample in SAMPLES]
+    collate = PackCollate(layout="transformers", size_multiple=rounded, total=8192)
+    cost = PackedCost(unit_bytes=1)
+    if loop == "stream":
+        stream = BudgetedIterableDataset(
+            [samples], cost, 1024, size="input_ids", size_multiple=planned, collate_fn=collate
+        )
+        return iter(stream.tracked(DataLoader(stream, batch_size=None)))
+    sampler = MemoryBudgetBatchSampler(SIZES, cost, 1024, size_multiple=planned)
+    loader = DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=collate,
+    )
+    return sampler.tracked(loader)
+
+
+@pytest.mark.parametrize("loop", ["sampler", "stream"])
+def test_more_room_in_a_row_than_planned_is_noticed(loop: str) -> None:
+    """Room of the planned multiple, or of a divisor of it, is not."""
+    for planned, rounded in ((1, 1), (8, 8), (16, 8)):
+        batches = list(packed_rows(loop, planned, rounded))
+        assert sum(batch.num_samples for batch in batches) == len(SIZES)
+    match = r"a batch is padded to \d+, where \d+ was planned.*size_multiple=8"
+    with pytest.warns(PaddedSizeWarning, match=match) as caught:
+        list(packed_rows(loop, 8, 64))
+    assert len(caught) == 1
+
+
+def test_packed_batches_have_no_padding() -> None:
+    """They are as long as all their samples together."""
     sampler = MemoryBudgetBatchSampler(SIZES, PackedCost(unit_bytes=1), 1024)
     loader = DataLoader(
         SAMPLES,  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ _BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign
 
 @runtime_checkable
 class KnowsRounding(Protocol):
-    """A batch that knows how it was padded: `PaddedBatch`."""
+    """A batch that knows how it was padded: `PaddedBatch`, `PackedBatch`."""
 
     def rounding(self, size_multiple: int, /) -> list[tuple[int, int]]:
         """The padded lengths, and what they are if rounded up to another multiple."""
@@ -46,19 +46,23 @@ class PaddedSizes:
         self._warned = False
 
     def compare(self, batch: Any, planned: Sequence[int], num_samples: int) -> None:
-        """Look at a batch of samples whose planned padded size is known; O(its tensors)."""
+        """Look at a batch of samples whose planned padded size is known; O(its tensors).
+
+        A packed batch has none, and its samples are at most rounded.
+        """
         if self._warned:
             return
         if _knows_rounding(type(batch)):  # type: ignore[arg-type]  # types are hashable
             self._compare_own(batch.rounding(self._size_multiple), planned)
             return
-        longest = max(planned)
+        longest = max(planned, default=2**63)  # nothing is padded: nothing is too long
         for path, tensor in _tensors(batch):
             for axis, length in enumerate(tensor.shape):
                 if length > longest and length != num_samples:
                     self._suspect((*path, axis), tensor, axis, longest)
 
     def _compare_own(self, rounding: list[tuple[int, int]], planned: Sequence[int]) -> None:
+        planned = planned or [rounded for _, rounded in rounding]
         # The lengths may be those of another field than the sizes: then they are rounded alike.
         if len(rounding) == len(planned) and any(
             came > max(rounded, size)
@@ -119,8 +123,9 @@ class _Noted(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         batch = next(self._batches)
-        if self._plan.rules.packing is None:  # else nothing is padded
-            self._planned.append((self._plan.padded_size(np.array(batch)), len(batch)))
+        is_padded = self._plan.rules.packing is None
+        size = self._plan.padded_size(np.array(batch)) if is_padded else []
+        self._planned.append((size, len(batch)))
         return batch
 
 

@@ -29,7 +29,7 @@ class Rounds(NamedTuple):
         places: of the samples, shape `(S,)`.
         starts: where each micro-batch begins among them.
         stops: where it ends.
-        padded_sizes: of each, on every axis; `None` where nothing is padded or planned.
+        padded_sizes: of each, on every axis; of packed ones, none; `None` where nothing is planned.
     """
 
     places: IntArray
@@ -129,7 +129,7 @@ class ByCost:
         if len(sizes) < self.ranks.number:
             raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks.number} ranks")
         block = solve(self.rules, sizes[None], self.ranks, key)
-        padded = None
+        padded: list[list[int]] = [[]] * len(block.starts)
         if self.rules.packing is None:
             padded = self.rules.padded(block.padded()).reshape(len(block.starts), -1).tolist()
         starts, stops = block.starts.tolist(), block.stops.tolist()

@@ -110,6 +110,10 @@ class PackedBatch(Batch):
         firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=ends.device) - firsts
 
+    def rounding(self, size_multiple: int) -> list[tuple[int, int]]:  # noqa: ARG002
+        """None, as in `PaddedBatch.rounding`: no length is rounded."""
+        return []
+
     def block_mask(self, *, causal: bool = True) -> BlockMask:
         """The mask for `flex_attention` in which no position sees those of another sample.
 

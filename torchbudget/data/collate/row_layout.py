@@ -35,7 +35,7 @@ class RowLayout:
         Raises:
             CollateError: they are more than the total.
         """
-        rooms = -(-lengths[:, 0] // multiple) * multiple
+        rooms = _rooms(lengths, multiple)
         end = int(rooms.sum())
         if total is not None and end > total:
             raise CollateError(
@@ -45,6 +45,10 @@ class RowLayout:
             )
         starts = rooms.cumsum() - rooms
         return cls(lengths=lengths, starts=starts, total=total or end, multiple=multiple)
+
+    def room(self, multiple: int) -> int:
+        """The length of the row without what pads it to a total, with rooms of this multiple."""
+        return int(_rooms(self.lengths, multiple).sum())
 
     @property
     def own(self) -> IntArray:
@@ -76,7 +80,7 @@ class RowLayout:
     def part(self, start: int, stop: int) -> tuple[tuple[slice, slice], RowLayout]:
         """See `Layout.part`: without what pads the row to a fixed total."""
         last = stop - 1
-        room = -(-int(self.lengths[last, 0]) // self.multiple) * self.multiple
+        room = int(_rooms(self.lengths[last:stop], self.multiple)[0])
         first, end = int(self.starts[start]), int(self.starts[last]) + room
         layout = RowLayout(
             lengths=self.lengths[start:stop],
@@ -98,3 +102,8 @@ class RowLayout:
     def map(self, function: Callable[[Tensor], Tensor]) -> RowLayout:  # noqa: ARG002
         """See `nbytes`."""
         return self
+
+
+def _rooms(lengths: IntArray, multiple: int) -> IntArray:
+    rooms: IntArray = -(-lengths[:, 0] // multiple) * multiple
+    return rooms

@@ -61,6 +61,14 @@ class TransformersBatch(PackedMapping):
         positions: Tensor = self.data["position_ids"][0]
         return positions
 
+    def rounding(self, size_multiple: int) -> list[tuple[int, int]]:
+        """The room of all samples, and what it is if each is rounded up to `size_multiple` alone.
+
+        They differ where the collate rounds up to more than the sampler plans with.
+        """
+        row = self._length_layout
+        return [(row.room(row.multiple), row.room(size_multiple))]
+
     def _bounds(self) -> list[int]:
         if self._arrangement is None:
             bounds: list[int] = self.cu_seqlens.tolist()
