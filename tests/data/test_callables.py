@@ -78,6 +78,17 @@ def in_a_cycle(size: int) -> Any:
     return crop
 
 
+def inherits(method: Any) -> Any:
+    """An object whose class inherits a method, and a property that it uses."""
+    base = type("Base", (), {"__call__": method, "__module__": __name__})
+    return type("Heir", (base,), {"__module__": __name__})()
+
+
+def reads(found: Any) -> Any:
+    members = {"size": property(found), "__call__": lambda self, _: self.size}
+    return type("Reads", (), {**members, "__module__": __name__})()
+
+
 ONE = np.arange(5000)
 OTHER = np.where(ONE == 4321, 0, ONE)
 WEIGHTS = np.linspace(0, 1, 9)
@@ -126,6 +137,12 @@ DIFFERENT: dict[str, tuple[Any, Any, Any]] = {
     "a partial": (nested(1), nested(1), nested(2)),
     "an object": (Crop(3), Crop(3), Crop(4)),
     "a class attribute": (of_class(3), of_class(3), of_class(4)),
+    "an inherited method": (
+        inherits(lambda _, s: s + 1),
+        inherits(lambda _, s: s + 1),
+        inherits(lambda _, s: s + 2),
+    ),
+    "a property": (reads(lambda _: 1), reads(lambda _: 1), reads(lambda _: 2)),
     "slots": (Slotted(3).crop, Slotted(3).crop, Slotted(4).crop),
     "a method": (Crop(3).__call__, Crop(3).__call__, Crop(4).__call__),
     "a class": (Crop, Crop, Slotted),

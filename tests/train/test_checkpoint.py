@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from tests.support.ranks import run_ranks
 from tests.train.test_fit import Training
 from torchbudget.errors import StateError
 from torchbudget.train.checkpoint import has_position, load_run_state, run_state
@@ -63,3 +64,44 @@ def test_statistics_are_json_where_numbers_are_not_finite(tmp_path: Path) -> Non
     line = (tmp_path / "statistics.jsonl").read_text()
     found = json.loads(line, parse_constant=refuse)
     assert found == {"kind": "step", "loss": None, "norm": None, "number": 3}
+
+
+CALLBACKS = """
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.train.test_fit import Training
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+class Average:
+    def __call__(self, record):
+        pass
+
+    def state_dict(self):
+        if rank == 1:
+            raise RuntimeError("no average yet")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+try:
+    Training().fit(folder=Path(sys.argv[2]), callbacks=[Average()])
+except RuntimeError as error:
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+@pytest.mark.distributed
+def test_a_callback_without_a_state_on_one_rank_ends_all(tmp_path: Path) -> None:
+    """The other rank does not wait for it, and names it."""
+    first, second = run_ranks(CALLBACKS, tmp_path, 2, tmp_path / "files")
+    assert second == "RuntimeError: no average yet"
+    assert first == f"RankError: rank 1 failed, see its traceback: {second}"

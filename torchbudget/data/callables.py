@@ -1,10 +1,11 @@
 """What a user's function computes, as far as that can be told: its fingerprint.
 
 A function counts by its code without file and line numbers, its defaults and its closed-over
-values; an object by its class (its own methods, numbers and texts) and by what pickling it would
-keep; arrays and tensors by their bytes. Functions that it finds by a global name do not count, nor
-what a class inherits. Neither does the content of a memory map, which may be as large as the data,
-nor where a random generator stands: that differs from run to run.
+values; an object by its class (methods, properties, numbers and texts, its own and those that it
+inherits within its package) and by what pickling it would keep; arrays and tensors by their bytes.
+Functions that it finds by a global name do not count, nor what a class inherits from another
+package. Neither does the content of a memory map, which may be as large as the data, nor where a
+random generator stands: that differs from run to run.
 """
 
 from __future__ import annotations
@@ -132,13 +133,9 @@ class _Digests:
         return self._all("code", code.co_code, code.co_consts, names, arguments, code.co_flags)
 
     def _class(self, kind: type) -> str:
-        members = {
-            name: getattr(member, "__func__", member)
-            for name, member in vars(kind).items()
-            if isinstance(member, (FunctionType, classmethod, staticmethod))
-            or (type(member) in _PLAIN and not name.startswith("__"))
-        }
-        return self._all("class", kind.__qualname__, members)
+        package = _package(kind)
+        own = [base for base in kind.__mro__ if _package(base) == package]
+        return self._all("class", kind.__qualname__, list(map(_members, own)))
 
     def _tensor(self, tensor: torch.Tensor) -> str:
         try:
@@ -159,6 +156,23 @@ class _Digests:
             return self._all("global", getattr(value, "__module__", None), parts, wrapped)
         function, arguments, state, items, pairs = (*parts, None, None, None)[:5]
         return self._all("object", function, arguments, state, list(items or ()), list(pairs or ()))
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """Methods, properties, numbers and texts of a class."""
+    members = {}
+    for name, member in vars(kind).items():
+        if isinstance(member, (FunctionType, classmethod, staticmethod)):
+            members[name] = getattr(member, "__func__", member)
+        elif isinstance(member, property):
+            members[name] = member.fget, member.fset
+        elif type(member) in _PLAIN and not name.startswith("__"):
+            members[name] = member
+    return members
 
 
 def _content(cell: CellType) -> Any:

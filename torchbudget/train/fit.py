@@ -20,7 +20,7 @@ from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
+from torchbudget.train.agreement import failing_together, on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
@@ -366,6 +366,8 @@ class _Run:
             return
         if self.tally.steps:
             self._read_clock()
+        with failing_together(self.host):
+            callbacks = [callback.state_dict() for callback in self.stateful]
         state = {
             "id": secrets.token_hex(8),
             "run": checkpoint.run_state(
@@ -376,7 +378,7 @@ class _Run:
                 is_over=is_over,
                 generators=self.generators,
             ),
-            "callbacks": [callback.state_dict() for callback in self.stateful],
+            "callbacks": callbacks,
             "seeds": self.host.gather_objects(self.seed),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
