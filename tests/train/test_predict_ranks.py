@@ -166,7 +166,7 @@ PLANS = (
     + """
 told = []
 # Each rank its own plan: the first one's has other windows.
-loader = loader_of(window=[50, 100][rank])
+loader = loader_of(window=[50, 100][rank], num_replicas=2, rank=rank)
 told.append(failed(lambda: predict(lambda batch: batch.data.sum(1), loader)))
 # All samples on each rank, without any collective: only the first rank calls it.
 alone = loader_of(num_replicas=1, rank=0)
