@@ -11,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import PackCollate
+from torchbudget import (
+    MemoryBudgetBatchSampler,
+    PackCollate,
+    PackedCost,
+    PadCollate,
+    PaddedCost,
+)
+from torchbudget.cost.models.protocol import CostModel
+from torchbudget.integrations.transformers import BudgetTrainerMixin
 
 hf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peer
@@ -216,3 +225,29 @@ def test_the_trainer_takes_it(tmp_path: Any) -> None:
     assert type(inputs) is type(batch)
     assert trainer.compute_loss(model, inputs) == model(**batch).loss
     assert inputs.cu_seqlens.tolist() == batch.cu_seqlens.tolist()
+
+
+def trained(tmp_path: Any, cost: CostModel, collate: Any) -> Tensor:
+    """The parameters after two steps of the trainer, of the same samples whatever the cost."""
+    torch.manual_seed(0)
+    model = llama("sdpa")
+    data = [{**sample, "labels": sample["input_ids"]} for sample in samples() + samples()]
+    sampler = MemoryBudgetBatchSampler(LENGTHS * 2, cost, 64, samples_per_step=5)
+
+    class Trainer(BudgetTrainerMixin, hf.Trainer):  # type: ignore[misc,name-defined]  # untyped
+        def budget_loader(self) -> DataLoader[Any]:
+            return DataLoader(data, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+
+    arguments = hf.TrainingArguments(
+        tmp_path, report_to=[], use_cpu=True, num_train_epochs=1, optim="sgd", learning_rate=0.1,
+        max_grad_norm=0, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(model, arguments).train()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_a_run_with_rows_is_one_with_padding(tmp_path: Any) -> None:
+    """The whole way through the trainer: its loss, its steps and its weights of micro-batches."""
+    padded = trained(tmp_path, PaddedCost(unit_bytes=1), PadCollate(mask="attention_mask"))
+    packed = trained(tmp_path, PackedCost(unit_bytes=1), PackCollate(layout="transformers"))
+    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-6)
