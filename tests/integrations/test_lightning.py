@@ -29,6 +29,7 @@ os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun d
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from tests.integrations.cells import EPOCHS, STOP, each_cell, loader_of, name_of
+from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.lightning import BudgetDataMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -92,7 +93,7 @@ def run(source, workers, kind, made):
             return Data(lambda: loader)
         return Data(lambda: loader_of(source, workers, kind))
 
-    path = folder / name_of(source, workers, kind.__name__, made)
+    path = f"{folder}/{name_of(source, workers, kind.__name__, made)}"
     whole = fit(data(), Save(path, stops=False))
     stopped = fit(data(), Save(path, stops=True))
     resumed = fit(data(), ckpt_path=f"{path} batch")
@@ -100,6 +101,26 @@ def run(source, workers, kind, made):
     return {"whole": whole, "stopped": sum(stopped, []), "resumed": sum(resumed, [])}
 
 
+class WithoutPosition(Data):
+    def state_dict(self):
+        return {}
+
+
+def check_that_a_position_is_missed():
+    path = f"{folder}/without"
+    data = WithoutPosition(lambda: loader_of("sampler", 0))
+    whole = fit(data, Save(path, stops=False))
+    try:
+        fit(data, ckpt_path=f"{path} batch")
+    except StateError as error:
+        assert "no position of a WithoutPosition" in str(error)
+    else:
+        raise AssertionError("it went on from an epoch's beginning")
+    later = fit(data, ckpt_path=f"{path} epoch")  # no position within an epoch is needed
+    assert later[1:] == whole[2:]
+
+
+check_that_a_position_is_missed()
 results = {}
 for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
                    (StatefulDataLoader, "in fit")):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
+from torchbudget.errors import StateError
 from torchbudget.integrations.positioned import (
     Position,
     PositionedLoader,
@@ -42,13 +43,23 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 
     def train_dataloader(self) -> Any:
-        """That loader, at the position of the checkpoint."""
+        """That loader, at the position of the checkpoint.
+
+        Raises:
+            StateError: the checkpoint is from within an epoch, and has no position.
+        """
         self._loader = loader = _Loader(self.budget_loader())
-        if self._loaded is None:
-            loader.set_epoch(self.trainer.current_epoch)
-        else:
+        if self._loaded is not None:
             loader.go_to(of_this_rank(self._loaded))
             self._loaded = None
+        elif self.trainer.fit_loop.restarting:
+            raise StateError(
+                f"the checkpoint has no position of a {type(self).__name__} to go on from within "
+                "an epoch: resume from one that was saved with this data module, or load the "
+                "weights alone"
+            )
+        else:
+            loader.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
         return loader
 
     def state_dict(self) -> dict[str, Any]:
