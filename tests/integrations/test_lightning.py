@@ -75,11 +75,11 @@ class Save(Callback):
             trainer.should_stop = self.stops
 
 
-def fit(data, *callbacks, ckpt_path=None):
+def fit(data, *callbacks, ckpt_path=None, **options):
     trainer = Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False,
         max_epochs=EPOCHS, callbacks=[*callbacks], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )
     model = Model()
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
@@ -120,7 +120,23 @@ def check_that_a_position_is_missed():
     assert later[1:] == whole[2:]
 
 
+class Plain(Data):
+    train_dataloader = Data.budget_loader
+
+
+def check_that_a_loader_is_not_cut_short():
+    \"\"\"Without the mixin, Lightning would take as many batches of each epoch as once.\"\"\"
+    try:
+        fit(Plain(lambda: loader_of("sampler", 0)), use_distributed_sampler=False)
+    except OptionError as error:
+        assert "but lightning has read len once" in str(error)
+        assert "BudgetDataMixin" in str(error)
+    else:
+        raise AssertionError("Lightning cut epochs short")
+
+
 check_that_a_position_is_missed()
+check_that_a_loader_is_not_cut_short()
 results = {}
 for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
                    (StatefulDataLoader, "in fit")):

@@ -145,7 +145,28 @@ def refused(source, **options):
         return str(error)
 
 
+class Plain(Trainer):
+    def get_train_dataloader(self):
+        return loader_of("sampler", 0, collate_fn=labelled)
+
+
+def check_that_a_loader_is_not_cut_short():
+    \"\"\"Without the mixin, the Trainer would take as many batches of each epoch as once.\"\"\"
+    arguments = TrainingArguments(
+        output_dir=folder, num_train_epochs=EPOCHS, use_cpu=True, report_to=[],
+        save_strategy="no", disable_tqdm=True,
+    )
+    try:
+        Plain(Model(True), arguments).train()
+    except OptionError as error:
+        assert "but transformers has read len once" in str(error)
+        assert "BudgetTrainerMixin" in str(error)
+    else:
+        raise AssertionError("the Trainer cut epochs short")
+
+
 dist.init_process_group("gloo")
+check_that_a_loader_is_not_cut_short()
 check_sized_stream(0)
 check_sized_stream(2)
 assert "a sampler without samples_per_step" in refused("sampler")

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from torchbudget.checks import optional
 from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.read_once import ReadOnce
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
 from torchbudget.plan.cursor import Cursor
@@ -41,6 +42,7 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
         self._loaded: tuple[Cursor, Mapping[str, Any]] | None = None  # the last one, of its state
         self._iterator: PlanIterator | None = None  # the last one of this epoch
         self._length: tuple[Cursor, int] | None = None
+        self._read_once = ReadOnce()
 
     @property
     def num_replicas(self) -> int:
@@ -101,6 +103,7 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
         plan = self.plan
         if self._length is None or self._length[0] is not self._cursor:
             self._length = self._cursor, plan.micro_batches(self._cursor)
+        self._read_once.note(self._length[1])
         return self._length[1]
 
     @property

@@ -196,6 +196,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
+            OptionError: a framework has read `len` once, and this epoch has more batches.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
@@ -204,6 +205,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         check_sharded_once(self.num_replicas)
         plan = self.plan
         check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing)
+        self._read_once.check(self.epoch, self.__len__)
         self._iterations += 1
         self._is_loaded = False
         iterator = PlanIterator(plan, self._cursor, rank=self.rank, when_finished=self._finish)
