@@ -22,6 +22,7 @@ TorchBudgetError
 
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was discarded before it was used
+├── OtherNumbersWarning                  an epoch has other numbers of batches than it was to have
 ├── RepeatedSamplesWarning               an epoch reads what the one before has read
 ├── PaddedSizeWarning                    batches are padded to more than was planned
 ├── MeasureWarning                       a measured cost may be wrong
@@ -122,6 +123,10 @@ class TorchBudgetWarning(UserWarning):
 
 class DiscardedStateWarning(TorchBudgetWarning):
     """A loaded position was discarded before it was used."""
+
+
+class OtherNumbersWarning(TorchBudgetWarning):
+    """An epoch goes on with other numbers of batches than `batches_per_epoch` and its like give."""
 
 
 class RepeatedSamplesWarning(TorchBudgetWarning):

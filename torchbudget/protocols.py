@@ -71,6 +71,11 @@ class ResumableSource(ABC):
     def epoch(self) -> int:
         """The epoch that the next `iter()` reads."""
 
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches the next `iter()` reads; `None` where that is unknown in advance."""
+        return None
+
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next `iter()` reads."""

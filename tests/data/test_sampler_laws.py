@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -79,7 +81,43 @@ def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True) -> Any:
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
+        options |= draw(numbers_for(sizes, cost, budget, ranks, options))
     return sizes, cost, budget, ranks, options
+
+
+@st.composite
+def numbers_for(
+    draw: st.DrawFn, sizes: Any, cost: Any, budget: int, ranks: int, options: Any
+) -> dict[str, Any]:
+    """Numbers of micro-batches that the first two epochs can have."""
+    asked = draw(st.sampled_from(["", "", "", "auto", "epoch", "step", "both"]))
+    if not asked:
+        return {}
+    sampler = MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=0, **options)
+    epochs = []
+    try:
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            epochs.append(list(sampler.steps))
+    except (OptionError, UnevenRanksError):
+        return {}
+    found: dict[str, Any] = {}
+    each = options.get("samples_per_step")
+    if asked in ("step", "both") and each is not None:
+        needed = max(map(max, epochs))
+        if needed * ranks > each:  # of a last step that is larger
+            return {}
+        found["micro_batches_per_step"] = draw(st.integers(needed, each // ranks))
+    if asked in ("auto", "both"):
+        found["batches_per_epoch"] = "auto"
+    if asked == "epoch":
+        needed = max(map(sum, epochs))
+        most = options.get("num_samples", len(sizes)) // ranks
+        more = draw(st.integers(0, 9)) if draw(st.booleans()) else 0
+        found["batches_per_epoch"] = draw(
+            st.sampled_from([needed, min(needed + more, most), max(most - more, needed)])
+        )
+    return found
 
 
 def samplers(sizes: Any, cost: Any, budget: int, ranks: int, **options: Any) -> Any:
@@ -195,20 +233,48 @@ def test_a_step_holds_samples_per_step(case: Any, data: st.DataObject) -> None:
 
 
 @given(cases())
+def test_given_numbers_are_those_of_every_epoch_and_full_step(case: Any) -> None:
+    """`len` is one number with the one; all full steps have as many with the other."""
+    sizes, cost, budget, ranks, options = case
+    sampler = samplers(sizes, cost, budget, ranks, **options)[0]
+    lengths = set()
+    for _ in range(3):
+        epoch = REFUSALS.accepted(lambda: (len(sampler), list(sampler.steps)), reasons_of(*case))
+        if epoch is None:
+            return
+        lengths.add(epoch[0])
+        *full, last = epoch[1]
+        per_step = options.get("micro_batches_per_step")
+        if per_step is not None:
+            assert set(full) <= {per_step}
+            assert last <= per_step
+        if REFUSALS.accepted(lambda: list(sampler), reasons_of(*case)) is None:
+            return
+    per_epoch = options.get("batches_per_epoch")
+    if per_epoch is not None:
+        assert lengths <= {per_epoch} or per_epoch == "auto"
+        assert len(lengths) == 1
+
+
+@given(cases())
 def test_len_is_what_comes(case: Any) -> None:
-    """Law 5: len is the number of batches of this epoch, of the next, and after resuming."""
+    """Law 5: len is the number of batches of this epoch, and of the next."""
     sizes, cost, budget, ranks, options = case
     for sampler in samplers(sizes, cost, budget, ranks, **options)[:1]:
         for _ in range(2):
             expected = REFUSALS.accepted(sampler.__len__, reasons_of(*case))
             if expected is None:
                 return
+            assert sampler.batches_left == expected
             assert len(list(sampler)) == expected
 
 
 @given(cases(), st.data())
 def test_resuming_goes_on_exactly(case: Any, data: st.DataObject) -> None:
-    """Law 4 on the same ranks: after any batch, what comes is what would have come."""
+    """Law 4 on the same ranks: after any batch, what comes is what would have come.
+
+    Law 5: `len` stays the whole epoch's, and `batches_left` is what comes.
+    """
     sizes, cost, budget, ranks, options = case
     rank = data.draw(st.integers(0, ranks - 1))
 
@@ -231,30 +297,38 @@ def test_resuming_goes_on_exactly(case: Any, data: st.DataObject) -> None:
         next(iter(resumed))
     resumed.load_state_dict(begun.state_dict())
     if done < len(whole):
-        assert len(resumed) == len(whole) - done
+        assert len(resumed) == len(whole)
+        assert resumed.batches_left == len(whole) - done
         assert list(resumed) == whole[done:]
     assert list(resumed) == following
 
 
+@pytest.mark.filterwarnings("ignore::torchbudget.errors.OtherNumbersWarning")
 @given(cases(), st.data())
 def test_resuming_on_other_ranks_brings_every_remaining_sample_once(
     case: Any, data: st.DataObject
 ) -> None:
     """Law 4 on other ranks and under another budget, several times: the rest comes exactly once.
 
-    What comes stays within the budget in force and is the same number on every rank.
+    What comes stays within the budget in force and is the same number on every rank. Law 5: `len`
+    is what was done, as the ranks were then, and what comes.
     """
     sizes, cost, budget, ranks, options = case
     options = without_draws(options) | {"drop_last": False}
     those = samplers(sizes, cost, budget, ranks, **options)
     remaining = Counter(range(len(sizes)))
+    before = 0
     for _ in range(3):
-        expected = REFUSALS.accepted(
-            those[0].__len__, reasons_of(sizes, cost, budget, ranks, options)
+        begun = REFUSALS.accepted(
+            partial(lambda sampler: next(iter(sampler)), copy(those[0])),
+            reasons_of(sizes, cost, budget, ranks, options),
         )
-        if expected is None:
+        if begun is None:
             return
-        done = data.draw(st.integers(0, max(expected - 1, 0)))
+        left = those[0].batches_left
+        assert len(those[0]) == before + left
+        done = data.draw(st.integers(0, max(left - 1, 0)))
+        before += done
         for sampler in those:
             batches = iter(sampler)
             for _ in range(done):
@@ -267,7 +341,8 @@ def test_resuming_on_other_ranks_brings_every_remaining_sample_once(
         ranks = data.draw(st.integers(1, 16))
         budget = budget * data.draw(st.sampled_from([1, 1, 2, 3]))
         left = sum(remaining.values())
-        if ranks > min(left, options.get("window", left), options.get("samples_per_step", left)):
+        each = options.get("samples_per_step", left) // options.get("micro_batches_per_step", 1)
+        if ranks > min(left, options.get("window", left), each):
             ranks = 1
         those = samplers(sizes, cost, budget, ranks, **options)
         for sampler in those:

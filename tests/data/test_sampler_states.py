@@ -73,14 +73,38 @@ def test_a_second_resume() -> None:
     assert in_parts(make, [1] * (len(whole) - 1)) == whole
 
 
-def test_len_counts_what_remains() -> None:
-    """In the middle of an epoch, and of all of the next one after its end."""
+def test_len_is_the_whole_epochs_whatever_was_loaded() -> None:
+    """In the middle of an epoch, and of the next one after its end; `batches_left` is the rest.
+
+    Frameworks read the one once, and subtract what is done by themselves.
+    """
     sampler = sampler_of(window=40)
     whole = len(sampler)
-    for number, _ in enumerate(sampler):
+    for done, _ in enumerate(sampler, 1):
         resumed = sampler_of(window=40)
         resumed.load_state_dict(sampler.state_dict())
-        assert len(resumed) == whole - number - 1 or resumed.epoch == 1
+        left = resumed.batches_left
+        assert left == len(list(iter(resumed)))
+        resumed.load_state_dict(sampler.state_dict())
+        assert len(resumed) == len(loader_of(resumed)) == (whole if done < whole else left)
+        assert left == whole - done or resumed.epoch == 1
+
+
+def test_len_after_other_ranks_is_what_was_done_and_what_is_left() -> None:
+    """Those done on three ranks, counted there, and those of the rest on two; saved again, too."""
+    those = [sampler_of(budget=500, window=100, num_replicas=3, rank=rank) for rank in range(3)]
+    for sampler in those:
+        list(itertools.islice(sampler, 4))
+    resumed = sampler_of(budget=500, window=100, num_replicas=2, rank=0)
+    resumed.load_state_dict(those[0].state_dict())
+    whole = len(resumed)
+    assert resumed.batches_left == whole - 4 != len(those[0]) - 4
+    assert len(list(itertools.islice(resumed, 5))) == 5
+    again = sampler_of(budget=500, window=100, num_replicas=2, rank=0)
+    again.load_state_dict(resumed.state_dict())
+    assert (len(again), again.batches_left) == (whole, whole - 9)
+    assert len(list(again)) == whole - 9
+    assert len(again) == again.batches_left  # of the next epoch
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -262,7 +286,7 @@ def _with(**changed: Any) -> Any:
     [
         (lambda _: None, "expected a mapping from state_dict"),
         (lambda _: [1], "got list"),
-        (lambda _: {}, "lacks dealing, dealt, epoch"),
+        (lambda _: {}, "lacks dealing, dealt, done, epoch"),
         (lambda state: {k: v for k, v in state.items() if k != "rounds"}, "lacks rounds"),
         (_with(version=99), "version 99, this torchbudget reads 1"),
         (_with(version=None), "version None"),
@@ -301,7 +325,7 @@ def test_the_state_of_a_loop_whose_workers_run_ahead() -> None:
     next(iter(loop(sampler)))
     ahead = sampler_of()
     ahead.load_state_dict(sampler.state_dict())
-    assert len(ahead) < len(whole) - 1
+    assert ahead.batches_left < len(whole) - 1
     sampler = sampler_of()
     for _ in loop(sampler):
         pass

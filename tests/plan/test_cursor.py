@@ -28,12 +28,17 @@ def cursors(draw: st.DrawFn) -> tuple[Cursor, Any]:
     def mask() -> Any:
         return None if draw(st.booleans()) else rng.random(length) < 0.5
 
+    rounds = draw(st.integers(0, length))
+    counted = draw(st.booleans())
     cursor = Cursor(
         epoch=draw(st.integers(0, 10**6)),
         start=start,
         stop=start + length,
         left=mask(),
-        rounds=draw(st.integers(0, length)),
+        rounds=rounds,
+        done=rounds + draw(st.integers(0, 10**6)),
+        least=draw(st.integers(0, 10**6)) if counted else None,
+        spare=draw(st.integers(0, 10**6)) if counted else 0,
     )
     return cursor, mask()
 
@@ -48,19 +53,23 @@ def test_what_is_encoded_is_decoded(case: Any) -> None:
     cursor, left = case
     state = json.loads(json.dumps(cursor.encode(left, ORDER, DEALING)))
     found = Cursor.decode(state, ORDER, DEALING)
-    names = ("epoch", "start", "stop", "rounds")
+    names = ("epoch", "start", "stop", "rounds", "done", "least", "spare")
     assert [getattr(found, name) for name in names] == [getattr(cursor, name) for name in names]
     assert same(found.left, cursor.left)
 
 
 @given(cursors())
 def test_another_dealing_gets_what_is_left(case: Any) -> None:
-    """Of the window it is told which samples are left, and no round of it is done."""
+    """Of the window it is told which samples are left, and no round of it is done.
+
+    Those of the epoch that are done stay done; what is left was counted by other rules.
+    """
     cursor, left = case
     found = Cursor.decode(cursor.encode(left, ORDER, DEALING), ORDER, DEALING | {"ranks": 3})
     assert found.rounds == 0
     assert (found.start, found.stop) == (cursor.start, cursor.stop)
     assert same(found.left, left)
+    assert (found.done, found.least, found.spare) == (cursor.done, None, 0)
 
 
 def test_another_order_is_refused_by_name() -> None:
@@ -77,6 +86,9 @@ def test_another_order_is_refused_by_name() -> None:
         ({"start": 5}, "are not within"),
         ({"stop": 9001}, "are not within"),
         ({"rounds": 1}, "more than its window"),
+        ({"stop": 1, "rounds": 1}, "more than the 0 done"),
+        ({"done": 1.0}, "done must be an int of at least 0"),
+        ({"least": "4"}, "least must be an int of at least 0"),
         ({"stop": 8, "dealt": "!"}, "window of 8 samples is malformed"),
         ({"order": None}, "order is malformed"),
     ],

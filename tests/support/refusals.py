@@ -58,7 +58,8 @@ def reasons_of(
     """Why a sampler may refuse an epoch.
 
     Samples that no other fits beside are micro-batches of their own, of which there must be a
-    multiple of the ranks' number. `drop_last` may drop all there is.
+    multiple of the ranks' number. `drop_last` may drop all there is. Another epoch than those that
+    a given number was chosen for may need more micro-batches.
     """
     multiple = options.get("size_multiple", 1)
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
@@ -70,4 +71,6 @@ def reasons_of(
     return {
         "cannot be dealt evenly": ranks > 1 and alone,
         "drop_last=True leaves nothing": bool(options.get("drop_last")),
+        "and batches_per_epoch=": "batches_per_epoch" in options,
+        "and micro_batches_per_step=": "micro_batches_per_step" in options,
     }

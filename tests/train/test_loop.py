@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.train.test_fit import Training, loss_of, samples, tokens
-from torchbudget import GradAccumulator, PadCollate, evaluate, train_epoch
+from torchbudget import (
+    GradAccumulator,
+    MemoryBudgetBatchSampler,
+    PadCollate,
+    PaddedCost,
+    evaluate,
+    train_epoch,
+)
 from torchbudget.errors import OptionError
+from torchbudget.train.epoch_loader import EpochLoader
 
 
 def test_an_evaluation_is_that_of_the_whole() -> None:
@@ -44,6 +54,34 @@ def test_tensors_and_a_last_incomplete_step() -> None:
         device="cpu",
     )
     assert [step.weight for step in steps] == [8, 2]
+
+
+def test_the_bar_ends_where_a_resumed_epoch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the epoch comes, and is what the bar counts to."""
+    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
+    totals, seen = [], []
+
+    class Bar(tqdm_auto.tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            totals.append(options["total"])
+            super().__init__(*args, **options | {"disable": True})
+
+    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
+
+    def loader() -> Any:
+        sampler = MemoryBudgetBatchSampler([1] * 60, PaddedCost(unit_bytes=1), 4)
+        return DataLoader(torch.ones(60, 1), batch_sampler=sampler)
+
+    begun, resumed = loader(), loader()
+    for _ in islice(begun.batch_sampler.tracked(begun), 6):
+        pass
+    resumed.batch_sampler.load_state_dict(begun.batch_sampler.state_dict())
+    model = nn.Linear(1, 1)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.0), model, steps=1)
+    for one in (resumed, EpochLoader(loader=begun, epoch=0, seed=0), DataLoader(torch.ones(3, 1))):
+        steps = train_epoch(model, one, lambda m, b: m(b).sum(), accumulator, progress=True)
+        seen.append(len(steps))
+    assert totals == seen == [9, 15, 3]
 
 
 def test_a_batch_that_weighs_nothing_is_left_out() -> None:

@@ -1,10 +1,12 @@
-"""A state that was loaded, and an epoch that is chosen before it was used."""
+"""A state that was loaded, and then another epoch was chosen, or other rules hold."""
 
 from __future__ import annotations
 
 import warnings
 
-from torchbudget.errors import DiscardedStateWarning
+from torchbudget.errors import DiscardedStateWarning, OtherNumbersWarning
+from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.numbers import Numbers
 
 
 def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
@@ -29,3 +31,24 @@ def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
     else:
         return
     warnings.warn(message, DiscardedStateWarning, stacklevel=3)
+
+
+def warn_of_other_numbers(numbers: Numbers, cursor: Cursor) -> None:
+    """Warn where an epoch goes on by other rules, and so with other numbers of micro-batches.
+
+    Args:
+        numbers: that it is to have.
+        cursor: where it goes on.
+    """
+    suspended = []
+    if numbers.per_epoch is not None:
+        suspended.append(f"batches_per_epoch={numbers.per_epoch!r} until it ends")
+    if numbers.per_step is not None and cursor.left is not None:
+        suspended.append(f"micro_batches_per_step={numbers.per_step} for the step that was begun")
+    if suspended:
+        warnings.warn(
+            f"epoch {cursor.epoch} goes on under other ranks, another budget, cost or option, or "
+            f"after replan(): this suspends {' and '.join(suspended)}",
+            OtherNumbersWarning,
+            stacklevel=3,
+        )

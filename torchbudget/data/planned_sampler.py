@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -76,15 +75,7 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
                 f"has {number} ranks now, which would take other samples: start it before the "
                 "first iter(), or call set_epoch() after it started"
             )
-        ranks = replace(before.ranks, number=number)
-        plan = Plan(
-            before.sizes,
-            before.rules,
-            before.order,
-            ranks,
-            window=self._window,
-            drop_last=before.drop_last,
-        )
+        plan = before.for_ranks(number, window=self._window)
         cursor = self._cursor
         if self._loaded is not None and self._loaded[0] is cursor:
             state = self._loaded[1]
@@ -99,11 +90,22 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
         self._loaded = cursor, copy.deepcopy(dict(state))
 
     def __len__(self) -> int:
-        """Micro-batches that the next `iter()` yields on this rank; O(samples) once an epoch."""
+        """Micro-batches of the whole epoch on this rank; O(samples) once an epoch.
+
+        From a loaded position on they are those that were done, as they were counted then, and
+        those that are left.
+        """
+        left = self.batches_left
+        length = self._cursor.done + left
+        self._read_once.note(length)
+        return length
+
+    @property
+    def batches_left(self) -> int:
+        """Micro-batches that the next `iter()` yields on this rank: fewer after a loaded state."""
         plan = self.plan
         if self._length is None or self._length[0] is not self._cursor:
             self._length = self._cursor, plan.micro_batches(self._cursor)
-        self._read_once.note(self._length[1])
         return self._length[1]
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 from torch.utils.data import DataLoader
@@ -13,7 +12,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.loaded_state import warn_of_discarded_state
+from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other_numbers
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.planned_sampler import PlannedSampler, window_of
 from torchbudget.data.same_on_ranks import agreed, check_same_on_ranks
@@ -26,6 +25,7 @@ from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import order_identity
 from torchbudget.plan.iterator import PlanIterator
+from torchbudget.plan.numbers import Numbers
 from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
 from torchbudget.plan.plan import Plan
@@ -79,6 +79,12 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             copied.
         num_samples: samples in an epoch. Default: all. Without replacement, more than all are
             several passes.
+        batches_per_epoch: micro-batches of every epoch on each rank, for trainers that read `len`
+            once: by splitting, spread over the windows. `"auto"`: a number that hardly any epoch
+            exceeds, from the first 10 to 100 epochs. One that does raises before its first batch.
+        micro_batches_per_step: micro-batches of every full step on each rank, for trainers that
+            accumulate a constant number, likewise; the last step, where it has fewer samples, has
+            at most as many.
         num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
             whenever they are needed, where it is initialised, else 1.
         rank: of this process. Default: that of `torch.distributed`, else 0.
@@ -98,7 +104,10 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         UnevenRanksError: fewer samples than ranks.
 
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
-    per sample beside `sizes`. `len` plans the whole epoch once.
+    per sample beside `sizes`. `len` counts the whole epoch once. With `batches_per_epoch` or
+    `micro_batches_per_step` each epoch is counted before its first batch, O(samples), unless it
+    goes on from a state; and for `"auto"` as many epochs as have 30 million samples, at least 10
+    and at most 100, are counted once, when `len` or the first batch is asked for.
 
     After an epoch's last micro-batch the sampler goes on to the next epoch by itself; `set_epoch`
     chooses one.
@@ -129,6 +138,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         replacement: bool = False,
         weights: npt.ArrayLike | None = None,
         num_samples: int | None = None,
+        batches_per_epoch: int | Literal["auto"] | None = None,
+        micro_batches_per_step: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         agree: bool = False,
@@ -164,6 +175,9 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             Ranks(number=ranks.now()[0], even_sums=samples_per_step is not None),
             window=length,
             drop_last=drop_last,
+            numbers=Numbers.of(
+                batches_per_epoch, micro_batches_per_step, samples_per_step=samples_per_step
+            ),
         )
         identity = order_identity(order, table.fingerprint)
         super().__init__(plan, ranks, window=length, order=identity)
@@ -196,7 +210,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
-            OptionError: a framework has read `len` once, and this epoch has more batches.
+            OptionError: the epoch needs more micro-batches than it is to have; or a framework has
+                read `len` once, and this epoch has more.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
@@ -206,6 +221,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         plan = self.plan
         check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing)
         self._read_once.check(self.epoch, self.__len__)
+        if self._cursor.is_uncounted:
+            warn_of_other_numbers(plan.numbers, self._cursor)
         self._iterations += 1
         self._is_loaded = False
         iterator = PlanIterator(plan, self._cursor, rank=self.rank, when_finished=self._finish)
@@ -329,7 +346,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
 
         The first window, and those of which a micro-batch was yielded, keep their plan; so does
         what a `DataLoader`'s workers have prefetched. An epoch that is being read may end with more
-        micro-batches than its `len` was. A sample over the budget now is a micro-batch of its own.
+        micro-batches than its `len` was: `batches_per_epoch` holds again from the next one on. A
+        sample over the budget now is a micro-batch of its own.
 
         With `torch.distributed` every rank must call it after the same micro-batch: it is a
         collective, and all ranks go on with the largest margin of any, from the same window on. If
@@ -359,11 +377,12 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             margin, after = largest_of_all_ranks(self.num_replicas, margin, after)
         if margin <= used.margin:
             return used.margin
-        left = self.plan.left_of(self._cursor)
-        self._cursor = replace(self._cursor, left=left, rounds=0)
+        self._cursor = self._cursor.dealt_anew(self.plan.left_of(self._cursor))
         self._plan = self._plan.with_cost(used.with_margin(margin))
         if self._iterator is not None:
             self._iterator.replan(self._plan, after=after)
+            if self._iterator.began.epoch == self.epoch:
+                warn_of_other_numbers(self._plan.numbers, Cursor(epoch=self.epoch))
         return margin
 
     def __getstate__(self) -> dict[str, Any]:

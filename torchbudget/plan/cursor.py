@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,9 +18,8 @@ from torchbudget.plan.fingerprint import Plain
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 VERSION: Final = 1
-_KEYS: Final = frozenset(
-    ["version", "epoch", "start", "stop", "rounds", "dealt", "left", "order", "dealing"]
-)
+_PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare")  # natural numbers
+_KEYS: Final = frozenset([*_PLACE, "version", "least", "dealt", "left", "order", "dealing"])
 _MEANING: Final = {
     "samples": "the number of samples",
     "sizes": "the samples' sizes",
@@ -43,6 +42,11 @@ class Cursor:
         stop: the position after its last one.
         left: which of its positions were dealt, shape `(stop − start,)`; `None`: all.
         rounds: how many of its micro-batches each rank is done with.
+        done: micro-batches of the epoch that each rank is done with, those included, as the ranks
+            were then.
+        least: micro-batches that each rank needs from the window's first one to the epoch's last;
+            `None`: they were not counted, or not by these rules.
+        spare: those that it gets beyond, to have the number that the epoch was to have.
     """
 
     epoch: int
@@ -50,12 +54,25 @@ class Cursor:
     stop: int = 0
     left: BoolArray | None = None
     rounds: int = 0
+    done: int = 0
+    least: int | None = None
+    spare: int = 0
 
     def same_window(self, other: Cursor) -> bool:
         """Whether both stand in the same window of the same epoch, dealt alike."""
-        return (self.epoch, self.start, self.stop) == (other.epoch, other.start, other.stop) and (
-            self.left is other.left
-        )
+        return self._window() == other._window() and self.left is other.left
+
+    def _window(self) -> tuple[int | None, ...]:
+        return self.epoch, self.start, self.stop, self.least, self.spare
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether it is within an epoch whose micro-batches were not counted by these rules."""
+        return bool(self.done) and self.least is None
+
+    def dealt_anew(self, left: BoolArray | None) -> Cursor:
+        """The same place, under other rules: what is left of the window is dealt once more."""
+        return replace(self, left=left, rounds=0, least=None, spare=0)
 
     def encode(self, left: BoolArray | None, order: Plain, dealing: Plain) -> dict[str, Any]:
         """The cursor as plain JSON types.
@@ -75,6 +92,9 @@ class Cursor:
             "start": self.start,
             "stop": self.stop,
             "rounds": self.rounds,
+            "done": self.done,
+            "least": self.least,
+            "spare": self.spare,
             "dealt": _text(self.left),
             "left": _text(left),
             "order": dict(order),
@@ -104,9 +124,7 @@ class Cursor:
                 f"the state has version {state['version']!r}, this torchbudget reads {VERSION}"
             )
         _check_order(state["order"], order)
-        epoch, start, stop, rounds = (
-            _natural(state, key) for key in ("epoch", "start", "stop", "rounds")
-        )
+        epoch, start, stop, rounds, done, spare = (_natural(state, key) for key in _PLACE)
         positions = order["num_samples"]  # `None`: it is unknown, and so is where windows end
         if positions is None:
             return cls(epoch=epoch, start=start, stop=start, rounds=rounds)
@@ -116,10 +134,21 @@ class Cursor:
             raise StateError(
                 f"the state's rounds, {rounds}, are more than its window's {stop - start} samples"
             )
+        if rounds > done:
+            raise StateError(f"the state's rounds, {rounds}, are more than the {done} done")
+        known = cls(
+            epoch=epoch,
+            start=start,
+            stop=stop,
+            left=_mask(state["dealt"], stop - start),
+            rounds=rounds,
+            done=done,
+            least=None if state["least"] is None else _natural(state, "least"),
+            spare=spare,
+        )
         if state["dealing"] == dealing:
-            dealt = _mask(state["dealt"], stop - start)
-            return cls(epoch=epoch, start=start, stop=stop, left=dealt, rounds=rounds)
-        return cls(epoch=epoch, start=start, stop=stop, left=_mask(state["left"], stop - start))
+            return known
+        return known.dealt_anew(_mask(state["left"], stop - start))
 
 
 def _check_order(saved: object, mine: Plain) -> None:

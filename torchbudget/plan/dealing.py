@@ -50,27 +50,55 @@ class Ranks:
         return self.number * self.multiple
 
 
-def lowest_budgets(
-    windows: Windows, *, low: IntArray, high: int, length: int, ranks: Ranks
-) -> tuple[IntArray, IntArray]:
-    """Lower each window's budget as far as its number of micro-batches allows.
-
-    The budget rounds a window to some number of micro-batches; the ranks round that up to a
-    multiple of theirs. Under the lowest budget that still gives no more than that multiple, the
-    micro-batches are as alike as can be, the last one too.
+def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray:
+    """Micro-batches that each rank needs of windows that are cut into so many.
 
     Args:
-        windows: that are cut.
-        low: bytes that no micro-batch of each window is below, shape `(windows,)`.
-        high: the budget.
+        micro_batches: of each window under the whole budget, shape `(windows,)`.
         length: samples in each window.
         ranks: that share them.
 
     Returns:
-        The lowered budgets and the numbers of micro-batches to reach, each of shape `(windows,)`.
+        Shape `(windows,)`.
 
     Raises:
-        UnevenRanksError: a window has fewer samples than micro-batches to reach.
+        UnevenRanksError: a window has fewer samples than micro-batches on all ranks.
+    """
+    rounds = -(-micro_batches // ranks.together) * ranks.multiple
+    most = int(rounds.max()) * ranks.number
+    if most > length:
+        raise UnevenRanksError(
+            f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be dealt "
+            f"evenly to {ranks.number} ranks{_in_multiples(ranks)} without repeating or dropping "
+            f"one; use at least {most} samples, another number of ranks or a larger budget, or "
+            "drop the rest (drop_last=True)"
+        )
+    return rounds
+
+
+def lowest_budgets(
+    windows: Windows,
+    *,
+    lowered: npt.NDArray[np.bool_],
+    target: IntArray,
+    low: IntArray,
+    high: int,
+) -> IntArray:
+    """Lower windows' budgets as far as their numbers of micro-batches allow.
+
+    The budget rounds a window to some number of micro-batches; the ranks round that up to a
+    multiple of theirs, and a number that is to be reached may be above it. Under the lowest budget
+    that still gives no more than that, the micro-batches are as alike as can be, the last one too.
+
+    Args:
+        windows: that are cut.
+        lowered: which of them are to have a lowered budget, shape `(windows,)`.
+        target: numbers of micro-batches, at least those under the whole budget, likewise.
+        low: bytes that no micro-batch of each window is below, likewise.
+        high: the budget.
+
+    Returns:
+        The budgets, shape `(windows,)`.
     """
 
     def counts(budgets: IntArray) -> IntArray:
@@ -78,17 +106,8 @@ def lowest_budgets(
 
     precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
-    least = counts(feasible)
-    target = -(-least // ranks.together) * ranks.together
-    if (target > length).any():
-        raise UnevenRanksError(
-            f"{length} samples that need {int(least.max())} micro-batches cannot be dealt evenly "
-            f"to {ranks.number} ranks{_in_multiples(ranks)} without repeating or dropping one; use "
-            f"at least {int(target.max())} samples, another number of ranks or a larger budget, or "
-            "drop the rest (drop_last=True)"
-        )
     least_bytes = windows.least(target)
-    infeasible = np.maximum(low, least_bytes) - 1
+    infeasible = np.where(lowered, np.maximum(low, least_bytes) - 1, high)
     # Just above a bound that all but full micro-batches reach, the first trial ends the search.
     near = np.minimum(infeasible + precision, feasible)
     middle = np.where(least_bytes > low, near, (infeasible + feasible) // 2)
@@ -98,7 +117,7 @@ def lowest_budgets(
         feasible = np.where(wide & enough, middle, feasible)
         infeasible = np.where(wide & ~enough, middle, infeasible)
         middle = (infeasible + feasible) // 2
-    return feasible, target
+    return feasible
 
 
 def _in_multiples(ranks: Ranks) -> str:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from torchbudget.errors import OptionError
 from torchbudget.plan.cursor import Cursor
-from torchbudget.plan.plan import Plan, Stretch
+from torchbudget.plan.plan import Plan
+from torchbudget.plan.stretch import Stretch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +107,7 @@ class PlanIterator(Iterator[list[int]]):
         """Plan the next windows, or find that there are none."""
         if self._next and self._next[0][1] == len(self._ends):
             self._plan, _ = self._next.pop(0)
-            self._spans = self._plan.spans(self._planned_to)
+            self._spans = self._plan.spans(self._planned_to.dealt_anew(None))
         try:
             span = next(self._spans, None)
         except Exception:
@@ -131,9 +132,9 @@ class PlanIterator(Iterator[list[int]]):
         """After the last window that was planned."""
         if not self._planned:
             return self.began
-        last = self._planned[-1]
-        stop = last.stretch.cursor(self.began.epoch, len(self._ends) - 1 - last.first, 0).stop
-        return Cursor(epoch=self.began.epoch, start=stop, stop=stop)
+        last, windows = self._planned[-1], len(self._ends)
+        done = self.began.done + self._ends[-1]
+        return last.stretch.after(self.began.epoch, windows - 1 - last.first, done)
 
     def steps(self) -> Iterator[int]:
         """Micro-batches of each optimizer step on each rank, from where this iteration began.
@@ -188,7 +189,7 @@ class PlanIterator(Iterator[list[int]]):
         number = bisect_right(self._planned, window, key=lambda planned: planned.first) - 1
         planned = self._planned[number]
         already = self._ends[window - 1] if window else -self.began.rounds
-        cursor = planned.stretch.cursor(epoch, window - planned.first, done - already)
+        place, total = window - planned.first, self.began.done + done
         if done == self._ends[window]:
-            cursor = Cursor(epoch=epoch, start=cursor.stop, stop=cursor.stop)
-        return planned.plan, cursor
+            return planned.plan, planned.stretch.after(epoch, place, total)
+        return planned.plan, planned.stretch.cursor(epoch, place, done - already, total)

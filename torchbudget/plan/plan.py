@@ -3,151 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
-from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint
-from torchbudget.plan.order import EpochOrder, Order
+from torchbudget.plan.numbers import Allotment, spare_of
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.solver import (
-    Block,
-    WindowKey,
-    best_strips,
-    default_window,
-    run_costs,
-    solve,
-    without_last,
-)
-
-# Samples that are planned by one call: enough to drown the calls' own time.
-# Blocks grow up to it, so that the first micro-batch waits for one window only.
-_BLOCK_SAMPLES: Final = 2**18
-# Cutting along several axes makes more calls per window.
-_WIDE_BLOCK_SAMPLES: Final = 2**19
-# Samples whose capacities tell how many micro-batches a window will have.
-_SURVEY: Final = 4096
-_ONE_RANK: Final = Ranks()
+from torchbudget.plan.solver import Reach, WindowKey, run_costs, solve
+from torchbudget.plan.stretch import Span, Stretch
+from torchbudget.plan.windows import EpochWindows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
-    """Consecutive windows of one length.
-
-    Attributes:
-        start: position of the first window's first sample.
-        length: positions in each window.
-        left: which positions of the one window were dealt, shape `(length,)`; `None`: all.
-    """
-
-    start: int
-    length: int
-    left: BoolArray | None
-
-    def cursor(self, epoch: int, window: int, rounds: int) -> Cursor:
-        """Where the epoch stands after `rounds` rounds of window number `window`."""
-        start = self.start + window * self.length
-        return Cursor(
-            epoch=epoch, start=start, stop=start + self.length, left=self.left, rounds=rounds
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """The solution of a stretch.
-
-    Attributes:
-        stretch: where it is.
-        indices: indices in the data set grouped by micro-batch, shape `(windows·S,)`.
-        block: the micro-batches.
-    """
-
-    stretch: Stretch
-    indices: IntArray
-    block: Block
-
-
-class Plan:
+class Plan(EpochWindows):
     """Micro-batches of every epoch, as a function of (seed, epoch, position).
 
     Nothing is kept per sample beside the sizes. The first micro-batch of an epoch, or after any
-    position, comes after planning one window.
+    position, comes after planning one window; of an epoch that is to have a given number of
+    micro-batches, after counting those that it needs, O(samples).
 
-    Args:
-        sizes: of all samples.
-        rules: what a micro-batch may be.
-        order: which sample stands at which position.
-        ranks: that share each window; with `even_sums` a window is an optimizer step, otherwise
-            every micro-batch is one.
-        window: positions that are sorted and cut together, at least as many as there are ranks;
-            `None`: see `default_window`.
-        drop_last: drop an incomplete last window (where a window is a step), or else the last
-            micro-batch that could still have taken a sample.
-
-    Raises:
-        UnevenRanksError: fewer samples than ranks.
-        OptionError: nothing would be left of an epoch.
+    It is made of what its windows are made of: see `EpochWindows`.
     """
 
-    def __init__(
-        self,
-        sizes: SizeTable,
-        rules: BatchRules,
-        order: Order,
-        ranks: Ranks = _ONE_RANK,
-        *,
-        window: int | None = None,
-        drop_last: bool = False,
-    ) -> None:
-        self.sizes = sizes
-        self.rules = rules
-        self.order = order
-        self.ranks = ranks
-        self.drop_last = drop_last
-        number = ranks.number
-        if len(order) < number:
-            raise UnevenRanksError(
-                f"{len(order)} samples cannot be dealt to {number} ranks: every rank needs at "
-                "least one; use fewer ranks"
-            )
-        # Sizes of up to about 4,096 samples, evenly spaced over the data set.
-        survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
-        if window is None:
-            each = float((1 / rules.capacity(survey, rules.budget_bytes)).mean())
-            # Epochs that are not shuffled are alike anyway: there, no window is too wide.
-            positions = len(order) if order.shuffle else 4 * len(order)
-            window = default_window(number, positions=positions, micro_batches=each)
-        if window < number:
-            name = "samples_per_step" if ranks.even_sums else "window"
-            raise OptionError(f"{name}={window} is below the number of ranks, {number}")
-        if ranks.even_sums and drop_last and len(order) < window:
-            raise OptionError(
-                f"drop_last=True leaves nothing: {len(order)} samples do not fill one step of "
-                f"{window}"
-            )
-        # Only samples that no other fits beside can make a window impossible to deal evenly, and
-        # none of a multiple of the ranks' number.
-        pairs = bool(rules.capacity(sizes.largest, rules.budget_bytes) >= 2)
-        self.window = window if ranks.even_sums or pairs else window - window % number
-        self._always_even = number == 1 or pairs
-        self._strips = best_strips(survey[: self.window], rules)
-        self._epoch_order: tuple[int, EpochOrder] | None = None
-        self._turns: tuple[Cursor, IntArray] | None = None
+    _turns: tuple[Cursor, IntArray] | None = None
 
     def with_cost(self, cost: CostModel) -> Plan:
-        """The same windows, cut by another cost."""
-        rules = replace(self.rules, cost=cost)
+        """The same windows, cut by another cost; epochs have as many micro-batches if any do."""
+        rules, by = replace(self.rules, cost=cost), self._counted_by or self
+        return self._like(rules, self.ranks, self.window, by)
+
+    def for_ranks(self, number: int, *, window: int | None) -> Plan:
+        """The plan for other ranks, with windows of that length; `None`: the default one."""
+        return self._like(self.rules, replace(self.ranks, number=number), window, None)
+
+    def _like(
+        self, rules: BatchRules, ranks: Ranks, window: int | None, by: EpochWindows | None
+    ) -> Plan:
         return Plan(
-            self.sizes, rules, self.order, self.ranks, window=self.window, drop_last=self.drop_last
+            self.sizes,
+            rules,
+            self.order,
+            ranks,
+            window=window,
+            drop_last=self.drop_last,
+            numbers=self.numbers,
+            counted_by=by,
         )
 
     @cached_property
@@ -164,6 +70,8 @@ class Plan:
             "window": self.window,
             "step_per_window": self.ranks.even_sums,
             "drop_last": self.drop_last,
+            "batches_per_epoch": self.numbers.per_epoch,
+            "micro_batches_per_step": self.numbers.per_step,
             "ranks": self.ranks.number,
             "balance": None if balance is None else cost_fingerprint(balance, largest),
         }
@@ -173,107 +81,82 @@ class Plan:
 
         Raises:
             UnevenRanksError: what is left cannot be dealt evenly; before the first span.
-            OptionError: `drop_last` leaves nothing of the epoch.
+            OptionError: `drop_last` leaves nothing of the epoch; or it cannot have the numbers of
+                micro-batches that it is to have; before the first span.
         """
-        epoch = cursor.epoch
-        first, start = self._begun(cursor)
+        epoch, allotment = cursor.epoch, self._allotment(cursor)
+        first, start = self._begun(cursor, allotment)
+        if cursor.least is None:
+            allotment = self._first_allotment(cursor, start)
         tail, end = self._tail(epoch, start)
-        if not self._always_even:
-            # Some window may be impossible to deal: find out before the first micro-batch.
-            if self.window % self.ranks.number:
-                for _ in self._whole(epoch, start, tail):
-                    pass
-            self._last(epoch, tail, end)
         if first is not None:
             yield first
-        yield from self._whole(epoch, start, tail)
-        last = self._last(epoch, tail, end)
+        for begins, windows in self._whole(start, tail):
+            yield self._span(epoch, begins, self.window, windows, allotment=allotment)
+        last = self._last(epoch, tail, end, allotment)
         if last is not None:
             yield last
 
-    def _whole(self, epoch: int, start: int, tail: int) -> Iterator[Span]:
-        """Whole windows from `start` to `tail`, more and more of them in one call."""
-        samples = _WIDE_BLOCK_SAMPLES if self.sizes.axes > 1 else _BLOCK_SAMPLES
-        most = 1 if self.rules.packing is not None else max(samples // self.window, 1)
-        windows = 1
-        while start < tail:
-            windows = min(windows, (tail - start) // self.window)
-            yield self._span(epoch, start, self.window, windows)
-            start += windows * self.window
-            windows = min(2 * windows, most)
+    def _first_allotment(self, cursor: Cursor, start: int) -> Allotment | None:
+        """What the windows from `start` on get of an epoch whose micro-batches were not counted.
 
-    def _end(self, start: int) -> int:
-        """Where the epoch ends that goes on at `start`, less an incomplete step that is dropped."""
-        total = len(self.order)
-        if self.drop_last and self.ranks.even_sums:
-            return total - (total - start) % self.window
-        return total
-
-    def _tail(self, epoch: int, start: int) -> tuple[int, int]:
-        """Where the last window starts and ends.
-
-        It is the incomplete one, joined by the one before where it cannot be dealt evenly alone.
-        With `drop_last` it is also the one whose last micro-batch may be dropped.
+        If they may be impossible to deal, or are to have given numbers, they are counted: so what
+        cannot be is found before the first micro-batch. An epoch that goes on by other rules than
+        it began has no number of its own.
         """
-        end = self._end(start)
-        rest = (end - start) % self.window
-        if not rest and (start == end or not self.drop_last or self.ranks.even_sums):
-            return end, end
-        tail = end - (rest or self.window)
-        joined = tail - self.window
-        return (joined if joined >= start and not self._dealable(epoch, tail, end) else tail), end
+        begins = not cursor.done
+        if not self._all_are_even or self.numbers.per_step or (self.numbers and begins):
+            least, most = self._count(cursor.epoch, start)
+        elif not self._last_is_even:
+            tail, end = self._tail(cursor.epoch, start)
+            self._needed(cursor.epoch, tail, end - tail, left=self._stays(cursor.epoch, tail, end))
+        if not self.numbers or not begins:
+            return None
+        number, epoch = self.batches_per_epoch or least, cursor.epoch
+        spare = spare_of(number, least, most, epoch=epoch, ranks=self.ranks.number)
+        return Allotment(least=least, most=most, spare=spare)
 
-    def _dealable(self, epoch: int, tail: int, end: int) -> bool:
-        if end - tail < self.ranks.number:
-            return False
-        if self._always_even:
-            return True
-        try:
-            self._last(epoch, tail, end)
-        except UnevenRanksError:
-            return False
-        return True
+    def _allotment(self, cursor: Cursor) -> Allotment | None:
+        """What the window gets that `cursor` stands in, and later ones, if they were counted."""
+        if cursor.least is None:
+            return None
+        most = self._most(cursor.epoch, cursor.stop)
+        if cursor.stop > cursor.start:
+            samples = cursor.stop - cursor.start if cursor.left is None else int(cursor.left.sum())
+            most += self.numbers.most(samples, self.ranks.number)
+        return Allotment(least=cursor.least, most=most, spare=cursor.spare)
 
-    def _last(self, epoch: int, tail: int, end: int) -> Span | None:
+    def _last(
+        self, epoch: int, tail: int, end: int, allotment: Allotment | None = None
+    ) -> Span | None:
         """The last window, less what `drop_last` drops of it; `None` where there is none."""
-        if tail == end:
+        stays = self._stays(epoch, tail, end)
+        if tail == end or (stays is not None and not stays.any()):
             return None
-        if not self.drop_last or self.ranks.even_sums:
-            return self._span(epoch, tail, end - tail)
-        sizes = self._sizes_at(self._order_of(epoch).indices(tail, end))
-        stays = without_last(self.rules, sizes, self.ranks, strips=self._strips)
-        if stays.sum() < self.ranks.number:
-            if not tail:
-                raise OptionError(
-                    f"drop_last=True leaves nothing of the epoch's {end} samples: they do not "
-                    "fill one micro-batch on each rank"
-                )
-            return None
-        return self._span(epoch, tail, end - tail, 1, None if stays.all() else stays)
+        return self._span(epoch, tail, end - tail, 1, stays, allotment)
 
-    def _begun(self, cursor: Cursor) -> tuple[Span | None, int]:
+    def _begun(self, cursor: Cursor, allotment: Allotment | None) -> tuple[Span | None, int]:
         """The window that `cursor` stands in, and where the next one starts.
 
         What is left of a window under another number of ranks may be too little to be dealt: then
         windows after it join it.
         """
-        start, stop = cursor.start, cursor.stop
+        start, stop, left = cursor.start, cursor.stop, cursor.left
         end = self._end(stop)
-        left = np.ones(stop - start, np.bool_) if cursor.left is None else cursor.left
-        if not left.any():
+        if start == stop or (left is not None and not left.any()):
             return None, stop
         while True:
             if 0 < end - stop < self.ranks.number:
-                left = np.append(left, np.ones(end - stop, np.bool_))
-                stop = end
+                left, stop = _joined(left, stop - start, end - stop), end
             try:
-                return self._span(cursor.epoch, start, stop - start, 1, left), stop
+                span = self._span(cursor.epoch, start, stop - start, 1, left, allotment)
             except UnevenRanksError:
                 if stop == end:
                     raise
+            else:
+                return span, stop
             more = min(self.window, end - stop)
-            left = np.append(left, np.ones(more, np.bool_))
-            stop += more
+            left, stop = _joined(left, stop - start, more), stop + more
 
     def _span(
         self,
@@ -282,38 +165,41 @@ class Plan:
         length: int,
         windows: int = 1,
         left: BoolArray | None = None,
+        allotment: Allotment | None = None,
     ) -> Span:
         """Solve windows: the function of (seed, epoch, position) that everything else asks."""
         order = self.order
-        indices = self._order_of(epoch).indices(start, start + windows * length)
-        if left is not None:
-            indices = indices[left]
-        if len(indices) < self.ranks.number:
-            raise UnevenRanksError(
-                f"{len(indices)} samples are left of epoch {epoch}, too few for "
-                f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"
-            )
-        sizes = self._sizes_at(indices)
+        indices, sizes = self._samples(epoch, start, length, windows, left)
         places = start + np.arange(windows) * length
+        numbers = epoch * -(-len(order) // self.window) + places // self.window
         key = WindowKey(
             seed=order.seed,
             path=(epoch,),
             places=places,
-            numbers=epoch * -(-len(order) // self.window) + places // self.window,
+            numbers=numbers,
             shuffle=order.shuffle,
         )
-        shape = (windows, len(indices) // windows, *sizes.shape[1:])
-        block = solve(self.rules, sizes.reshape(shape), self.ranks, key, strips=self._strips)
-        return Span(Stretch(start, length, left), indices.take(block.samples, mode="clip"), block)
+        full = left is None and length >= self.window
+        reach = self._reach(allotment, sizes.shape[1], numbers, full=full)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self._strips, reach=reach)
+        counted = None if allotment is None else allotment.counted()
+        stretch = Stretch(start, length, left, counted)
+        return Span(stretch, indices.take(block.samples, mode="clip"), block)
 
-    def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
-        # The indices are in range by construction: "clip" spares NumPy checking each of them.
-        return self.sizes.values.take(indices, axis=0, mode="clip")
+    def _reach(
+        self, allotment: Allotment | None, samples: int, numbers: IntArray, *, full: bool
+    ) -> Reach | None:
+        """From what windows of so many samples need to the micro-batches that they get."""
+        if not self.numbers:
+            return None
 
-    def _order_of(self, epoch: int) -> EpochOrder:
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = epoch, self.order.epoch(epoch)
-        return self._epoch_order[1]
+        def reach(needed: IntArray) -> IntArray:
+            least = self.numbers.least(needed, full=full)
+            if allotment is None:
+                return least
+            return allotment.give(least, self.numbers.most(samples, self.ranks.number), numbers)
+
+        return reach
 
     def left_of(self, cursor: Cursor) -> BoolArray | None:
         """Which positions of the window that `cursor` stands in are still to come.
@@ -329,7 +215,9 @@ class Plan:
     def _rounds_of(self, cursor: Cursor) -> IntArray:
         """The round in which each position of a window comes, −1 where none does."""
         start, stop = cursor.start, cursor.stop
-        block = self._span(cursor.epoch, start, stop - start, 1, cursor.left).block
+        allotment = self._allotment(cursor)
+        span = self._span(cursor.epoch, start, stop - start, 1, cursor.left, allotment)
+        block = span.block
         ascending = np.argsort(block.starts)
         rounds = np.empty(len(block.samples), np.int64)
         lengths = (block.stops - block.starts)[ascending]
@@ -341,9 +229,17 @@ class Plan:
         return spread
 
     def micro_batches(self, cursor: Cursor) -> int:
-        """Micro-batches of each rank from `cursor` to the end of its epoch; O(samples left)."""
-        rounds = sum(int(span.block.rounds.sum()) for span in self.spans(cursor))
-        return rounds - cursor.rounds
+        """Micro-batches of each rank from `cursor` to the end of its epoch.
+
+        O(samples left), unless their number is given, or was counted.
+        """
+        if cursor.least is not None:
+            return cursor.least + cursor.spare - cursor.rounds
+        if not cursor.done and self.batches_per_epoch is not None:
+            return self.batches_per_epoch
+        first, start = self._begun(cursor, None)
+        begun = 0 if first is None else int(first.block.rounds.sum())
+        return begun - cursor.rounds + self._count(cursor.epoch, start)[0]
 
     def steps(self, cursor: Cursor) -> Iterator[int]:
         """How many micro-batches each optimizer step takes on each rank, from `cursor` on."""
@@ -392,3 +288,8 @@ class Plan:
         """Plan a whole epoch and sum up what it holds; O(samples)."""
         blocks = (span.block for span in self.spans(Cursor(epoch=epoch)))
         return plan_report(blocks, self.sizes, self.rules, self.ranks, self.order, epoch)
+
+
+def _joined(left: BoolArray | None, length: int, more: int) -> BoolArray:
+    """Which samples are left of a window that so many later ones join."""
+    return np.append(np.ones(length, np.bool_) if left is None else left, np.ones(more, np.bool_))

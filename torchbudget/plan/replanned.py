@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
+from torchbudget.plan.fingerprint import cost_fingerprint
 from torchbudget.plan.plan import Plan
 
 
@@ -30,9 +31,5 @@ def with_margin_of(plan: Plan, state: Any) -> Plan:
         return plan
     if not 0 <= begun <= later:
         return plan
-    same = _with_margin(plan, cost, begun).dealing["cost"] == saved
-    return _with_margin(plan, cost, later) if same else plan
-
-
-def _with_margin(plan: Plan, cost: MeasuredCost, margin: float) -> Plan:
-    return plan.with_cost(cost.with_margin(margin))
+    same = cost_fingerprint(cost.with_margin(begun), plan.sizes.largest) == saved
+    return plan.with_cost(cost.with_margin(later)) if same else plan

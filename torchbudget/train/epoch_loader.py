@@ -50,7 +50,17 @@ class EpochLoader:
             return iter(loader)
 
     def __length_hint__(self) -> int:
-        return length_hint(self.loader)
+        return batches_left(self.loader) or 0
+
+
+def batches_left(loader: Any) -> int | None:
+    """How many batches a loop over a loader brings; `None` where that is unknown in advance.
+
+    The length of a loader is that of the whole epoch, also where its sampler goes on within it.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    left = sampler.batches_left if isinstance(sampler, ResumableSource) else None
+    return left or length_hint(loader) or None
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import length_hint
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
+from torchbudget.train.epoch_loader import batches_left
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.step import Step, float64_device, in_float64
 
@@ -62,8 +62,8 @@ def train_epoch(
     if when_begun is not None:
         when_begun()
     if progress:
-        length = length_hint(loader) or None  # a stream's is not known in advance
-        batches = with_bar(batches, total=length, unit="batches", leave=False)
+        total = batches_left(loader)
+        batches = with_bar(batches, total=total, unit="batches", leave=False)
     for done, batch in enumerate(batches, 1):
         samples = num_samples(batch) if accumulator.needs_samples else None
         with accumulator.micro_batch(weight(batch), samples=samples):
