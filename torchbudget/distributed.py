@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from collections import deque
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import get_worker_info
 
 from torchbudget.checks import at_least_one, natural
 from torchbudget.errors import OptionError
+
+T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -99,7 +103,22 @@ def host_group(group: Any = None) -> Any:
     return _host_groups[group]
 
 
-def gathered(value: Any, group: Any = None) -> list[Any]:
+_recent: deque[list[torch.Tensor]] = deque(maxlen=8)
+
+
+def keep(*tensors: torch.Tensor) -> None:
+    """Keep the tensors of a coming collective on the host for the next few ones.
+
+    Where gloo's own thread is the last in C++ to let a tensor go, it gives up Python's part of it,
+    for which it makes itself a thread state of the interpreter. If the process forks just then, as
+    a `DataLoader` does that starts its workers, the child waits for ever: CPython 3.11 takes a lock
+    in it that the thread held in the parent (`_PyThreadState_DeleteExcept`). Views refer to their
+    tensor in C++, too.
+    """
+    _recent.append([tensor.view(-1) for tensor in tensors])
+
+
+def gathered(value: T, group: Any = None) -> list[T]:
     """What each rank of a group has passed, in the order of ranks; a collective.
 
     Args:
@@ -107,9 +126,22 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
         group: of processes; `None`: all.
     """
     group = host_group(group)
-    values: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = _gathered(torch.tensor([len(mine)]), group)
+    most = max(map(int, lengths))
+    parts = _gathered(torch.nn.functional.pad(mine, (0, most - len(mine))), group)
+    return [
+        pickle.loads(part[:size].numpy().tobytes())  # noqa: S301  (of the same job)
+        for part, size in zip(parts, map(int, lengths), strict=True)
+    ]
+
+
+def _gathered(mine: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    number = torch.distributed.get_world_size(group)
+    parts = [torch.empty_like(mine) for _ in range(number)]
+    keep(mine, *parts)
+    torch.distributed.all_gather(parts, mine, group=group)
+    return parts
 
 
 def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:

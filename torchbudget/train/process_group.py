@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchbudget.distributed import host_group, is_distributed
+from torchbudget.distributed import gathered, host_group, is_distributed, keep
+
+# More numbers are gradients, which their parameters keep.
+_FEW: Final = 64
 
 
 class Ranks:
@@ -44,6 +47,8 @@ class Ranks:
     def sum(self, numbers: Tensor) -> Tensor:
         """The sum over all ranks, written into `numbers` on each; one collective."""
         if self._number > 1:
+            if numbers.numel() <= _FEW:
+                keep(numbers)
             dist.all_reduce(numbers, group=self.group)
         return numbers
 
@@ -52,6 +57,7 @@ class Ranks:
         if self._number == 1:
             return list(numbers)
         summed = torch.tensor(numbers, dtype=torch.float64)
+        keep(summed)
         dist.all_reduce(summed, group=host_group(self.group))
         sums: list[float] = summed.tolist()
         return sums
@@ -65,10 +71,7 @@ class Ranks:
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """The object of each rank, on every rank; one collective of pickled objects."""
-        objects = [mine] * self._number
-        if self._number > 1:
-            dist.all_gather_object(objects, mine, group=self.group)
-        return objects
+        return gathered(mine, self.group) if self._number > 1 else [mine]
 
     def gather_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
         """Concatenate the tensors of all ranks, whose numbers of rows may differ.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchbudget.distributed import host_group, is_distributed
+from torchbudget.distributed import host_group, is_distributed, keep
 
 
 def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
@@ -27,6 +27,7 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
         has_batch = torch.tensor(int(batch is not nothing))
         if is_distributed():
             least = torch.distributed.ReduceOp.MIN
+            keep(has_batch)
             torch.distributed.all_reduce(has_batch, least, group=host_group(group))
         if not has_batch:
             return
