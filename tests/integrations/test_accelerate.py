@@ -27,7 +27,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.integrations.cells import EPOCHS, STOP, each_cell, ids, loader_of, name_of
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.accelerate import prepare
 
 dist.init_process_group("gloo")
@@ -73,6 +73,26 @@ def resumed(source, workers, kind):
     return {"stopped": stopped, "resumed": sum(rest, [])}
 
 
+def watched(accelerator, skipping):
+    \"\"\"What comes; within the loop, no position is saved.\"\"\"
+    for batch in ids(skipping):
+        try:
+            accelerator.save_state(folder / "within")
+        except StateError as error:
+            assert "skip_first_batches returned another loader" in str(error)
+        else:
+            raise AssertionError("a position was saved, of which loop?")
+        yield batch
+
+
+def check_saved(path, source, workers):
+    \"\"\"The fourth epoch of a run that was saved after three.\"\"\"
+    accelerator = accelerator_of()
+    loader = prepare(accelerator, loader_of(source, workers))
+    accelerator.load_state(path)
+    return [*ids(loader)]
+
+
 def skipping(source, workers):
     \"\"\"The idiom of Accelerate's examples.\"\"\"
     accelerator = accelerator_of()
@@ -84,7 +104,10 @@ def skipping(source, workers):
     for epoch in range(1, EPOCHS):
         loader.set_epoch(epoch)
         active = accelerator.skip_first_batches(loader, STOP) if epoch == 1 else loader
-        resumed += ids(active)
+        resumed += watched(accelerator, active) if epoch == 1 else ids(active)
+    path = folder / name_of("skipping", source, workers)
+    save(accelerator, path)  # between epochs
+    assert [*ids(loader)] == check_saved(path, source, workers)
     return {"whole": whole, "stopped": whole[0] + whole[1][:STOP], "resumed": resumed}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.positioned import (
     Position,
     PositionedLoader,
@@ -54,7 +54,7 @@ def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
     shard.base_dataloader = base
     shard._update_state_dict()
     shard._is_accelerate_prepared = True
-    accelerator.register_for_checkpointing(_Checkpoint(shard, base))
+    accelerator.register_for_checkpointing(_Checkpoint(accelerator, shard, base))
     return accelerator.prepare_data_loader(shard)
 
 
@@ -85,16 +85,37 @@ class _BaseLoader(PositionedLoader):
 class _Checkpoint:
     """The position of a prepared loader, in the accelerator's checkpoint."""
 
-    def __init__(self, shard: Any, base: PositionedLoader) -> None:
+    def __init__(self, accelerator: Any, shard: Any, base: _BaseLoader) -> None:
+        self._accelerator = accelerator
         self._shard = shard
         self._base = base
 
     def state_dict(self) -> dict[str, Any]:
-        """Of each rank, since the first one writes; a collective."""
-        return {"ranks": of_each_rank(self._shard.state_dict())}
+        """The position of each rank, since the first one writes; a collective.
+
+        Raises:
+            StateError: the loop is one over what `skip_first_batches` returned.
+        """
+        return {"ranks": of_each_rank(self._position())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from that of this rank, in its epoch."""
         self._base.go_to(of_this_rank(state_dict["ranks"]))
         self._shard.iteration = self._base.source.epoch
         self._shard._update_state_dict()
+
+    def _position(self) -> Position:
+        source = self._base.source
+        for loader in reversed(self._accelerator.gradient_state.dataloader_references):
+            if loader is self._shard:  # a loop over it is open
+                position: Position = loader.state_dict()
+                return position
+            sampler = getattr(loader, "batch_sampler", None)
+            within = getattr(sampler, "batch_sampler", None)
+            if any(one is source for one in (within, getattr(loader, "dataset", None))):
+                raise StateError(
+                    "skip_first_batches returned another loader, which reads ahead of its loop "
+                    "and keeps no position: save in a loop over the prepared loader, or resume by "
+                    "accelerator.load_state, which needs no skip_first_batches"
+                )
+        return self._base.position_of_source()

@@ -93,7 +93,7 @@ class PositionedLoader:
                 sampler began.
         """
         if not self._positions:
-            return self._now(self.source.epoch, self._before)
+            return self.position_of_source()
         for done, position in reversed(self._positions):
             if batches is None or done <= batches:
                 return position
@@ -101,6 +101,10 @@ class PositionedLoader:
             f"{batches} batches are done, and {self._positions[-1][0]} were read ahead of them: "
             f"only the last {_KEPT} positions are kept"
         )
+
+    def position_of_source(self) -> Position:
+        """Where the sampler or stream stands between loops."""
+        return self._now(self.source.epoch, self._before)
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Begin the next loop at a position.
