@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import OptionError, ShardedTwiceError, StateError
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -165,7 +165,25 @@ def check_that_a_loader_is_not_cut_short():
         raise AssertionError("the Trainer cut epochs short")
 
 
+class Prepared(Trainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(loader_of("sampler", 0, collate_fn=labelled))
+
+
+def check_that_a_loader_is_not_dealt_again():
+    \"\"\"Under Accelerate's prepare, each process would get a part of its part.\"\"\"
+    try:
+        Prepared(Model(True), TrainingArguments(folder, use_cpu=True, report_to=[])).train()
+    except ShardedTwiceError as error:
+        assert "accelerate's BatchSamplerShard" in str(error)
+        assert "BudgetTrainerMixin" in str(error)
+    else:
+        raise AssertionError("most samples never came")
+
+
 dist.init_process_group("gloo")
+if ranks > 1:
+    check_that_a_loader_is_not_dealt_again()
 check_that_a_loader_is_not_cut_short()
 check_sized_stream(0)
 check_sized_stream(2)

@@ -128,7 +128,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         if "labels" not in batch:
             return num_samples(batch)
         labels = batch["labels"]
-        if self._loss_shifts_labels:
+        if getattr(self, "_loss_shifts_labels", False):  # as the Trainer itself counts
             labels = labels[..., 1:]
         return int(labels.ne(-100).sum())
 
