@@ -135,6 +135,31 @@ def check_that_a_loader_is_not_cut_short():
         raise AssertionError("Lightning cut epochs short")
 
 
+def check_that_a_limit_ends_epochs(source):
+    path = f"{folder}/limit {source}"
+    limited = {"limit_train_batches": 3}
+    whole = fit(Data(lambda: loader_of(source, 0)), Save(path, stops=False), **limited)
+    assert [len(epoch) for epoch in whole] == [3] * EPOCHS
+    rest = fit(Data(lambda: loader_of(source, 0)), ckpt_path=f"{path} epoch", **limited)
+    assert rest == whole[1:]
+
+
+def check_a_checkpoint_after_the_last_batch():
+    path = f"{folder}/last"
+    whole = fit(Data(lambda: loader_of("sampler", 0)))
+
+    class SaveLast(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if (trainer.current_epoch, batch_idx) == (0, len(whole[0]) - 1):
+                trainer.save_checkpoint(path)
+
+    fit(Data(lambda: loader_of("sampler", 0)), SaveLast())
+    assert fit(Data(lambda: loader_of("sampler", 0)), ckpt_path=path) == whole[1:]
+
+
+check_that_a_limit_ends_epochs("sampler")
+check_that_a_limit_ends_epochs("stream")
+check_a_checkpoint_after_the_last_batch()
 check_that_a_position_is_missed()
 check_that_a_loader_is_not_cut_short()
 results = {}

@@ -49,17 +49,21 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
             StateError: the checkpoint is from within an epoch, and has no position.
         """
         self._loader = loader = _Loader(self.budget_loader())
-        if self._loaded is not None:
-            loader.go_to(of_this_rank(self._loaded))
-            self._loaded = None
-        elif self.trainer.fit_loop.restarting:
+        loaded, self._loaded = self._loaded, None
+        position = None if loaded is None else of_this_rank(loaded)
+        loop = self.trainer.fit_loop
+        epoch = loop.epoch_progress.current.processed
+        # An epoch that a limit has ended is not gone on with: Lightning chooses the next one.
+        if position is not None and position["epoch"] >= epoch:
+            loader.go_to(position)
+        elif position is None and loop.restarting:
             raise StateError(
                 f"the checkpoint has no position of a {type(self).__name__} to go on from within "
                 "an epoch: resume from one that was saved with this data module, or load the "
                 "weights alone"
             )
         else:
-            loader.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
+            loader.set_epoch(epoch)
         return loader
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,24 +63,11 @@ class PositionedLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next loop; one that is open, of this epoch, goes on.
-
-        Raises:
-            OptionError: a framework has read the first batch of another epoch already.
-        """
-        if self._epoch is not None:
-            if epoch == self._epoch:
-                return
-            done, last = self._positions[-1]
-            if done == 1 and last["epoch"] == self._epoch:
-                raise OptionError(
-                    f"the first batch of epoch {self._epoch} was read, and then epoch {epoch} was "
-                    "chosen: the checkpoint has no position to go on from. Resume from one that "
-                    "was saved with this adapter"
-                )
-        self._epoch = None
-        self._positions.clear()
-        self.source.set_epoch(epoch)
+        """Choose the epoch of the next loop; one that is open, of this epoch, goes on."""
+        if epoch != self._epoch:
+            self._epoch = None
+            self._positions.clear()
+            self.source.set_epoch(epoch)
 
     def position(self, batches: int | None = None) -> Position:
         """Where the loader stands.
