@@ -23,6 +23,7 @@ ALL = (
     "padding",
     "ranks",
     "fairness",
+    "given_numbers",
     "plan_step",
     "packing",
     "several_axes",
