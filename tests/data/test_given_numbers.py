@@ -351,6 +351,28 @@ def test_replan_suspends_it_until_the_epoch_ends(number: Any) -> None:
         assert len(sampler) == whole
 
 
+def test_replan_where_a_later_step_needs_more() -> None:
+    """The loop stops at the first step of the corrected cost, however often it is asked."""
+    cost = measured(margin=0.01)
+    options = {"samples_per_step": 40, "micro_batches_per_step": 10}
+    sampler = MemoryBudgetBatchSampler(np.full(200, 100), cost, 500_000, **options)
+    batches = iter(sampler)
+    assert len([next(batches) for _ in range(5)]) == 5
+    with pytest.warns(MeasureWarning):
+        cost.observe(1, 100, int(2 * int(cost.batch_bytes(1, 100))))
+    sampler.replan()
+    assert len([next(batches) for _ in range(5)]) == 5
+    for _ in range(2):
+        with pytest.raises(OptionError, match=r"needs 20 micro-batches .*=10: give at least 20"):
+            next(batches)
+    enough = {"samples_per_step": 40, "micro_batches_per_step": 20}
+    again = MemoryBudgetBatchSampler(
+        np.full(200, 100), cost.with_observed_margin(), 500_000, **enough
+    )
+    again.load_state_dict(sampler.state_dict())
+    assert list(again.steps) == [20] * 4
+
+
 def test_a_loader_has_the_number() -> None:
     """`len(loader)`, which frameworks read once, in every epoch."""
     loader = loader_of(sampler_of(window=40, batches_per_epoch=65), num_workers=0)

@@ -352,7 +352,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         With `torch.distributed` every rank must call it after the same micro-batch: it is a
         collective, and all ranks go on with the largest margin of any, from the same window on. If
         the micro-batches of single samples cannot be dealt evenly to the ranks, the iteration
-        raises `UnevenRanksError` on all of them.
+        raises `UnevenRanksError` on all of them; where a later step needs more micro-batches than
+        `micro_batches_per_step`, an `OptionError`.
 
         Returns:
             The margin.

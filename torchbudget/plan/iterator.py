@@ -107,7 +107,7 @@ class PlanIterator(Iterator[list[int]]):
         """Plan the next windows, or find that there are none."""
         if self._next and self._next[0][1] == len(self._ends):
             self._plan, _ = self._next.pop(0)
-            self._spans = self._plan.spans(self._planned_to.dealt_anew(None))
+            self._spans = self._plan.spans(self._planned_to)
         try:
             span = next(self._spans, None)
         except Exception:
@@ -134,7 +134,8 @@ class PlanIterator(Iterator[list[int]]):
             return self.began
         last, windows = self._planned[-1], len(self._ends)
         done = self.began.done + self._ends[-1]
-        return last.stretch.after(self.began.epoch, windows - 1 - last.first, done)
+        cursor = last.stretch.after(self.began.epoch, windows - 1 - last.first, done)
+        return cursor if last.plan is self._plan else cursor.dealt_anew(None)
 
     def steps(self) -> Iterator[int]:
         """Micro-batches of each optimizer step on each rank, from where this iteration began.
