@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.support.ranks import run_ranks
+from tests.support.samplers import LENGTHS, Numbers, as_list, sampler_of
 from tests.train.test_fit import Training
 from torchbudget.errors import StateError
 from torchbudget.train.checkpoint import has_position, load_run_state, run_state
@@ -43,7 +45,9 @@ def test_whose_position_can_be_saved() -> None:
 
 def test_a_position_needs_a_loader_that_can_load_it() -> None:
     training = Training()
-    state = run_state(training.model, training.accumulator, training.loader, epoch=0, is_over=True)
+    state = run_state(
+        training.model, training.accumulator, training.loader, epoch=0, batches_done=None
+    )
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
 
@@ -64,6 +68,25 @@ def test_statistics_are_json_where_numbers_are_not_finite(tmp_path: Path) -> Non
     line = (tmp_path / "statistics.jsonl").read_text()
     found = json.loads(line, parse_constant=refuse)
     assert found == {"kind": "step", "loss": None, "norm": None, "number": 3}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_whose_workers_are_ahead(workers: int) -> None:
+    """Saved after the last batches but some, which workers have prepared, those still come."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader() -> Any:
+        options: dict[str, Any] = {"num_workers": workers, "collate_fn": as_list}
+        return stateful(Numbers(len(LENGTHS)), batch_sampler=sampler_of(), **options)
+
+    whole = list(loader())
+    for left in range(1, 6):
+        training, begun, later = Training(), loader(), loader()
+        came = len(list(islice(begun, len(whole) - left)))
+        state = run_state(training.model, training.accumulator, begun, epoch=0, batches_done=came)
+        load_run_state(state, training.model, training.accumulator, later)
+        assert list(later) == whole[came:]
 
 
 CALLBACKS = """

@@ -306,7 +306,7 @@ class _Run:
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
         if due or self.stopped:  # what has ended needs no position to go on from
-            self._save(is_over=batches_done is None)
+            self._save(batches_done)
         return self.stopped
 
     def end_epoch(self, validation: float | None) -> None:
@@ -324,7 +324,7 @@ class _Run:
         self.history.append(epoch)
         self.tally = _Tally()
         self._note(epoch)
-        self._save(is_over=True, is_best=self._losses()[-1] < best)
+        self._save(None, is_best=self._losses()[-1] < best)
 
     def goes_on(self, epochs: int) -> bool:
         """Whether another epoch comes: the best validation loss is not too many epochs ago."""
@@ -359,8 +359,8 @@ class _Run:
         self.tally.seconds += now_s - self.clock_s
         self.clock_s = now_s
 
-    def _save(self, *, is_over: bool, is_best: bool = False) -> None:
-        """Write the checkpoint, within an epoch or after its last batch; before, the best model."""
+    def _save(self, batches_done: int | None, *, is_best: bool = False) -> None:
+        """Write the checkpoint, after so many batches of the loop; `None`: it is over."""
         files = self.files
         if files is None:
             return
@@ -375,7 +375,7 @@ class _Run:
                 self.accumulator,
                 self.loader,
                 epoch=len(self.history),
-                is_over=is_over,
+                batches_done=batches_done,
                 generators=self.generators,
             ),
             "callbacks": callbacks,
