@@ -80,6 +80,9 @@ class ResumableSource(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next `iter()` reads."""
 
+    def check_ranks(self) -> None:  # noqa: B027  (a sampler finds out at each first `iter()`)
+        """Raise a `RankError` where ranks plan otherwise; for loops that do not find out."""
+
     @abstractmethod
     def tracked(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loader; after each, `state_dict` is the position after it.

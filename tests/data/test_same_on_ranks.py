@@ -22,6 +22,8 @@ from torchbudget import (
     BudgetedIterableDataset, MeasuredCost, MemoryBudget, MemoryBudgetBatchSampler, PaddedCost)
 from torchbudget.cost.models.form import Form, Term
 from torchbudget.errors import OptionError, RankError, TorchBudgetError
+from torchbudget.integrations.positioned import PositionedLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 rank = dist.get_rank()
@@ -50,6 +52,10 @@ def tracked(stream, workers=0):
     return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers))
 
 
+def positioned(stream):
+    return PositionedLoader(StatefulDataLoader(stream, batch_size=None, num_workers=1))
+
+
 def outcome(loop):
     try:
         return [len(batch) for batch in loop()]
@@ -76,6 +82,7 @@ outcomes = {
     "stream, agreed": outcome(lambda: tracked(stream(budget=2000 - 300 * rank, agree=True))),
     "stream, each its own": outcome(lambda: tracked(
         stream(part, budget=2000 - 300 * rank, batches_per_epoch=3))),
+    "stream, in a loader with states": outcome(lambda: positioned(stream(seed=rank))),
     "stream, same": outcome(lambda: tracked(stream(), workers=2)),
 }
 
@@ -129,6 +136,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("window", "window: 64 on rank 0, 65 on rank 1"),
         ("stream", "budget: 2000 on rank 0, 1700 on rank 1"),
         ("stream, workers", "seed: 0 on rank 0, 1 on rank 1"),
+        ("stream, in a loader with states", "seed: 0 on rank 0, 1 on rank 1"),
         ("stream, plain", "window: 64 on rank 0, 65 on rank 1"),
     ],
 )

@@ -48,6 +48,8 @@ class PositionedLoader:
         epoch, done = self.source.epoch, self._before
         positions = self._positions = deque([(done, self._now(epoch, done))], _KEPT)
         self._epoch, self._before = epoch, 0
+        if self._stateful is not None:
+            self.source.check_ranks()
         batches = self.source.tracked(self.loader) if self._stateful is None else self.loader
         for batch in batches:
             done += 1

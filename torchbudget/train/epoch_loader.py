@@ -43,10 +43,11 @@ class EpochLoader:
         # Workers that persist are those of the first epoch.
         persist = getattr(loader, "persistent_workers", False)
         with _workers_seeded(loader, self.seed + (0 if persist else self.epoch)):
-            if self.tracked and not isinstance(loader, Stateful):
-                for source in sources:
-                    if isinstance(source, ResumableSource):
+            for source in sources:
+                if isinstance(source, ResumableSource):
+                    if self.tracked and not isinstance(loader, Stateful):
                         return source.tracked(loader)
+                    source.check_ranks()
             return iter(loader)
 
     def __length_hint__(self) -> int:

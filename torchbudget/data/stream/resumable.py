@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -123,7 +122,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return _raising(error)
 
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
-        self._asked.check_ranks(self._settings)
+        self.check_ranks()
         self._heed_other_processes()
         progress, reader = self._progress, self._reader
         epoch = progress.advance()
@@ -139,6 +138,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self._reader = reader
         progress.last_loop = loop or (-1 if in_worker else 0)
         return reader
+
+    def check_ranks(self) -> None:
+        """See `tracked`, which does it itself."""
+        self._asked.check_ranks(self._settings)
 
     def _tracked_loop(self) -> int:
         """The number of the tracked loop that this process begins; 0: it is not tracked."""
@@ -178,8 +181,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _slot(self, number: int = 0, workers: int = 1) -> WorkerSlot:
         """Whose part of the source the worker of that number reads.
 
-        A loader takes from its first worker first, so that one reads for the worker whose turn it
-        was.
+        A loader takes from its first worker first, which reads for the one whose turn it was.
         """
         state = self._loaded()
         worker = (number + (0 if state is None else state.turn)) % workers
@@ -231,7 +233,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 come within its process group's timeout. Untracked workers cannot know.
         """
         check_loader(loader, self)
-        self._asked.check_ranks(self._settings)
+        self.check_ranks()
         batches: Iterator[Any] = self._track(loader)
         next(batches)  # up to where the loop begins
         return batches
@@ -373,12 +375,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         """Itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 
