@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from tests.support.resuming import as_pickle, check_every_stop, counted_state, in_parts
-from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
+from tests.support.resuming import check_every_stop, in_parts
+from tests.support.samplers import LENGTHS, counted, loader_of, sampler_of
 from torchbudget import PaddedCost, StateMismatchError, TableCost
 from torchbudget.errors import OptionError, SizesError, StateError
 
@@ -313,134 +312,6 @@ def test_a_malformed_state_is_refused(spoil: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         sampler.load_state_dict(spoil(saved.state_dict()))
     assert list(sampler) == list(sampler_of(window=100))
-
-
-@forks
-def test_the_state_of_a_loop_whose_workers_run_ahead() -> None:
-    """The loader has drawn more than the loop has seen; the loop's own count makes it exact."""
-    loop = partial(loader_of, num_workers=2, prefetch_factor=2)
-    whole = check_every_stop(sampler_of, loop=loop, save=counted_state, every=4)
-    assert whole == list(sampler_of())
-    sampler = sampler_of()
-    next(iter(loop(sampler)))
-    ahead = sampler_of()
-    ahead.load_state_dict(sampler.state_dict())
-    assert ahead.batches_left < len(whole) - 1
-    sampler = sampler_of()
-    for _ in loop(sampler):
-        pass
-    ended = sampler_of()
-    ended.load_state_dict(sampler.state_dict(batches_done=len(whole)))
-    assert ended.epoch == 1
-
-
-@forks
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_tracked_loop_counts_what_came(workers: int, persistent: bool) -> None:
-    """From any batch the rest equals the rest; epochs advance, and loops broken off begin anew."""
-    options: dict[str, Any] = {"num_workers": workers}
-    if workers:
-        options |= {"persistent_workers": persistent, "prefetch_factor": 8}
-
-    def loop(sampler: Any) -> Any:
-        return sampler.tracked(loader_of(sampler, **options))
-
-    whole = check_every_stop(sampler_of, loop=loop, every=4)
-    assert whole == list(sampler_of())
-    sampler, plain = sampler_of(), sampler_of()
-    loader = loader_of(sampler, **options)
-    for epoch in range(2):
-        batches = sampler.tracked(loader)
-        assert next(batches) == next(iter(plain))
-        del batches  # its workers have read ahead, to the end perhaps
-        assert list(sampler.tracked(loader)) == list(plain)
-        assert sampler.epoch == epoch + 1 == sampler.state_dict()["epoch"]
-
-
-@forks
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_tracked_loop_of_exactly_len_batches_is_over(workers: int) -> None:
-    """The sampler goes on with the epoch that its state names; a look within does not count."""
-    sampler = sampler_of()
-    whole = list(sampler_of())
-    for done, batch in enumerate(sampler.tracked(loader_of(sampler, num_workers=workers)), 1):
-        assert batch == whole[done - 1]
-        if done == 3:
-            assert next(iter(sampler)) == whole[0]
-            with pytest.raises(StateError, match="unclear which one counts"):
-                sampler.state_dict()
-        if done == 4:
-            following = sampler_of()
-            following.load_state_dict(sampler.state_dict())
-            assert list(following) == whole[4:]
-        if done == len(whole):
-            break
-    assert sampler.state_dict()["epoch"] == sampler.epoch == 1
-
-
-@forks
-def test_a_tracked_loop_that_is_kept_is_no_longer_the_sampler() -> None:
-    """As by a traceback: a plain loop after it advances the epoch, and its steps are those."""
-    sampler, plain = sampler_of(samples_per_step=50), sampler_of(samples_per_step=50)
-    kept = sampler.tracked(loader_of(sampler))
-    next(kept)
-    assert list(loader_of(sampler)) == list(plain)
-    assert list(sampler.steps) == list(plain.steps)
-    assert sampler.epoch == 1
-    sampler.set_epoch(1)
-    kept.close()
-    assert list(sampler) == list(plain)
-    assert sampler.state_dict()["epoch"] == 2
-
-
-class WithoutLength(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_loops_that_cannot_be_tracked() -> None:
-    sampler = sampler_of()
-    with pytest.raises(OptionError, match="batch_sampler"):
-        sampler.tracked(loader_of(sampler_of()))
-    with pytest.raises(OptionError, match="in_order=False"):
-        sampler.tracked(loader_of(sampler, num_workers=2, in_order=False))
-    fewer = sampler_of(LENGTHS[:150])
-    with pytest.raises(OptionError, match="has 150 sizes, but the data set has 300 samples"):
-        fewer.tracked(loader_of(fewer))
-    nobody_knows = DataLoader(WithoutLength(), batch_sampler=fewer, collate_fn=as_list)
-    assert counted(fewer.tracked(nobody_knows)) == Counter(range(150))
-
-
-@forks
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_resumes_at_every_batch(workers: int) -> None:
-    """The StatefulDataLoader of torchdata saves and loads the sampler as it is, at every batch."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader() -> Any:
-        sampler = sampler_of(budget=1500, window=100)
-        return stateful.StatefulDataLoader(
-            Numbers(300), batch_sampler=sampler, collate_fn=as_list, num_workers=workers
-        )
-
-    whole = check_every_stop(loader, file=as_pickle)
-    expected = sampler_of(budget=1500, window=100)
-    assert whole == list(expected)
-    following = list(expected)
-    first = loader()
-    next(iter(first))
-    resumed = loader()
-    resumed.load_state_dict(as_pickle(first.state_dict()))
-    assert list(resumed) == whole[1:]
-    assert list(resumed) == following
-    for _ in (ended := loader()):
-        state = ended.state_dict()
-    resumed = loader()
-    resumed.load_state_dict(state)
-    # After the last batch an end, or the next epoch, is what a loader may make of it.
-    assert list(resumed) in ([], following)
 
 
 # ---------------------------------------------------------------------- pickle
