@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -62,17 +63,19 @@ class AskedRanks:
         self._parent = None
         return self._seen
 
-    def meet_now(self) -> bool:
-        """Whether `torch.distributed` joins several ranks, which use this for the first time.
+    def have_met(self) -> bool:
+        """Whether nothing is to be compared with other ranks, or was, since their group was made.
 
-        Not where their number was given: they may be others than those of the process group.
+        Nothing is where their number was given: they may be others than those of the group.
         """
         number, _ = self.now()
         if self._given != (None, None) or number < 2 or not is_distributed():
-            return False
-        group = torch.distributed.group.WORLD
-        is_new, self._met = self._met is not group, group
-        return is_new
+            return True
+        return self._met is torch.distributed.group.WORLD
+
+    def note_meeting(self) -> None:
+        """The ranks of the process group have compared what they share."""
+        self._met = torch.distributed.group.WORLD
 
     def __getstate__(self) -> dict[str, Any]:
         seen = self.now()
@@ -97,10 +100,17 @@ def host_group(group: Any = None) -> Any:
     if group not in _host_groups:
         _host_groups[group] = distributed.new_group(
             distributed.get_process_group_ranks(group),
+            timeout=timeout_of(group),
             backend="gloo",
             use_local_synchronization=True,
         )
     return _host_groups[group]
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a group wait: torch's own functions take a default instead."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 _recent: deque[list[torch.Tensor]] = deque(maxlen=8)
@@ -113,11 +123,12 @@ def keep(*tensors: torch.Tensor) -> None:
     for which it makes itself a thread state of the interpreter. If the process forks just then, as
     a `DataLoader` does that starts its workers, the child waits for ever: CPython 3.11 takes a lock
     in it that the thread held in the parent (`_PyThreadState_DeleteExcept`). Views refer to their
-    tensor in C++, too.
+    tensor in C++, too, unless both were made in inference mode.
     """
     _recent.append([tensor.view(-1) for tensor in tensors])
 
 
+@torch.inference_mode(False)  # see `keep`
 def gathered(value: T, group: Any = None) -> list[T]:
     """What each rank of a group has passed, in the order of ranks; a collective.
 
@@ -144,13 +155,16 @@ def _gathered(mine: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return parts
 
 
-def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, int]:
+def largest_of_all_ranks(
+    ranks: int, margin: float, after: int, *, lost: bool
+) -> tuple[float, int, bool]:
     """The largest margin and the latest window of any rank of the default group; a collective.
 
     Args:
         ranks: how many must be joined.
         margin: this rank's, a share.
         after: this rank's number of windows that were begun.
+        lost: whether its observations would be; whether any rank's are is returned, too.
 
     Raises:
         OptionError: the default process group does not join that many.
@@ -159,5 +173,5 @@ def largest_of_all_ranks(ranks: int, margin: float, after: int) -> tuple[float, 
         raise OptionError(
             f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
         )
-    margins, windows = zip(*gathered((margin, after)), strict=True)
-    return max(margins), max(windows)
+    margins, windows, losses = zip(*gathered((margin, after, lost)), strict=True)
+    return max(margins), max(windows), max(losses)

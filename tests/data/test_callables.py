@@ -158,6 +158,11 @@ DIFFERENT: dict[str, tuple[Any, Any, Any]] = {
     ),
     "itself": (counting(3), counting(3), counting(4)),
     "a cycle": (in_a_cycle(3), in_a_cycle(3), in_a_cycle(4)),
+    "a device, of each rank its own": (
+        keeps(torch.device("cuda", 0)),
+        keeps(torch.device("cuda", 1)),
+        keeps(torch.device("cpu")),
+    ),
     "a module": (nn.ReLU(), nn.ReLU(), nn.Tanh()),
 }
 

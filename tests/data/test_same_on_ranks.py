@@ -16,6 +16,7 @@ START = """
 import json, sys, threading
 from datetime import timedelta
 from pathlib import Path
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchbudget import (
@@ -48,6 +49,20 @@ def stream(source=Texts(), cost=cost, budget=2000, **options):
     return BudgetedIterableDataset(source, cost, budget, size=len, collate_fn=list, **options)
 
 
+def at_epoch(source, epoch):
+    source.set_epoch(epoch)
+    return source
+
+
+def after(source, batches):
+    alone = sampler(num_replicas=2, rank=0)
+    loop = iter(alone)
+    for _ in range(batches):
+        next(loop)
+    source.load_state_dict(alone.state_dict())
+    return source
+
+
 def tracked(stream, workers=0):
     return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers))
 
@@ -78,6 +93,14 @@ outcomes = {
         balance=PaddedCost(sample_bytes=1, unit_bytes=rank), agree=True)),
     "stream": outcome(lambda: tracked(stream(budget=2000 - 300 * rank))),
     "stream, workers": outcome(lambda: tracked(stream(seed=rank), workers=2)),
+    "epoch": outcome(lambda: at_epoch(sampler(), rank)),
+    "state": outcome(lambda: after(sampler(), 3 * rank)),
+    "stream, host": outcome(lambda: tracked(
+        stream(budget=MemoryBudget(device=2000, host=10**6 + rank)))),
+    "stream, drop_last": outcome(lambda: tracked(stream(drop_last=bool(rank)))),
+    "stream, look_ahead": outcome(lambda: tracked(stream(look_ahead=10**6 + rank))),
+    "stream, epoch": outcome(lambda: tracked(at_epoch(stream(), rank))),
+    "not agreed": outcome(lambda: sampler(budget=2000 if rank else "much", agree=True)),
     "stream, plain": outcome(lambda: stream(window=64 + rank)),
     "stream, agreed": outcome(lambda: tracked(stream(budget=2000 - 300 * rank, agree=True))),
     "stream, each its own": outcome(lambda: tracked(
@@ -85,6 +108,11 @@ outcomes = {
     "stream, in a loader with states": outcome(lambda: positioned(stream(seed=rank))),
     "stream, same": outcome(lambda: tracked(stream(), workers=2)),
 }
+
+# Not only once: what differs is refused again. In inference mode, too.
+twice = sampler(window=64 + rank)
+with torch.inference_mode():
+    outcomes["once"], outcomes["twice"] = outcome(lambda: twice), outcome(lambda: twice)
 
 # Once: a second loop needs no other rank.
 again = sampler()
@@ -104,9 +132,10 @@ if rank == 0:
 mine = MeasuredCost(forms=(Form(terms=(Term(1.0, 1, (1,)),)),), margin=0.01 * rank)
 agreed = sampler(mine, agree=True)
 outcomes["margin"] = agreed.cost.margin
-mine.observe(1, 10, 20)
+if rank:
+    mine.observe(1, 10, 20)
 try:
-    agreed.replan() if rank else None
+    agreed.replan()
 except OptionError as error:
     outcomes["observed"] = str(error)
 (folder / f"{rank}.json").write_text(json.dumps(outcomes))
@@ -137,6 +166,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("stream", "budget: 2000 on rank 0, 1700 on rank 1"),
         ("stream, workers", "seed: 0 on rank 0, 1 on rank 1"),
         ("stream, in a loader with states", "seed: 0 on rank 0, 1 on rank 1"),
+        ("epoch", "epoch: 0 on rank 0, 1 on rank 1"),
+        ("state", "rounds: 0 on rank 0, 3 on rank 1"),
+        ("once", "window: "),
+        ("twice", "window: "),
+        ("stream, host", "budget.host: "),
+        ("stream, drop_last", "drop_last: False on rank 0, True on rank 1"),
+        ("stream, look_ahead", "look_ahead: "),
+        ("stream, epoch", "epoch: 0 on rank 0, 1 on rank 1"),
         ("stream, plain", "window: 64 on rank 0, 65 on rank 1"),
     ],
 )
@@ -169,7 +206,15 @@ def test_what_is_read_apart_need_not_be_the_same(outcomes: list[dict[str, Any]])
 def test_rank_0s_cost_is_agreed_on(outcomes: list[dict[str, Any]]) -> None:
     """Steps that were observed by the cost that was given do not go unnoticed."""
     assert [each["margin"] for each in outcomes] == [0, 0]
-    assert "call observe of sampler.cost" in outcomes[1]["observed"]
+    for each in outcomes:
+        assert "call observe of sampler.cost" in each["observed"]
+
+
+def test_what_fails_on_one_rank_fails_on_all(outcomes: list[dict[str, Any]]) -> None:
+    """A budget that cannot be read keeps no other rank waiting."""
+    first, second = (each["not agreed"] for each in outcomes)
+    assert first.startswith("BudgetError")
+    assert second.startswith("RankError: rank 0 failed, see its traceback: BudgetError")
 
 
 MISSING = """

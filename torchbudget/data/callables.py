@@ -89,6 +89,8 @@ class _Digests:
             return fingerprint(kind.__name__, bytes(value))
         if isinstance(value, _GENERATORS):
             return self._all("generator", kind)
+        if isinstance(value, torch.device):  # of each rank its own
+            return self._all("device", value.type)
         if isinstance(value, np.memmap):
             return self._all("memory map", value.dtype.str, value.shape)
         if isinstance(value, np.ndarray) and value.dtype != object:

@@ -1,7 +1,8 @@
-"""Whether all ranks plan the same batches, and how they come to."""
+"""Ranks that plan otherwise than others: they are refused, or agree on one cost and budget."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,20 +12,15 @@ from torch.utils.data import get_worker_info
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.distributed import AskedRanks, gathered, host_group, is_distributed
+from torchbudget.distributed import AskedRanks, gathered, host_group, is_distributed, timeout_of
 from torchbudget.errors import RankError
+from torchbudget.plan.fingerprint import MEANING
 
 T = TypeVar("T")
 
-_MEANING = {
-    "samples": "the number of samples",
-    "sizes": "the samples' sizes",
-    "skipped": "the samples that are skipped as oversize",
-}
-
 
 def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Whether what ranks plan by is the same on all of them: a collective, at a first loop.
+    """Raise where ranks plan by other facts: a collective, at a first loop.
 
     Nothing happens where ranks were given by hand, in a `DataLoader`'s worker, and in other threads
     than the main one, whose collectives could get between those of a training step.
@@ -39,20 +35,34 @@ def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]
     """
     if get_worker_info() is not None or threading.current_thread() is not threading.main_thread():
         return
-    if ranks.meet_now():
+    if not ranks.have_met():
         _raise_difference(gathered_of_all(dict(facts())))
+        ranks.note_meeting()
 
 
-def agreed(cost: T, budget: MemoryBudget, balance: CostModel | None) -> tuple[T, MemoryBudget, Any]:
+def agreed(
+    cost: T, budget: MemoryBudget | int | str, balance: CostModel | None
+) -> tuple[T, MemoryBudget, Any]:
     """Rank 0's costs, and the smallest budget of any rank; a collective.
 
     Raises:
-        RankError: a rank does not come here within the timeout of its process group.
+        RankError: another rank's budget or cost is none, or it does not come here within the
+            timeout of its process group.
     """
     if not is_distributed():
-        return cost, budget, balance
-    every = gathered_of_all((cost, balance, budget))
-    costs, balances, budgets = zip(*every, strict=True)
+        return cost, MemoryBudget.of(budget), balance
+    mine, failure = b"", ""
+    try:
+        mine = pickle.dumps((cost, balance, MemoryBudget.of(budget)))
+    except Exception as error:
+        gathered_of_all((mine, f"{type(error).__name__}: {error}"))
+        raise
+    every = gathered_of_all((mine, failure))
+    for rank, (_, failure) in enumerate(every):
+        if failure:
+            raise RankError(f"rank {rank} failed, see its traceback: {failure}")
+    sent = [pickle.loads(mine) for mine, _ in every]  # noqa: S301  (of the same job)
+    costs, balances, budgets = zip(*sent, strict=True)
     least = {
         name: min(filter(None, (getattr(one, name) for one in budgets)), default=None)
         for name in ("device", "host", "shared")
@@ -68,11 +78,9 @@ def gathered_of_all(value: T) -> list[T]:
     Raises:
         RankError: one did not come within the group's timeout; torch's message names it.
     """
-    group = host_group()
-    # Its own timeout: otherwise the barrier waits for half an hour.
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
     try:
-        torch.distributed.monitored_barrier(group, timeout, wait_all_ranks=True)
+        group = host_group()
+        torch.distributed.monitored_barrier(group, timeout_of(group), wait_all_ranks=True)
     except RuntimeError as error:
         raise RankError(
             "not all ranks came to share out samples: each must begin its loop over the same "
@@ -88,11 +96,12 @@ def _raise_difference(facts: list[dict[str, Any]]) -> None:
         values = [each.get(name) for each in facts]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            meaning = _MEANING.get(name, name)
+            meaning = MEANING.get(name, name)
             found.append(f"{meaning}: {values[0]!r} on rank 0, {values[other]!r} on rank {other}")
     if found:
         raise RankError(
             "ranks would share out samples that differ, so that some would come twice and others "
             f"never: {'; '.join(found)}. Make them the same on all ranks; with agree=True they "
-            "take the smallest budget and rank 0's cost"
+            "take the smallest budget and rank 0's cost. If they are to differ, say which part "
+            "each reads, by num_replicas and rank"
         )

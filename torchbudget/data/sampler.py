@@ -146,7 +146,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
     ) -> None:
         check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement, agree=agree)
         ranks, length = AskedRanks(num_replicas, rank), window_of(samples_per_step, window)
-        given, budget = cost, MemoryBudget.of(budget)
+        given = cost
         if agree:
             cost, budget, balance = agreed(cost, budget, balance)
         table = SizeTable.of(sizes)
@@ -219,7 +219,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         """
         check_sharded_once(self.num_replicas)
         plan = self.plan
-        check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing)
+        check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing | self._cursor.position)
         self._read_once.check(self.epoch, self.__len__)
         if self._cursor.is_uncounted:
             warn_of_other_numbers(plan.numbers, self._cursor)
@@ -366,16 +366,18 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
         given = self._given
-        if given is not self.cost and isinstance(given, MeasuredCost) and given.observed_steps:
+        lost = given is not self.cost and isinstance(given, MeasuredCost) and given.was_observed
+        # Observations are shared with the cost that was agreed on.
+        margin = used.with_observed_margin().margin
+        after = 0 if self._iterator is None else self._iterator.windows_begun
+        ranks = self.num_replicas
+        if ranks > 1:
+            margin, after, lost = largest_of_all_ranks(ranks, margin, after, lost=lost)
+        if lost:
             raise OptionError(
                 "steps were observed by the cost that was given, but ranks agreed on another one: "
                 "call observe of sampler.cost"
             )
-        # Observations are shared with the cost that was agreed on.
-        margin = used.with_observed_margin().margin
-        after = 0 if self._iterator is None else self._iterator.windows_begun
-        if self.num_replicas > 1:
-            margin, after = largest_of_all_ranks(self.num_replicas, margin, after)
         if margin <= used.margin:
             return used.margin
         self._cursor = self._cursor.dealt_anew(self.plan.left_of(self._cursor))

@@ -24,7 +24,7 @@ _INSTEAD: Final = (
 
 
 def check_sharded_once(num_replicas: int) -> None:
-    """Whether the caller is iterated by a framework that deals batches to its processes.
+    """Raise where the caller is iterated by a framework that deals batches to its processes.
 
     What iterates is on the stack, in the process that starts the workers or in the worker itself.
     A framework that was not imported costs nothing, and one process is no sharding.

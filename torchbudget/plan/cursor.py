@@ -13,19 +13,13 @@ import numpy.typing as npt
 
 from torchbudget.checks import is_int
 from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.plan.fingerprint import Plain
+from torchbudget.plan.fingerprint import MEANING, Plain
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 VERSION: Final = 1
 _PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare")  # natural numbers
 _KEYS: Final = frozenset([*_PLACE, "version", "least", "dealt", "left", "order", "dealing"])
-_MEANING: Final = {
-    "samples": "the number of samples",
-    "sizes": "the samples' sizes",
-    "skipped": "the samples that are skipped as oversize",
-    "weights": "the weights",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +51,11 @@ class Cursor:
     done: int = 0
     least: int | None = None
     spare: int = 0
+
+    @property
+    def position(self) -> Plain:
+        """Where it stands, without what was left of a window."""
+        return {"epoch": self.epoch, "start": self.start, "rounds": self.rounds}
 
     def same_window(self, other: Cursor) -> bool:
         """Whether both stand in the same window of the same epoch, dealt alike."""
@@ -155,7 +154,7 @@ def _check_order(saved: object, mine: Plain) -> None:
     if not isinstance(saved, Mapping) or set(saved) != set(mine):
         raise StateError("the state's order is malformed: it is no sampler's state_dict()")
     differing = "; ".join(
-        f"{_MEANING.get(name, name)}: saved {saved[name]!r}, now {mine[name]!r}"
+        f"{MEANING.get(name, name)}: saved {saved[name]!r}, now {mine[name]!r}"
         for name in mine
         if saved[name] != mine[name]
     )

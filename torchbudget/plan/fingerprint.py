@@ -13,6 +13,13 @@ from torchbudget.plan.order import Order
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
 
+# What parts of a plan are called in messages.
+MEANING: Final = {
+    "samples": "the number of samples",
+    "sizes": "the samples' sizes",
+    "skipped": "the samples that are skipped as oversize",
+    "weights": "the weights",
+}
 # Where a cost is asked: numbers of samples, and sizes on a logarithmic scale.
 _NUMBERS: Final = np.array([1, 2, 3, 7, 64])
 _LENGTHS: Final = 32

@@ -56,7 +56,8 @@ class Ranks:
         """The sums over all ranks; one collective on the host, which waits for no device."""
         if self._number == 1:
             return list(numbers)
-        summed = torch.tensor(numbers, dtype=torch.float64)
+        with torch.inference_mode(False):  # see `keep`
+            summed = torch.tensor(numbers, dtype=torch.float64)
         keep(summed)
         dist.all_reduce(summed, group=host_group(self.group))
         sums: list[float] = summed.tolist()

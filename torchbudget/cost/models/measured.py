@@ -213,9 +213,9 @@ class MeasuredCost:
             )
 
     @property
-    def observed_steps(self) -> int:
-        """How many steps `observe` has seen."""
-        return self._observed.steps
+    def was_observed(self) -> bool:
+        """Whether `observe` has seen a step."""
+        return self._observed.steps > 0
 
     def with_observed_margin(self) -> MeasuredCost:
         """This cost with a margin that covers every step that `observe` has seen."""

@@ -7,6 +7,7 @@ from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.data.stream.settings import Settings
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError, StateMismatchError
+from torchbudget.plan.fingerprint import Plain
 
 
 class AskedSettings:
@@ -40,11 +41,16 @@ class AskedSettings:
             self._number = number
         return self._settings
 
-    def check_ranks(self, settings: Settings) -> None:
-        """Whether what these settings read comes once: see `ShardedTwiceError` and `RankError`."""
+    def check_ranks(self, settings: Settings, position: Plain) -> None:
+        """Raise where samples would be lost: `ShardedTwiceError`, `RankError`.
+
+        Args:
+            settings: of now.
+            position: where the loop begins.
+        """
         check_sharded_once(self.ranks.now()[0])
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
-            check_same_on_ranks(self.ranks, lambda: settings.order | settings.rules)
+            check_same_on_ranks(self.ranks, lambda: settings.shared | position)
 
     def _for(self, number: int, *, begun: bool, loaded: bool) -> Settings:
         before, settings = self._settings, self._settings.for_ranks(number)

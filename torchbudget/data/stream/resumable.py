@@ -24,6 +24,7 @@ from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.tracking import TrackedLoop, check_loader, stamped_batches
 from torchbudget.errors import OptionError, RepeatedSamplesWarning, StateError
+from torchbudget.plan.fingerprint import Plain
 from torchbudget.protocols import ResumableSource
 
 Stream = TypeVar("Stream", bound="ResumableStream")
@@ -141,7 +142,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
-        self._asked.check_ranks(self._settings)
+        state = self._loaded()
+        at: Plain = {"epoch": self.epoch} if state is None else state.cursors[0].position
+        self._asked.check_ranks(self._settings, at)
 
     def _tracked_loop(self) -> int:
         """The number of the tracked loop that this process begins; 0: it is not tracked."""

@@ -129,6 +129,17 @@ class Settings:
             "batches_per_epoch": self.batches_per_epoch,
         }
 
+    @property
+    def shared(self) -> Plain:
+        """What must be the same on all ranks that plan from one source; not: the source itself."""
+        host_bytes = self.host_bytes if self.look_ahead is None else None
+        return (
+            self.order
+            | self.rules
+            | {"drop_last": self.drop_last, "on_error": self.on_error}
+            | {"look_ahead": self.look_ahead, "budget.host": host_bytes}
+        )
+
     def look_ahead_of(self, slot: WorkerSlot) -> int | None:
         """Bytes of the samples that wait in one process; `None`: no limit."""
         if self.look_ahead is None and self.host_bytes is not None:

@@ -24,7 +24,8 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
     nothing = object()
     while True:
         batch = next(batches, nothing)
-        has_batch = torch.tensor(int(batch is not nothing))
+        with torch.inference_mode(False):  # see `keep`
+            has_batch = torch.tensor(int(batch is not nothing))
         if is_distributed():
             least = torch.distributed.ReduceOp.MIN
             keep(has_batch)
