@@ -97,6 +97,39 @@ class TestDicts:
         assert batch["input_ids"][0].tolist() == [1, 7]
         assert batch["labels"][0].tolist() == [1, -1]
 
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_fields_that_a_mapping_does_not_name_are_the_tokenizers(self, side: str) -> None:
+        other = {"left": "right", "right": "left"}[side]
+        collate = PadCollate.for_tokenizer(duck(padding_side=side), side={"labels": other})
+        batch = collate([{"input_ids": [1], "labels": [1]}, {"input_ids": [1] * 2, "labels": [1]}])
+        assert bitwise(batch["input_ids"], padded([[1], [1] * 2], 7, side))
+        assert bitwise(batch["attention_mask"], padded([[1], [1] * 2], 0, side))
+        batch = collate([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": [1] * 2}])
+        assert bitwise(batch["labels"], padded([[1], [1] * 2], -100, other))
+
+    @pytest.mark.parametrize("value", [5, 0])
+    def test_one_padding_value_takes_the_place_of_the_token(self, value: int) -> None:
+        """Not of what pads by convention: labels, masks and types."""
+        own = {"token_type_ids": 3, "special_tokens_mask": 1, "attention_mask": 0, "labels": -100}
+        names = ["input_ids", *own, "weights"]
+        samples = [{name: [1] * n for name in names} for n in (1, 2)]
+        batch = PadCollate.for_tokenizer(duck(), padding_value=value)(samples)
+        expected = {"input_ids": value, **own, "weights": value}
+        assert {name: int(field[0, 0]) for name, field in batch.items()} == expected
+        ids, labels = PadCollate.for_tokenizer(duck(), padding_value=value)(
+            [([1], [1]), ([1, 1], [1, 1])]
+        )
+        assert (ids[0].tolist(), labels[0].tolist()) == ([value, 1], [-100, 1])
+
+    def test_nested_ids_get_no_mask_but_that_of_the_batch(self) -> None:
+        batch = PadCollate.for_tokenizer(duck())(
+            [{"text": {"input_ids": [1]}}, {"text": {"input_ids": [1, 2]}}]
+        )
+        assert batch["text"]["input_ids"].tolist() == [[7, 1], [1, 2]]
+        assert set(batch) == {"text"}
+        assert set(batch["text"]) == {"input_ids"}
+        assert batch.mask.tolist() == [[False, True], [True, True]]
+
 
 class TestTuples:
     def test_pairs_are_ids_and_labels(self) -> None:

@@ -24,7 +24,7 @@ from torchbudget.data.collate.padded_batch import (
 from torchbudget.data.collate.structure import Field, FieldPath, show
 from torchbudget.data.collate.tokenizer_rules import (
     ATTENTION_MASK,
-    IGNORED_LABEL,
+    OWN_PADDING,
     TokenizerRules,
     read_tokenizer,
 )
@@ -32,9 +32,6 @@ from torchbudget.errors import CollateError, OptionError
 
 Side: TypeAlias = str | float
 Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
-
-# By convention; attention ignores what is masked with 0.
-_OWN_PADDING: dict[Any, int] = {"labels": IGNORED_LABEL, ATTENTION_MASK: 0}
 
 
 def _read_value(value: Any) -> Any:
@@ -155,14 +152,18 @@ class PadCollate(CollateOptions):
 
         Token ids are padded with the tokenizer's padding token, `token_type_ids` with its type of
         padding, `special_tokens_mask` with 1, `attention_mask` with 0 and `labels` with -100, on
-        the tokenizer's side. Dict samples get an `attention_mask` where they have none and the
-        model takes one. `lengths` are those of the ids. Of tuple samples the first field is the ids
-        and the second the labels; their attention mask is the batch's `mask`.
+        the tokenizer's side. Dict samples get an `attention_mask` where they have none, the model
+        takes one, and the ids are a field of theirs that is not nested. `lengths` are those of the
+        ids. Of tuple samples the first field is the ids and the second the labels. Where no mask
+        is added, it is the batch's `mask`.
 
         Args:
             tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
                 its `model_input_names` and `pad_token_type_id` are used where it has them.
-            options: those of `PadCollate`, such as `size_multiple`; what they say comes first.
+            options: those of `PadCollate`, such as `size_multiple`; what they say comes first, and
+                fields that a mapping does not name are padded as the tokenizer says. One
+                `padding_value` for all fields takes the place of the padding token, and of 0 in
+                fields that the tokenizer does not know.
 
         Raises:
             OptionError: the tokenizer has no padding token, or an option is invalid.
@@ -177,7 +178,8 @@ class PadCollate(CollateOptions):
                 [0, 1]])}
         """
         rules = read_tokenizer(tokenizer)
-        made = cls(**{"side": rules.side} | options)
+        # A mapping of no fields: all are the tokenizer's.
+        made = cls(**{"side": rules.side, "padding_value": {}} | options)
         object.__setattr__(made, "_tokenizer", rules)
         object.__setattr__(made, "_sized_field", rules.ids)
         return made
@@ -215,16 +217,21 @@ class PadCollate(CollateOptions):
                 raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
             self._rules[path, ndim] = PaddingRule(
                 value=self._value(path),
-                left_share=of_field(self.side, path, 0.0),
+                left_share=of_field(self.side, path, self._default_side),
                 multiples=tuple(multiples),
                 length_axes=tuple(axes),
             )
         return self._rules[path, ndim]
 
+    @property
+    def _default_side(self) -> float:
+        return _read_side("right" if self._tokenizer is None else self._tokenizer.side)
+
     def _value(self, path: FieldPath) -> Any:
-        given = self.padding_value
-        named, default = (given, 0) if isinstance(given, dict) else ({}, given)
-        own = _OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
+        given, rules = self.padding_value, self._tokenizer
+        token = rules.pad_id if rules is not None and rules.is_ids(path) else 0
+        named, default = (given, token) if isinstance(given, dict) else ({}, given)
+        own = OWN_PADDING if rules is None else rules.padding
         default = own.get(path, own.get(path[-1], default) if path else default)
         return of_field(named, path, default)
 

@@ -13,6 +13,8 @@ from torchbudget.errors import CollateError, OptionError
 ATTENTION_MASK = "attention_mask"
 # torch.nn.functional.cross_entropy ignores it.
 IGNORED_LABEL = -100
+# By convention; attention ignores what is masked with 0.
+OWN_PADDING: dict[Any, int] = {"labels": IGNORED_LABEL, ATTENTION_MASK: 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,19 +23,25 @@ class TokenizerRules:
 
     Attributes:
         ids: the name of the field of token ids, which the mask is of.
+        pad_id: the padding token.
         adds_mask: whether the model takes an attention mask.
         side: the side of the padding.
-        padding: the padding value of a field, by its name or its path.
+        padding: the padding value of a field of another kind, by its name or its path.
     """
 
     ids: str
+    pad_id: int
     adds_mask: bool
     side: str
     padding: dict[Any, int]
 
+    def is_ids(self, path: FieldPath) -> bool:
+        """Whether a field is of token ids: by its name, the first of a pair, or ids alone."""
+        return path in ((), (0,)) or path[-1] == self.ids
+
     def check_fields(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` where the samples have no token ids."""
-        if not any(path in ((), (0,)) or path[-1] == self.ids for path in paths):
+        if not any(map(self.is_ids, paths)):
             raise CollateError(
                 f"the tokenizer pads samples with a field {self.ids!r}, pairs of ids and labels, "
                 f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
@@ -61,15 +69,11 @@ def read_tokenizer(tokenizer: Any) -> TokenizerRules:
     if side not in ("left", "right"):
         raise OptionError(f'padding_side of the tokenizer must be "left" or "right", got {side!r}')
     ids, *others = getattr(tokenizer, "model_input_names", ("input_ids", ATTENTION_MASK))
-    padding = {
-        ids: pad_id,
+    padding = OWN_PADDING | {
         "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
         "special_tokens_mask": 1,  # padding is a special token
-        ATTENTION_MASK: 0,
-        "labels": IGNORED_LABEL,
-        # Of pairs and of ids alone.
-        (): pad_id,
-        (0,): pad_id,
-        (1,): IGNORED_LABEL,
+        (1,): IGNORED_LABEL,  # the second of a pair
     }
-    return TokenizerRules(ids=ids, adds_mask=ATTENTION_MASK in others, side=side, padding=padding)
+    return TokenizerRules(
+        ids=ids, pad_id=pad_id, adds_mask=ATTENTION_MASK in others, side=side, padding=padding
+    )
