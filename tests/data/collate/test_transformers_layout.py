@@ -210,6 +210,23 @@ class TestRefused:
         with pytest.raises(CollateError, match=match):
             collate()(samples)
 
+    @pytest.mark.parametrize("options", [{"size_multiple": 4}, {"total": 8}])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.complex64])
+    def test_padded_labels_that_cannot_be_ignored(
+        self, dtype: torch.dtype, options: dict[str, Any]
+    ) -> None:
+        """-100 would be True, or 156; without padding they are taken as they are."""
+        samples = [{"input_ids": [1, 2], "labels": torch.ones(2, dtype=dtype)}]
+        with pytest.raises(CollateError, match=f"'labels' must be of signed .* got {dtype}"):
+            collate(causal_labels=False, **options)(samples)
+        assert collate(causal_labels=False)(samples)["labels"].dtype is dtype
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bfloat16, torch.float32])
+    def test_padded_labels_that_can_be_ignored(self, dtype: torch.dtype) -> None:
+        samples = [{"input_ids": [1, 2], "labels": torch.ones(2, dtype=dtype)}]
+        batch = collate(causal_labels=False, total=3)(samples)
+        assert bitwise(batch["labels"], torch.tensor([[1, 1, -100]], dtype=dtype))
+
     def test_fields_of_other_lengths(self) -> None:
         samples = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
         with pytest.raises(CollateError, match=r"sample 1 .*'labels'.* a length of 2"):

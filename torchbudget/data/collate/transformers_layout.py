@@ -172,9 +172,18 @@ def _causal(fields: dict[str, Tensor], layout: PackedLayout) -> Tensor:
 
 
 def _in_row(field: Tensor, row: RowLayout, value: int) -> Tensor:
-    """The samples of a packed field, `(Σ lengths, …)`, at their places in a row `(1, total, …)`."""
+    """The samples of a packed field, `(Σ lengths, …)`, at their places in a row `(1, total, …)`.
+
+    Raises:
+        CollateError: labels are padded whose dtype has no -100, which would be True or 156.
+    """
     if len(field) == row.total:
         return field[None]
+    if value == IGNORED_LABEL and field.dtype not in _SIGNED and not field.is_floating_point():
+        raise CollateError(
+            f"field {LABELS!r} must be of signed integers or floating-point numbers where it is "
+            f"padded, with {IGNORED_LABEL}, got {field.dtype}: convert it in the dataset"
+        )
     out = new_tensor((1, row.total, *field.shape[1:]), field.dtype, field.device).fill_(value)
     out[0, torch.from_numpy(row.own).to(field.device)] = field
     return out
