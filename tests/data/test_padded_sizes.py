@@ -200,6 +200,35 @@ def test_packed_batches_have_no_padding() -> None:
     assert sum(batch.num_samples for batch in sampler.tracked(loader)) == len(SIZES)
 
 
+class Rebuilding:
+    """A collate of a user that adds a field to the batches of another."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self.collate([{"input_ids": sample["input_ids"]} for sample in samples])
+        return type(batch)(dict(batch) | {"extra": torch.zeros(1)})
+
+
+@forked
+@loops
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "collate",
+    [
+        PadCollate(size_multiple=64),
+        PackCollate(),
+        PackCollate(layout="transformers", size_multiple=64),
+    ],
+)
+def test_rebuilt_batches_are_not_judged(loop: Loop, collate: Any, workers: int) -> None:
+    """They no longer know their lengths: loops go on, and do not guess."""
+    batches = list(loop(Rebuilding(collate), workers))
+    assert len(batches) > 4
+    assert all("extra" in batch for batch in batches)
+
+
 def test_every_batch_is_compared_with_its_own_plan() -> None:
     """Also after a loop that was broken off while workers had read ahead."""
     sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 1024)

@@ -141,11 +141,12 @@ class PaddedBatch(Batch):
     def rounding(self, size_multiple: int) -> list[tuple[int, int]]:
         """The padded lengths, each with what it is if rounded up to `size_multiple` alone.
 
-        They differ where the collate rounds up to more than the sampler plans with.
+        They differ where the collate rounds up to more than the sampler plans with. A batch that
+        was rebuilt from its fields no longer knows them, and gives none.
         """
-        known = self._known
-        layout = known.layouts[known.length_field]
-        if layout is None:  # texts alone
+        known = self._arrangement
+        layout = None if known is None else known.layouts[known.length_field]
+        if layout is None:  # rebuilt, or texts alone
             return []
         longest = layout.lengths.max(axis=0, initial=0).tolist()
         rounded = (-(-length // size_multiple) * size_multiple for length in longest)

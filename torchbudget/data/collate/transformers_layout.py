@@ -64,8 +64,11 @@ class TransformersBatch(PackedMapping):
     def rounding(self, size_multiple: int) -> list[tuple[int, int]]:
         """The room of all samples, and what it is if each is rounded up to `size_multiple` alone.
 
-        They differ where the collate rounds up to more than the sampler plans with.
+        They differ where the collate rounds up to more than the sampler plans with. A batch that
+        was rebuilt from its fields no longer knows them, and gives none.
         """
+        if self._arrangement is None:
+            return []
         row = self._length_layout
         return [(row.room(row.multiple), row.room(size_multiple))]
 
