@@ -165,6 +165,37 @@ def check_that_a_loader_is_not_cut_short():
         raise AssertionError("the Trainer cut epochs short")
 
 
+def plain(seed):
+    arguments = TrainingArguments(
+        output_dir=folder, num_train_epochs=1, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )
+    loader = loader_of("sampler", 0, collate_fn=labelled, seed=seed)
+
+    class Again(Trainer):
+        def get_train_dataloader(self):
+            return loader
+
+    trainer = Again(Model(True), arguments)
+    trainer.train()
+    return trainer
+
+
+def check_that_len_is_read_anew():
+    \"\"\"What the first `train` has read says nothing about the epochs of the second one.\"\"\"
+    trainer = plain(seed=3)  # 23 batches, then 24
+    trainer.train()
+    assert len(trainer.model.batches) == 23 + 24
+    trainer = plain(seed=12)  # 25, then 24, then 25
+    trainer.args.num_train_epochs = 2
+    try:
+        trainer.train()
+    except OptionError as error:
+        assert "epoch 2 has 25 batches" in str(error) and "once, 24, and" in str(error)
+    else:
+        raise AssertionError("the Trainer cut the last epoch short")
+
+
 class Prepared(Trainer):
     def get_train_dataloader(self):
         return self.accelerator.prepare(loader_of("sampler", 0, collate_fn=labelled))
@@ -184,6 +215,8 @@ def check_that_a_loader_is_not_dealt_again():
 dist.init_process_group("gloo")
 if ranks > 1:
     check_that_a_loader_is_not_dealt_again()
+else:
+    check_that_len_is_read_anew()
 check_that_a_loader_is_not_cut_short()
 check_sized_stream(0)
 check_sized_stream(2)

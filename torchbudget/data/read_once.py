@@ -4,39 +4,58 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
 from torchbudget.errors import OptionError
 
-# By module, the functions that read the number of batches once, and those that begin an epoch;
+# By module, the function that reads the number of batches once, and the one that begins an epoch;
 # what else calls from there (evaluation) reads to the end. And the adapter that needs no number.
 _LIGHTNING: Final = "torchbudget.integrations.lightning.BudgetDataMixin"
 _HOSTS: Final = {
-    "lightning.pytorch.loops.fit_loop": ({"setup_data", "advance"}, _LIGHTNING),
-    "lightning.pytorch.loops.evaluation_loop": (set[str](), _LIGHTNING),
-    "pytorch_lightning.loops.fit_loop": ({"setup_data", "advance"}, _LIGHTNING),
-    "pytorch_lightning.loops.evaluation_loop": (set[str](), _LIGHTNING),
+    "lightning.pytorch.loops.fit_loop": ("setup_data", "advance", _LIGHTNING),
+    "lightning.pytorch.loops.evaluation_loop": ("", "", _LIGHTNING),
+    "pytorch_lightning.loops.fit_loop": ("setup_data", "advance", _LIGHTNING),
+    "pytorch_lightning.loops.evaluation_loop": ("", "", _LIGHTNING),
     "transformers.trainer": (
-        {"set_initial_training_values", "_run_epoch"},
+        "set_initial_training_values",
+        "_run_epoch",
         "torchbudget.integrations.transformers.BudgetTrainerMixin",
     ),
 }
 _ADAPTERS: Final = "torchbudget.integrations."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """The training loop that calls.
+
+    Attributes:
+        framework: whose it is.
+        adapter: for that framework.
+        loop: the identity of the object.
+        reads: it reads the number of batches; else it begins an epoch.
+    """
+
+    framework: str
+    adapter: str
+    loop: int
+    reads: bool
+
+
 class ReadOnce:
-    """The first length that the training loop of a framework has read."""
+    """The length that the training loop of a framework has read for the epochs that it begins."""
 
     def __init__(self) -> None:
         self._loop: int | None = None  # which
         self._length = 0
 
     def note(self, length: int) -> None:
-        """A length is given to whoever calls."""
+        """A length is given to whoever calls: a loop that is run again reads it anew."""
         host = _host()
-        if host is not None and host[1] != self._loop:
-            self._loop, self._length = host[1], length
+        if host is not None and host.reads:
+            self._loop, self._length = host.loop, length
 
     def check(self, epoch: int, count: Callable[[], int]) -> None:
         """An epoch begins, whose batches are counted where a framework has read a length.
@@ -45,20 +64,19 @@ class ReadOnce:
             OptionError: it has more batches than the framework will take.
         """
         host = None if self._loop is None else _host()
-        if host is None or host[1] != self._loop:
+        if host is None or host.loop != self._loop:
             return
         length = count()
         if length > self._length:
-            module = host[0]
             raise OptionError(
-                f"epoch {epoch} has {length} batches, but {module.partition('.')[0]} has read len "
-                f"once, {self._length}, and would leave the others out: use {_HOSTS[module][1]}, "
+                f"epoch {epoch} has {length} batches, but {host.framework} has read len "
+                f"once, {self._length}, and would leave the others out: use {host.adapter}, "
                 "or batches_per_epoch, with which every epoch has as many"
             )
 
 
-def _host() -> tuple[str, int] | None:
-    """The module and the identity of the training loop that calls, if no adapter is between."""
+def _host() -> _Host | None:
+    """The training loop that calls, if no adapter is between."""
     loaded = [name for name in _HOSTS if name in sys.modules]
     frame: FrameType | None = sys._getframe(2) if loaded else None
     while frame is not None:
@@ -66,7 +84,19 @@ def _host() -> tuple[str, int] | None:
         if module.startswith(_ADAPTERS):
             return None
         if module in loaded:
-            reads = frame.f_code.co_name in _HOSTS[module][0]
-            return (module, id(frame.f_locals["self"])) if reads else None
+            return _host_in(frame, module)
         frame = frame.f_back
     return None
+
+
+def _host_in(frame: FrameType, module: str) -> _Host | None:
+    """The loop of a framework's function, if that reads the number or begins an epoch."""
+    *functions, adapter = _HOSTS[module]
+    if frame.f_code.co_name not in functions:
+        return None
+    return _Host(
+        framework=module.partition(".")[0],
+        adapter=adapter,
+        loop=id(frame.f_locals["self"]),
+        reads=frame.f_code.co_name == functions[0],
+    )
