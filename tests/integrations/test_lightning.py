@@ -98,6 +98,10 @@ def run(source, workers, kind, made):
     stopped = fit(data(), Save(path, stops=True))
     resumed = fit(data(), ckpt_path=f"{path} batch")
     assert fit(data(), ckpt_path=f"{path} epoch") == whole[1:]
+    if made == "in fit":
+        first, second, _ = map(len, whole)
+        for stop in (first, first + second):  # at an epoch's last batch
+            assert resumed_twice(source, workers, kind, path, stop) == sum(whole, [])
     return {"whole": whole, "stopped": sum(stopped, []), "resumed": sum(resumed, [])}
 
 
@@ -155,6 +159,30 @@ def check_a_checkpoint_after_the_last_batch():
 
     fit(Data(lambda: loader_of("sampler", 0)), SaveLast())
     assert fit(Data(lambda: loader_of("sampler", 0)), ckpt_path=path) == whole[1:]
+
+
+class SaveAfter(Callback):
+    \"\"\"After a number of batches of this process, where the run stops.\"\"\"
+
+    def __init__(self, path, batches):
+        self.path, self.left = path, batches
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.left -= 1
+        if not self.left:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def resumed_twice(source, workers, kind, path, stop):
+    \"\"\"A run that is stopped, goes on for two batches, and goes on again.\"\"\"
+    def data():
+        return Data(lambda: loader_of(source, workers, kind))
+
+    parts = [fit(data(), SaveAfter(f"{path} once", stop))]
+    parts += [fit(data(), SaveAfter(f"{path} twice", 2), ckpt_path=f"{path} once")]
+    parts += [fit(data(), ckpt_path=f"{path} twice")]
+    return sum(sum(parts, []), [])
 
 
 check_that_a_limit_ends_epochs("sampler")

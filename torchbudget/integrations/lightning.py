@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
@@ -35,7 +35,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
     """
 
-    _loader: PositionedLoader | None = None
+    _loader: _Loader | None = None
     _loaded: list[Position] | None = None
 
     def budget_loader(self) -> DataLoader[Any]:
@@ -48,7 +48,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         Raises:
             StateError: the checkpoint is from within an epoch, and has no position.
         """
-        self._loader = loader = _Loader(self.budget_loader())
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        self._loader = loader = _Loader(self.budget_loader(), lambda: progress.total.processed)
         loaded, self._loaded = self._loaded, None
         position = None if loaded is None else of_this_rank(loaded)
         loop = self.trainer.fit_loop
@@ -71,9 +72,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         others: dict[str, Any] = super().state_dict()
         if self._loader is None:
             return others if self._loaded is None else {**others, _KEY: self._loaded}
-        # Lightning reads one batch ahead, to know which one is the last.
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return {**others, _KEY: of_each_rank(self._loader.position(done))}
+        return {**others, _KEY: of_each_rank(self._loader.position_of_loop())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the data module; the loader is made later."""
@@ -83,7 +82,27 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
 
 
 class _Loader(PositionedLoader):
-    """What Lightning iterates over."""
+    """What Lightning iterates over.
+
+    Args:
+        loader: see `PositionedLoader`.
+        processed: how many batches Lightning has trained on, in all epochs. It counts those of an
+            epoch, too, but goes on with that count after a checkpoint from an epoch's last batch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], processed: Callable[[], int]) -> None:
+        super().__init__(loader)
+        self._processed = processed
+        self._first = 0  # that number where the epoch began
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the epoch's batches."""
+        self._first = self._processed() - self._before
+        yield from super().__iter__()
+
+    def position_of_loop(self) -> Position:
+        """After the last batch that was trained on: Lightning reads one ahead."""
+        return self.position(self._processed() - self._first)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the data module saves the position. Lightning warns of loaders without it."""
