@@ -29,7 +29,7 @@ os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun d
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from tests.integrations.cells import EPOCHS, STOP, each_cell, loader_of, name_of
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
 from torchbudget.integrations.lightning import BudgetDataMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -148,6 +148,23 @@ def check_that_a_limit_ends_epochs(source):
     assert rest == whole[1:]
 
 
+def check_a_checkpoint_at_a_limit(source, kind):
+    \"\"\"After the last batch that the limit lets through, and then within the next epoch.\"\"\"
+    def data():
+        return Data(lambda: loader_of(source, 0, kind))
+
+    path, limited = f"{folder}/at limit {source} {kind.__name__}", {"limit_train_batches": 6}
+    whole = fit(data(), **limited)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DiscardedStateWarning)
+        fit(data(), SaveAfter(f"{path} once", 6), **limited)
+        once = fit(data(), SaveAfter(f"{path} twice", 2), ckpt_path=f"{path} once", **limited)
+        twice = fit(data(), ckpt_path=f"{path} twice", **limited)
+    assert once == [whole[1][:2]]
+    # Resumed twice, Lightning lets six through, not the four that are left, of any loader.
+    assert [twice[0][:4], twice[1]] == [whole[1][2:], whole[2]]
+
+
 def check_a_checkpoint_after_the_last_batch():
     path = f"{folder}/last"
     whole = fit(Data(lambda: loader_of("sampler", 0)))
@@ -187,6 +204,9 @@ def resumed_twice(source, workers, kind, path, stop):
 
 check_that_a_limit_ends_epochs("sampler")
 check_that_a_limit_ends_epochs("stream")
+for kind in (DataLoader, StatefulDataLoader):
+    check_a_checkpoint_at_a_limit("sampler", kind)
+    check_a_checkpoint_at_a_limit("stream", kind)
 check_a_checkpoint_after_the_last_batch()
 check_that_a_position_is_missed()
 check_that_a_loader_is_not_cut_short()

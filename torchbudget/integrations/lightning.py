@@ -72,7 +72,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         others: dict[str, Any] = super().state_dict()
         if self._loader is None:
             return others if self._loaded is None else {**others, _KEY: self._loaded}
-        return {**others, _KEY: of_each_rank(self._loader.position_of_loop())}
+        limit = self.trainer.fit_loop.max_batches
+        return {**others, _KEY: of_each_rank(self._loader.position_of_loop(limit))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the data module; the loader is made later."""
@@ -100,9 +101,16 @@ class _Loader(PositionedLoader):
         self._first = self._processed() - self._before
         yield from super().__iter__()
 
-    def position_of_loop(self) -> Position:
-        """After the last batch that was trained on: Lightning reads one ahead."""
-        return self.position(self._processed() - self._first)
+    def position_of_loop(self, limit: float) -> Position:
+        """After the last batch that was trained on: Lightning reads one ahead.
+
+        Args:
+            limit: batches after which Lightning begins the next epoch.
+        """
+        position = self.position(self._processed() - self._first)
+        if position["batches"] < limit:
+            return position
+        return {"epoch": position["epoch"] + 1, "batches": 0, "state": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the data module saves the position. Lightning warns of loaders without it."""

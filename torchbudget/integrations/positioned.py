@@ -69,6 +69,8 @@ class PositionedLoader:
         if epoch != self._epoch:
             self._epoch = None
             self._positions.clear()
+            if epoch != self.source.epoch:
+                self._before = 0
             self.source.set_epoch(epoch)
 
     def position(self, batches: int | None = None) -> Position:
