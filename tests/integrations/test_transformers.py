@@ -145,6 +145,16 @@ def refused(source, **options):
         return str(error)
 
 
+def check_that_an_older_trainer_is_refused():
+    \"\"\"One that would divide the loss again; no release of those times is installed.\"\"\"
+    attribute = Trainer.loss_is_scaled_for_ga
+    del Trainer.loss_is_scaled_for_ga
+    try:
+        assert "does not read loss_is_scaled_for_ga" in refused("stream", batches_per_epoch=7)
+    finally:
+        Trainer.loss_is_scaled_for_ga = attribute
+
+
 class Plain(Trainer):
     def get_train_dataloader(self):
         return loader_of("sampler", 0, collate_fn=labelled)
@@ -218,6 +228,7 @@ if ranks > 1:
 else:
     check_that_len_is_read_anew()
 check_that_a_loader_is_not_cut_short()
+check_that_an_older_trainer_is_refused()
 check_sized_stream(0)
 check_sized_stream(2)
 assert "a sampler without samples_per_step" in refused("sampler")

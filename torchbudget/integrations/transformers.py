@@ -59,6 +59,11 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
             OptionError: an argument of the Trainer, or an option of the loader, would lose samples
                 or weigh them wrongly.
         """
+        if not hasattr(super(), "loss_is_scaled_for_ga"):
+            raise OptionError(
+                "BudgetTrainerMixin refuses a Trainer that does not read loss_is_scaled_for_ga "
+                "and would divide the loss again: update transformers"
+            )
         self._items = _Items(self, PositionedLoader(self.budget_loader()))
         return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
 
