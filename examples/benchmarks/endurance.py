@@ -236,7 +236,8 @@ def check_resuming(case: Case, done: int, whole: list[Batches], rng: np.random.G
     if done == len(whole[rank]):
         must(resumed.epoch == 1, "an epoch that is done does not go on to the next")
         return
-    must(len(resumed) == len(whole[rank]) - done, "len after resuming is wrong")
+    must(len(resumed) == len(whole[rank]), "len after resuming is wrong")
+    must(resumed.batches_left == len(whole[rank]) - done, "batches_left is wrong")
     must(list(iter(resumed)) == whole[rank][done:], "resumed differs from uninterrupted")
     if case.settings["drop_last"]:
         return
