@@ -126,10 +126,11 @@ except OptionError as error:
 """
 
 
+@pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_sample_comes_once_under_each_option(ranks: int, tmp_path: Path) -> None:
     """Epochs, `save_state`, `load_state` and `skip_first_batches`; what dispatches is refused."""
-    found = run_ranks(SCRIPT, tmp_path, ranks)
+    found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 21
     assert_epochs_grow(found[0]["sampler, 0, {}"])
     for name in found[0]:

@@ -219,10 +219,11 @@ for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
 """
 
 
+@pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_sample_comes_once_in_fit(ranks: int, tmp_path: Path) -> None:
     """Loaders made before and in `fit`, epochs of any length, checkpoints within an epoch."""
-    found = run_ranks(SCRIPT, tmp_path, ranks)
+    found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 12
     assert_epochs_grow(found[0]["sampler, 0, DataLoader, in fit"])
     for name in found[0]:

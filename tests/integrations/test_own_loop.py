@@ -93,10 +93,11 @@ for by, kind in (("DDP", DataLoader), ("FSDP2", DataLoader), ("DDP", StatefulDat
 """
 
 
+@pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_sample_comes_once_in_a_loop_of_ones_own(ranks: int, tmp_path: Path) -> None:
     """DDP, FSDP2 and `StatefulDataLoader`, whose states go through JSON."""
-    found = run_ranks(SCRIPT, tmp_path, ranks)
+    found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 12
     assert_epochs_grow(found[0]["sampler, 0, DDP, DataLoader"])
     for name in found[0]:

@@ -243,10 +243,11 @@ for takes_number in (True, False):
 """
 
 
+@pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_sample_comes_once_in_train(ranks: int, tmp_path: Path) -> None:
     """Steps of the plan, checkpoints within an epoch, and losses divided by the step's labels."""
-    found = run_ranks(SCRIPT, tmp_path, ranks)
+    found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 8
     for name in found[0]:
         of_ranks = [one[name] for one in found]

@@ -49,7 +49,12 @@ def leave() -> NoReturn:
 
 
 def run_ranks(
-    script: str, folder: Path, ranks: int, *arguments: Any, killed: Sequence[int] = ()
+    script: str,
+    folder: Path,
+    ranks: int,
+    *arguments: Any,
+    killed: Sequence[int] = (),
+    within_s: float = 240,
 ) -> list[Any]:
     """Run a script on that many ranks; what each wrote as JSON to `sys.argv[1]/<rank>.json`.
 
@@ -63,6 +68,7 @@ def run_ranks(
         arguments: follow as text.
         killed: ranks that the script kills; the result of each is `None`. The others must end by
             `os._exit`, since `leave` waits for all.
+        within_s: until they say where they are, and are killed; below pytest's own limit.
 
     Raises:
         AssertionError: a rank failed, or did not end in time.
@@ -80,7 +86,7 @@ def run_ranks(
         process.start()
     survivors = [process for rank, process in enumerate(processes) if rank not in killed]
     try:
-        if not _have_ended(survivors, timeout_s=240):
+        if not _have_ended(survivors, timeout_s=within_s):
             _ask_where(processes)
     finally:
         for process in processes:
