@@ -25,7 +25,8 @@ name, budget, how, limited = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys
 training = CASES[name]()
 rng = np.random.default_rng(0)
 ends = np.atleast_1d(training.max_size)
-sizes = np.clip(ends * rng.lognormal(-2, 0.8, (1200, len(ends))), 1, ends).astype(int)
+number = 1200 if name == "graphs" else 400  # several batches of each
+sizes = np.clip(ends * rng.lognormal(-2, 0.8, (number, len(ends))), 1, ends).astype(int)
 probes = ()
 if how.isdecimal():  # that many samples in each batch
     tb.trim_malloc()
