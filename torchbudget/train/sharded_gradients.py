@@ -17,9 +17,11 @@ def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
     A collective of the parameter's mesh where they differ, as for the gradient of a replicated
     weight that each rank has a summand of.
     """
-    if not is_dtensor(gradient) or gradient.placements == parameter.placements:  # type: ignore[attr-defined]  # of a DTensor
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
         return gradient
-    placed: Tensor = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]  # of a DTensor
+    if gradient.placements == parameter.placements:
+        return gradient
+    placed: Tensor = gradient.redistribute(placements=parameter.placements)
     return placed
 
 
@@ -27,7 +29,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of plain gradients and DTensors together, whole on every rank, not read."""
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        mesh = gradient.device_mesh if is_dtensor(gradient) else None  # type: ignore[attr-defined]  # of a DTensor
+        mesh = gradient.device_mesh if is_dtensor(gradient) else None
         kinds.setdefault(mesh, []).append(gradient)
     norms = [_whole(nn.utils.get_total_norm(kind)) for kind in kinds.values()]
     if len(norms) == 1:
@@ -39,5 +41,5 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def _whole(norm: Tensor) -> Tensor:
     # The local part of a norm that is a DTensor is that of this rank's shards alone.
-    whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]  # of a DTensor
+    whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm
     return whole

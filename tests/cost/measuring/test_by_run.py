@@ -41,6 +41,33 @@ def test_three_axes_are_run() -> None:
     assert 0.9 * peak <= grown <= 1.3 * peak
 
 
+def test_three_axes_without_a_trace() -> None:
+    """Videos: bytes grow with the product of all axes, which runs alone show, within the budget."""
+    layers = nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    budget = process_memory().resident_bytes + 200 * 2**20
+    cost = measure_cost(
+        step,
+        lambda n, size: torch.zeros(n, 1, *size),
+        max_size=(8, 32, 32),
+        budget=budget,
+        method="run",
+    )
+    assert len(cost.probes) <= 18
+    assert max(probe.peak_bytes for probe in cost.probes) <= budget
+    assert cost.margin == 0.05  # no run is further off
+    n = int(cost.capacity((8, 20, 32), budget))
+    peak = trace_peak_bytes(step, torch.zeros(n, 1, 8, 20, 32))
+    assert 0.6 <= peak / (200 * 2**20) <= 1
+
+
 # What else this process holds comes and goes; peaks are compared in processes of their own.
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
 def test_a_step_that_looks_at_values_falls_back_to_running() -> None:

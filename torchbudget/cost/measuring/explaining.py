@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torchbudget.cost.measuring.fitting import PeaksFit, domain_grid, fit_peaks, largest_forms
 from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.shapes import Domain, Size
-from torchbudget.cost.measuring.terms import features, plain_powers, powers_of
+from torchbudget.cost.measuring.terms import features, powers_of, powers_of_runs
 from torchbudget.cost.models.form import FloatArray, Form
 
 # A form that misses no peak by more explains them all, or by no more than the best fit; readings of
@@ -87,8 +87,8 @@ def explained(
     fit = fit_peaks(n, sizes, peaks, few=True)
     axes = len(at[0])
     powers = powers_of(axes)
-    plain = [powers.index(power) for power in plain_powers(axes)]
-    search = _Search.of(n, sizes, peaks, fit, np.union1d(plain, fit.used), idle_bytes)
+    shown = [powers.index(power) for power in powers_of_runs(axes)]
+    search = _Search.of(n, sizes, peaks, fit, np.union1d(shown, fit.used), idle_bytes)
     pulls = features(np.ones(len(at)), at, powers)
     pulls[:, 0] = 0  # only what the samples need
     most = [fit.coefficients, *(search.pulled(pull, _PULLED) for pull in pulls)]

@@ -34,6 +34,7 @@ from torchbudget.cost.measuring.terms import (
     features,
     plain_powers,
     powers_of,
+    powers_of_runs,
 )
 from torchbudget.cost.measuring.tracing import Trace
 from torchbudget.cost.models.form import FloatArray, Form, Term
@@ -192,10 +193,10 @@ def fit_peaks(
     """
     powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
     matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
-    plain = set(plain_powers(len(powers[0][1])))
+    shown = set(powers_of_runs(len(powers[0][1])))
     best: tuple[float, PeaksFit] | None = None
     for used in choices_of(powers):
-        if few and not {powers[at] for at in used if powers[at][0] < 2} <= plain:
+        if few and not {powers[at] for at in used if powers[at][0] < 2} <= shown:
             continue
         if best is not None and len(peak) < len(used) + 2:
             break  # too few to tell

@@ -15,7 +15,7 @@ from torchbudget.cost.measuring.fragmentation import note_device, with_reserve
 from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import ProbeOutOfMemoryError, StepRunner
-from torchbudget.cost.measuring.terms import features, plain_powers
+from torchbudget.cost.measuring.terms import features, plain_powers, powers_of_runs
 from torchbudget.cost.models.form import FloatArray, Form, Term
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns
@@ -250,7 +250,7 @@ class _Runs:
         most, idle = 1, self.runner.idle_bytes  # one sample must fit, to be trained on
         for probe in self.probes:
             growth = (target - idle) / max(probe.peak_bytes - idle, _SEEN_BYTES)
-            new, old = features([1, 1], [size, probe.size], plain_powers(len(size))[1:])
+            new, old = features([1, 1], [size, probe.size], powers_of_runs(len(size))[1:])
             growth /= float((new / old).max())  # how much more one sample may need
             most = max(most, probe.n * (growth if growth < 1 or self._is_linear() else growth**0.5))
         return int(most)

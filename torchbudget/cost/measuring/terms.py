@@ -53,6 +53,12 @@ def plain_powers(axes: int) -> list[Powers]:
     return [(0, (0,) * axes), *(one for one in powers_of(axes) if one[0] == 1 and sum(one[1]) < 3)]
 
 
+def powers_of_runs(axes: int) -> list[Powers]:
+    """Those that few runs can show: the plain ones, and on more than two axes n·L₁⋯L_d."""
+    product_of_all = [(1, (1,) * axes)] if axes > 2 else []
+    return plain_powers(axes) + product_of_all
+
+
 def choices_of(powers: Sequence[Powers]) -> list[Columns]:
     """Which terms a form may have, from the simplest choice on, as indices of `powers`."""
     axes = len(powers[0][1])
