@@ -1,11 +1,19 @@
-"""Running a step until memory runs out."""
+"""Running a step: until memory runs out, and on a machine whose readings are noisy."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
+
+import torchbudget as tb
+from tests.support.training_cases import CASES
+from torchbudget.cost.measuring.shapes import Size, Subject
+from torchbudget.cost.measuring.step_runner import StepRunner
+from torchbudget.cost.models.probe import Probe
 
 TOO_MUCH = """
 import resource
@@ -34,3 +42,86 @@ def test_a_real_out_of_memory_is_survived() -> None:
     )
     assert not done.returncode, done.stderr
     assert "out of memory at" in done.stdout
+
+
+class NoisyMachine(StepRunner):
+    """Bytes of plain convolutions, as a busy machine might read them.
+
+    No real machine's noise can be chosen: this one is off by up to some MiB, or by some percent,
+    and keeps a little more after each step.
+
+    Args:
+        subject: whose step is not run.
+    """
+
+    seed, percent, kept_mib, off_mib = 0, 0.0, 0.0, 0.0
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self.rng = np.random.default_rng(self.seed)
+        self.pixel_bytes = self.rng.uniform(200, 900)
+        self.idle_bytes = int(self.rng.uniform(180, 260) * 2**20)
+        self.kept_bytes = 0.0
+
+    def true_bytes(self, n: int, size: Size) -> float:
+        """Without noise."""
+        return self.idle_bytes + max(n * (self.pixel_bytes * np.prod(size) + 2000), 3 * 2**20)
+
+    def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
+        """What is read of a step."""
+        noise, off, kept = self.rng.normal(size=3)
+        self.kept_bytes += abs(kept) * self.kept_mib * 2**20
+        above = self.true_bytes(n, size) - self.idle_bytes
+        read = above * (1 + noise * self.percent / 100) + off * self.off_mib * 2**20
+        return Probe(n, size, int(self.idle_bytes + read + self.kept_bytes), held_out, "run")
+
+    def settled(self, probes: Sequence[Probe]) -> list[Probe]:
+        """What was kept stays where it was read."""
+        return list(probes)
+
+
+def measured_on_noisy(
+    monkeypatch: pytest.MonkeyPatch, max_size: Size, budget: int
+) -> tuple[tb.MeasuredCost, NoisyMachine]:
+    """A cost of images, and the machine that it was measured on."""
+    machines: list[NoisyMachine] = []
+
+    def made(subject: Subject) -> NoisyMachine:
+        machines.append(NoisyMachine(subject))
+        return machines[-1]
+
+    monkeypatch.setattr("torchbudget.cost.measuring.running.StepRunner", made)
+    training = CASES["images"]()
+    cost = tb.measure_cost(
+        training.step, training.make_batch, max_size=max_size, budget=budget, method="run"
+    )
+    return cost, *machines
+
+
+@pytest.mark.parametrize(
+    ("seed", "percent", "kept", "off"), [(1, 0.2, 1.5, 2), (19, 0.2, 1.5, 2), (19, 1, 3, 5)]
+)
+def test_noise_takes_no_size_out_of_the_range(
+    monkeypatch: pytest.MonkeyPatch, seed: int, percent: float, kept: float, off: float
+) -> None:
+    """However readings scatter, batches of the largest size are run early, and vouched for."""
+    monkeypatch.setattr(NoisyMachine, "seed", seed)
+    monkeypatch.setattr(NoisyMachine, "percent", percent)
+    monkeypatch.setattr(NoisyMachine, "kept_mib", kept)
+    monkeypatch.setattr(NoisyMachine, "off_mib", off)
+    budget = 600 * 2**20
+    cost, machine = measured_on_noisy(monkeypatch, (256, 256), budget)
+    sizes = np.array([(4, 4), (4, 256), (31, 90), (100, 100), (256, 4), (256, 256)])
+    n = cost.capacity(sizes, budget)
+    true = np.array([machine.true_bytes(*one) for one in zip(n, map(tuple, sizes), strict=True)])
+    assert (true <= budget).all()
+    assert n.all()
+    assert true.mean() >= 0.7 * budget
+
+
+def test_a_largest_size_that_does_not_fit_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not run: it would exceed the budget."""
+    cost, _ = measured_on_noisy(monkeypatch, (2048, 2048), 600 * 2**20)
+    assert cost.capacity([(2048, 2048)], 600 * 2**20) == 0
+    assert any("the largest size, (2048, 2048), was run" in note for note in cost.notes)
+    assert all(probe.peak_bytes <= 600 * 2**20 for probe in cost.probes)

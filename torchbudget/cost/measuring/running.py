@@ -35,6 +35,9 @@ _EXACT: Final = 0.01
 _MOST_RUNS: Final = 8
 _MOST_BLIND_RUNS: Final = 18
 _MOST_CLIMBS: Final = 4
+# Where one sample of a size may need too much for all that is known, how far on the way to it, on a
+# logarithmic scale, sizes are run first.
+_STONES: Final = (0.8, 0.6, 0.4, 0.2)
 # A run that reached this share of its target needs no larger one of its size.
 _REACHED: Final = 0.9
 _MORE: Final = 0.9
@@ -112,16 +115,22 @@ class _Runs:
         judged = [*domain.judged]
         if not self.traced and domain.short in judged[1:-1]:
             judged.remove(domain.short)
-        smallest, largest, middle = judged[0], judged[-1], judged[len(judged) // 2]
+        smallest, largest = judged[0], judged[-1]
+        # On several axes those between are long on one only, and say little of what is long on all.
+        middle = judged[len(judged) // 2] if domain.axes == 1 else domain.between(0.5)
         self._run_first(smallest)
-        # Sizes that are long on one axis only tell the axes apart.
-        first = [domain.between((0.0, 1.0)), domain.between((1.0, 0.0))]
-        first = [middle] if domain.axes == 1 else first
-        self._reach_for(_SAFE, first[0])
-        # The ends early: nothing is vouched for beyond them.
-        fitted = list(dict.fromkeys([first[0], largest, smallest, *first]))
-        for size in fitted:
-            self._reach_for(_NEAR, size)
+        self._reach_for(_SAFE, middle)
+        # The ends early: nothing is vouched for beyond them. Then what tells the axes apart.
+        corners = [domain.between((0.0, 1.0)), domain.between((1.0, 0.0))]
+        fitted = list(dict.fromkeys([middle, largest, smallest, *corners]))
+        for size in (*fitted, largest):  # at first its guess may have been far too high
+            if size != largest or all(size != probe.size for probe in self.probes):
+                self._reach_for(_NEAR, size)
+        if all(probe.size != largest for probe in self.probes):
+            self.subject.notes.append(
+                f"no batch of the largest size, {largest}, was run: by the runs before, one sample "
+                "needs more than the budget"
+            )
         if self.traced:
             for size in judged:
                 if size not in fitted:
@@ -151,7 +160,8 @@ class _Runs:
         top = MeasuredCost(forms=found.forms(domain), margin=0)
         sizes = found.sizes if domain.axes > 1 else found.sizes[:, 0]
         disputes = found.disputes(np.maximum(top.capacity(sizes, self.room), 1))
-        new = [all(size != p.size for p in self.probes) for size in domain.spread()]
+        known = {probe.size for probe in self.probes}
+        new = [s not in known and self._reach(s, self.room) > 0 for s in domain.spread()]
         return domain.spread()[int(np.where(new, disputes, 0).argmax())]
 
     def _run_first(self, smallest: Size) -> None:
@@ -170,6 +180,8 @@ class _Runs:
     def _reach_for(self, share: float, size: Size, *, held_out: bool = False) -> None:
         """Run batches of a size until one takes this share of the budget, or may not be larger."""
         floor = self.probes[0].peak_bytes
+        if not self.traced:
+            self._climb_to(size, int(floor + share * (self.room - floor)))
         # One that is held out vouches for nothing, and need not be larger.
         for _ in range(1 if self.traced or held_out else _MOST_CLIMBS):
             target = int(floor + share * (self.room - floor))
@@ -180,21 +192,40 @@ class _Runs:
                 or any(p.size == size and p.n >= _MORE * n for p in self.probes)
             ):
                 return
-            try:
-                probe = self.runner.run(n, size, held_out=held_out)
-            except ProbeOutOfMemoryError as error:
-                # There is less memory than the budget: later probes aim at what was reached, or at
-                # half as much.
-                self.subject.notes.append(
-                    f"out of memory at {n} samples of size {size}, below the budget"
-                )
-                half = self.room - (self.room - floor) // 2
-                self.room = max(half, min(error.reached_bytes, self.room))
+            probe = self._run(n, size, held_out=held_out)
+            if probe is None or probe.peak_bytes - floor >= _REACHED * (target - floor):
                 return
-            self.probes.append(probe)
-            self.subject.advance(1)
-            if probe.peak_bytes - floor >= _REACHED * (target - floor):
+
+    def _run(self, n: int, size: Size, *, held_out: bool = False) -> Probe | None:
+        """Run a batch; `None` where memory ran out."""
+        try:
+            probe = self.runner.run(n, size, held_out=held_out)
+        except ProbeOutOfMemoryError as error:
+            # There is less memory than the budget: later probes aim at what was reached, or at
+            # half as much.
+            self.subject.notes.append(
+                f"out of memory at {n} samples of size {size}, below the budget"
+            )
+            half = self.room - (self.room - self.probes[0].peak_bytes) // 2
+            self.room = max(half, min(error.reached_bytes, self.room))
+            return None
+        self.probes.append(probe)
+        self.subject.advance(1)
+        return probe
+
+    def _climb_to(self, size: Size, target: int) -> None:
+        """Run sizes on the way to one of which the runs so far do not bound one sample."""
+        way = self.subject.domain.up_to(size)
+        known = {probe.size for probe in self.probes}
+        stones = [stone for stone in map(way.between, _STONES) if stone not in known]
+        while self.left > 1 and self._most_samples(size, target) < 1:
+            bounded = (at for at, s in enumerate(stones) if self._most_samples(s, target) > 0)
+            at = next(bounded, None)
+            if at is None:
                 return
+            n = min(self._most_samples(stones[at], target), self.runner.most_samples(stones[at]))
+            self._run(n, stones[at])
+            del stones[at:]  # shorter ones say no more
 
     def _most_samples(self, size: Size, target: int) -> int:
         n = _capacity(self._guess(), size, target)
@@ -208,7 +239,8 @@ class _Runs:
             if all(size != probe.size for probe in self.probes):
                 target = int(floor + _FIRST * (target - floor))
             reach = max(reach, _capacity(self._fit(self.probes), size, target))
-        return min(n, reach)
+        # Where the runs bound one sample, a guess that says less is wrong.
+        return min(max(n, 1), reach)
 
     def _guess(self) -> tuple[Form, ...]:
         """The forms to choose the next shape by, from the runs so far."""
@@ -236,23 +268,31 @@ class _Runs:
         Two runs of this size show how bytes grow with n, which is taken to be as n² until a third
         one has shown that it is linear. Runs of other sizes bound the first one of this size: with
         coefficients of at least 0, bytes grow at most by the factor of the feature that grows most.
-        All that is allocated during a step is attributed to the samples; with few of them that is
-        too much, so the bound rises from run to run.
+        That is what two runs of a size differ by; where there is but one, all that is allocated
+        during a step is attributed to its samples. As long as nothing shows what a sample needs,
+        one is tried: it must fit, to be trained on.
         """
-        same = [probe for probe in self.probes if probe.size == size]
-        if len(same) > 1:
-            few, many = same[-2:]
+        runs = [probe for probe in self.probes if probe.size == size]
+        if len(runs) > 1:
+            few, many = runs[-2:]
             power = 1 if self._is_linear() else 2
             grown = max(many.peak_bytes - few.peak_bytes, _NOISE_BYTES)
             times = (target - many.peak_bytes) / grown
             most: float = many.n**power + times * (many.n**power - few.n**power)
             return int(max(most, 1) ** (1 / power))
-        most, idle = 1, self.runner.idle_bytes  # one sample must fit, to be trained on
+        idle, floor = self.runner.idle_bytes, self.probes[0].peak_bytes
+        seen = max(probe.peak_bytes for probe in self.probes) - floor > _SEEN_BYTES
+        most = 0 if seen else 1
         for probe in self.probes:
-            growth = (target - idle) / max(probe.peak_bytes - idle, _SEEN_BYTES)
             new, old = features([1, 1], [size, probe.size], powers_of_runs(len(size))[1:])
-            growth /= float((new / old).max())  # how much more one sample may need
+            larger = float((new / old).max())  # how much more one sample may need
+            growth = (target - idle) / max(probe.peak_bytes - idle, _SEEN_BYTES) / larger
             most = max(most, probe.n * (growth if growth < 1 or self._is_linear() else growth**0.5))
+            for few in self.probes:
+                grown = probe.peak_bytes - few.peak_bytes
+                if few.size == probe.size and few.n < probe.n and grown > _SEEN_BYTES:
+                    each = grown / (probe.n - few.n) * larger
+                    most = max(most, min((target - floor) / each, 1))
         return int(most)
 
     def _is_linear(self) -> bool:
