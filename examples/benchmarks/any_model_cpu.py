@@ -48,7 +48,8 @@ from _common import Results, parser, timed
 from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
-from torchbudget.machine.host import process_memory, reset_peak_memory
+from torchbudget.machine.host import reset_peak_memory
+from torchbudget.machine.process_tree import process_memory
 
 MODELS = (
     "encoder, padding masked",

@@ -80,7 +80,7 @@ from torchbudget import (
     predict,
     sizes_of,
 )
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 sys.path.append(str(Path(__file__).parent.parent))
 

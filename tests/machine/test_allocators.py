@@ -69,7 +69,7 @@ def test_onednn_keeps_few_kernels_though_torch_was_imported_before():
 FREE = """
 import torch
 import torchbudget as tb
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 if not tb.trim_malloc():
     print("no glibc")

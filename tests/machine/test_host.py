@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchbudget.machine.cgroups import cgroup_memory
-from torchbudget.machine.host import host_memory, machine_memory, process_tree, shared_memory
+from torchbudget.machine.host import host_memory, machine_memory, shared_memory
+from torchbudget.machine.process_tree import process_tree
 from torchbudget.units import GiB, MiB
 
 

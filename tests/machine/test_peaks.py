@@ -5,8 +5,9 @@ import time
 import pytest
 
 from torchbudget.machine import peaks
-from torchbudget.machine.host import process_memory, reset_peak_memory
+from torchbudget.machine.host import reset_peak_memory
 from torchbudget.machine.peaks import peak_memory
+from torchbudget.machine.process_tree import process_memory
 from torchbudget.units import MiB
 
 

@@ -151,7 +151,7 @@ def test_a_real_ancestor_bounds_more_tightly():
 FILL = """
 import os, sys
 from torchbudget.budget import MemoryBudget
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 with open(sys.argv[2], "wb", buffering=0) as file:
     for _ in range(100):

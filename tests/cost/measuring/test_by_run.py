@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.training_cases import CASES
 from torchbudget import measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 
 def test_three_axes_are_run() -> None:

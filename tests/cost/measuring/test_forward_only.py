@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.support.training_cases import CASES, Training
 from torchbudget import PadCollate, describe_step, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 NOTE = "forward only"
 
@@ -203,7 +203,8 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.machine.host import process_memory, reset_peak_memory
+from torchbudget.machine.host import reset_peak_memory
+from torchbudget.machine.process_tree import process_memory
 
 training = CASES["decoder, scores kept"]()
 model = training.model.eval()

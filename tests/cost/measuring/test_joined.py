@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget import measure_cost
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 warnings.simplefilter("ignore")
 dist.init_process_group("gloo")

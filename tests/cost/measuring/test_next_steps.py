@@ -16,7 +16,7 @@ from torch import nn
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 Step = Callable[[torch.Tensor], Any]
 

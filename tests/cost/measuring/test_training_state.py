@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.training_cases import CASES, Training
 from torchbudget import measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, MeasureWarning
-from torchbudget.machine.host import process_memory
+from torchbudget.machine.process_tree import process_memory
 
 
 def everything(training: Training) -> list[Any]:

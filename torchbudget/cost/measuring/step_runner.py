@@ -15,9 +15,9 @@ from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.shapes import BatchLimit, Size, Subject
 from torchbudget.cost.models.probe import Probe
 from torchbudget.machine.device import device_memory
-from torchbudget.machine.host import process_memory
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.machine.peaks import Peak, peak_memory
+from torchbudget.machine.process_tree import process_memory
 
 # Batches of a shape where the step's memory depends on their values.
 _REPEATED: Final = 3

@@ -1,16 +1,18 @@
 """The memory of processes and of their descendants."""
 
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from torchbudget.errors import MachineError
-from torchbudget.machine.host import process_memory, process_tree
+from torchbudget.machine.process_tree import ProcessTree, process_memory, process_tree
 from torchbudget.units import MiB
 
 
@@ -74,11 +76,9 @@ def test_shared_memory_counts_once_over_the_processes_that_map_it():
     assert here.unreclaimable_bytes + there.unreclaimable_bytes == pytest.approx(
         alone.unreclaimable_bytes, abs=MiB(16)
     )
-    assert (ended.resident_bytes, ended.unreclaimable_bytes, ended.peak_resident_bytes) == (
-        0,
-        0,
-        None,
-    )
+    assert (ended.resident_bytes, ended.unreclaimable_bytes) == (0, 0)
+    assert ended.peak_resident_bytes is None
+    assert ended.is_proportional  # there is nothing left that could be shared
 
 
 def test_a_tree_leaves_out_what_ends_meanwhile(monkeypatch):
@@ -88,6 +88,38 @@ def test_a_tree_leaves_out_what_ends_meanwhile(monkeypatch):
     assert [reading.pid for reading in process_tree()] == [os.getpid()]
     with pytest.raises(MachineError, match="no such process"):
         process_tree(2**30)
+
+
+WAIT = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+def test_a_tree_that_is_read_again_has_the_processes_of_that_moment():
+    """A child, its own child and a forked one are found once they run, and are gone once killed."""
+    tree = ProcessTree()
+    tree.read()
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAIT!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"ready\n"  # of the grandchild
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600])
+        forked.start()
+        pids = [reading.pid for reading in tree.read(shares=False)]
+        assert pids[0] == os.getpid()
+        assert {child.pid, forked.pid} < set(pids)
+        [grandchild] = psutil.Process(child.pid).children()
+        assert grandchild.pid in pids
+        for ending in (grandchild, forked):
+            ending.kill()
+        forked.join()
+    left = {reading.pid for reading in tree.read()}
+    assert not left & {child.pid, forked.pid, grandchild.pid}
+
+
+def test_a_quick_reading_leaves_out_the_shares():
+    """Resident and anonymous bytes are those of the whole reading; it says what it lacks."""
+    quick, whole = process_memory(shares=False), process_memory()
+    assert quick.resident_bytes == pytest.approx(whole.resident_bytes, rel=0.01)
+    assert quick.anonymous_bytes == pytest.approx(whole.anonymous_bytes, rel=0.01)
+    assert (quick.is_proportional, whole.is_proportional) == (False, True)
 
 
 STATUS = """Name:\tpython
@@ -114,12 +146,12 @@ Pss_Shmem:            50 kB
     [
         (ROLLUP, 600, 450),
         (ROLLUP[: ROLLUP.index("Pss_Anon")], 600, 600),  # before Linux 5.4
-        (None, 800, 600),  # another user's process
+        (None, 500, 600),  # another user's process
     ],
     ids=["all", "sum only", "unreadable"],
 )
 def test_a_process_whose_shares_may_be_unreadable(tmp_path, rollup, proportional, unreclaimable):
-    """Without its shares, a process's pages are taken for its own."""
+    """Without its shares, only pages that cannot be shared are counted, and it says so."""
     folder = tmp_path / "proc/77"
     folder.mkdir(parents=True)
     (folder / "status").write_text(STATUS)
@@ -133,6 +165,7 @@ def test_a_process_whose_shares_may_be_unreadable(tmp_path, rollup, proportional
     assert reading.peak_resident_bytes == 900 * 1024
     assert reading.proportional_bytes == proportional * 1024
     assert reading.unreclaimable_bytes == unreclaimable * 1024
+    assert reading.is_proportional is (rollup is not None)
 
 
 def test_a_reading_is_frozen():
