@@ -48,7 +48,7 @@ from _common import Results, parser, timed
 from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
-from torchbudget.machine.host import reset_peak_memory
+from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
 MODELS = (

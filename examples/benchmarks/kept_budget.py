@@ -57,7 +57,7 @@ import numpy as np
 from _common import Results, options, timed
 
 from torchbudget import MemoryBudgetBatchSampler, measure_cost
-from torchbudget.machine.host import reset_peak_memory
+from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
 # Each with how many times as many samples: those of "heavy" are small beside its weights.

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from torchbudget.machine.cuda import DeviceFigures, DeviceSource, TorchSource
+from torchbudget.machine.high_water import HighWater
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import format_bytes
 
@@ -33,16 +34,26 @@ class DeviceMemory:
 
     Attributes:
         source: of the figures, and what acts on the allocator.
+        high_water: the most that the allocator reserved, and that living tensors took.
     """
 
     def __init__(self, source: DeviceSource) -> None:
         self.source = source
+        self.high_water = HighWater(self._peaks, self._reset_peaks)
         first = source.figures()
         used_bytes = first.total_bytes - first.free_bytes
         if first.free_before_bytes is not None:
             self._others_bytes = max(0, first.total_bytes - first.free_before_bytes)
         else:
             self._others_bytes = max(0, used_bytes - first.reserved_bytes - _ASSUMED_BYTES)
+
+    def _peaks(self) -> tuple[int, ...]:
+        figures = self.source.figures()
+        return figures.peak_reserved_bytes, figures.peak_allocated_bytes
+
+    def _reset_peaks(self) -> bool:
+        self.source.reset_peaks()
+        return True
 
     def outside_bytes(self, figures: DeviceFigures) -> int:
         """What this process used outside torch's allocator at a reading."""

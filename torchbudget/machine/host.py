@@ -65,16 +65,3 @@ def shared_memory(*, root: Path = ROOT) -> MemoryPool | None:
         limit_bytes=system.f_blocks * system.f_frsize,
         used_bytes=(system.f_blocks - system.f_bavail) * system.f_frsize,
     )
-
-
-def reset_peak_memory(*, root: Path = ROOT) -> bool:
-    """Reset this process's high-water mark of resident memory to what is resident now.
-
-    Returns:
-        Whether the kernel allowed it, which takes Linux with a `/proc` that may be written to.
-    """
-    try:
-        (root / "proc" / "self" / "clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True

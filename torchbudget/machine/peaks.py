@@ -11,8 +11,7 @@ import psutil
 import torch
 
 from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
-from torchbudget.machine.host import reset_peak_memory
-from torchbudget.machine.kernel_files import ROOT, read_fields
+from torchbudget.machine.high_water import RESIDENT
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +47,8 @@ class Peak:
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     """Measure the most memory that this process uses on `device` inside the context.
 
+    Contexts may be nested, and a `MemoryMonitor` may run around them: each has its own peak.
+
     On the CPU that is the high-water mark of resident memory, which is reset first; where the
     kernel does not allow that, a thread reads the resident memory every millisecond. On CUDA see
     `torchbudget.machine.device`; memory outside torch's allocator is read when the context ends.
@@ -59,9 +60,9 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     peak = Peak()
     if not is_cpu(device):
         yield from _on_device(peak, device_memory(device))
-    elif reset_peak_memory():
+    elif (mark := RESIDENT.begin()) is not None:
         yield peak
-        peak.bytes = read_fields(ROOT / "proc/self/status")["VmHWM"]
+        [peak.bytes] = mark.most()
     else:
         peak.sampled = True
         yield from _sampled(peak)
@@ -70,16 +71,16 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 def _on_device(peak: Peak, memory: DeviceMemory) -> Iterator[Peak]:
     source = memory.source
     source.synchronize()
-    source.reset_peaks()
+    mark = memory.high_water.begin()
     before = source.figures()
     yield peak
     source.synchronize()
     after = source.figures()
+    if mark is not None:
+        peak.reserved_bytes, peak.allocated_bytes = mark.most()
     peak.reserved_before_bytes = before.reserved_bytes
-    peak.reserved_bytes = after.peak_reserved_bytes
     peak.outside_bytes = memory.outside_bytes(after)
     peak.bytes = peak.reserved_bytes + peak.outside_bytes
-    peak.allocated_bytes = after.peak_allocated_bytes
     peak.retries = after.retries - before.retries
     peak.failures = after.ooms - before.ooms
 

@@ -19,7 +19,7 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.machine.host import reset_peak_memory
+from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
 name, budget, how, limited = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4

@@ -203,7 +203,7 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.machine.host import reset_peak_memory
+from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
 training = CASES["decoder, scores kept"]()
