@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget.errors import MachineError
-from torchbudget.machine.cgroups import cgroup_memory
+from torchbudget.machine.cgroups import ControlGroups, GroupEvents, cgroup_memory
 
 NO_LIMIT_V1 = 9223372036854771712
 V1_MOUNT = "35 31 0:32 {root} {point} rw,relatime shared:9 master:2 - cgroup cgroup rw,memory"
@@ -321,3 +321,57 @@ def test_every_ancestor_bounds_what_can_be_used(tmp_path_factory, version, chain
         max(0, group["limit"] - max(0, max(0, group["used"] - group["cache"]) - held))
         for group in reversed(limited)
     ]
+
+
+def test_what_has_happened_in_groups_of_version_2(tmp_path):
+    """Its own waiting; refusals and kills of the topmost group, which counts those below it."""
+    job = "sys/fs/cgroup/job"
+    pressure = "some avg10=0.00 avg60=0.00 avg300=0.00 total=2500000\nfull avg10=0 total=7\n"
+    root = tree(
+        tmp_path,
+        "0::/job\n",
+        [V2_MOUNT.format(root="/", point="/sys/fs/cgroup")],
+        {
+            f"{job}/memory.pressure": pressure,
+            f"{job}/memory.events": "low 0\nhigh 1\nmax 3\noom 1\noom_kill 1\n",
+            "sys/fs/cgroup/memory.events": "low 0\nhigh 1\nmax 5\noom 2\noom_kill 2\n",
+        },
+    )
+    events = ControlGroups.of(root=root).events()
+    assert events == GroupEvents(stalled_s=2.5, refusals=5, kills=2)
+    (root / job / "memory.pressure").unlink()
+    assert ControlGroups.of(root=root).events().stalled_s is None
+
+
+def test_what_has_happened_in_groups_of_version_1(tmp_path):
+    """Each group counts what hit its own limit; no file says how long processes waited."""
+    root = tree(
+        tmp_path,
+        "7:memory:/job\n",
+        [V1_MOUNT.format(root="/", point="/cg")],
+        {
+            "cg/job/memory.failcnt": "3",
+            "cg/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+            "cg/memory.failcnt": "2",
+            "cg/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
+        },
+    )
+    events = ControlGroups.of(root=root).events()
+    assert events == GroupEvents(stalled_s=None, refusals=5, kills=1)
+
+
+def test_where_there_are_no_groups_nothing_has_happened(tmp_path):
+    events = ControlGroups.of(root=tmp_path).events()
+    assert events == GroupEvents(stalled_s=None, refusals=0, kills=0)
+
+
+def test_the_groups_of_another_process(tmp_path):
+    """Its own groups are read, not those of the process that asks."""
+    root = tree(
+        tmp_path,
+        "0::/mine\n",
+        [V2_MOUNT.format(root="/", point="/cg")],
+        {"proc/77/cgroup": "0::/its\n", **v2("cg/mine", 100, 10), **v2("cg/its", 200, 20)},
+    )
+    [pool] = ControlGroups.of(77, root=root).pools()
+    assert (pool.limit_bytes, pool.used_bytes) == (200, 20)

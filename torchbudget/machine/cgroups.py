@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -14,6 +16,97 @@ from torchbudget.machine.pools import MemoryPool
 # Version 1 writes "no limit" as the largest whole number of pages in 63 bits, which depends on the
 # page size; a limit of 4 EiB is never set on purpose.
 _NO_LIMIT_BYTES: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvents:
+    """What has happened in control groups since they were made.
+
+    Attributes:
+        stalled_s: seconds in which some process of the group waited for memory (version 2, the
+            `total` of `memory.pressure`); None: not known.
+        refusals: how often a limit was hit and memory had to be reclaimed (`memory.failcnt`, or
+            `max` of `memory.events`).
+        kills: processes that were killed for memory.
+    """
+
+    stalled_s: float | None
+    refusals: int
+    kills: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlGroups:
+    """The control groups that charge a process's memory, to be read again and again.
+
+    Attributes:
+        version: of the memory controller; 0: there is none.
+        folders: of its groups, from its own up to the topmost that is visible.
+    """
+
+    version: int
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, pid: int | None = None, *, root: Path = ROOT) -> ControlGroups:
+        """Those of a process.
+
+        Args:
+            pid: the process; None is this one.
+            root: the folder that `/proc` and the groups' mount points are looked up in.
+        """
+        version, folders = _memory_groups(root, "self" if pid is None else str(pid))
+        return cls(version=version, folders=tuple(folders))
+
+    def pools(self, *, own_bytes: int = 0) -> tuple[MemoryPool, ...]:
+        """See `cgroup_memory`."""
+        pools = []
+        for folder in self.folders:
+            stat = read_fields(folder / "memory.stat")
+            if self.version == 1:
+                limits = [read_number(folder / "memory.limit_in_bytes")]
+                if folder == self.folders[-1]:
+                    limits.append(stat.get("hierarchical_memory_limit"))
+                use_file = folder / "memory.usage_in_bytes"
+                reclaimable = {"total_inactive_file", "total_active_file"}
+            else:
+                limits = [read_number(folder / "memory.max"), read_number(folder / "memory.high")]
+                use_file = folder / "memory.current"
+                reclaimable = {"inactive_file", "active_file", "slab_reclaimable"}
+            limit_bytes = min((one for one in limits if one is not None), default=_NO_LIMIT_BYTES)
+            if limit_bytes >= _NO_LIMIT_BYTES:
+                continue
+            charged_bytes = read_number(use_file)
+            if charged_bytes is None:
+                raise MachineError(
+                    f"{folder} limits memory, but {use_file} does not exist; state the budget's "
+                    "bytes"
+                )
+            reclaimable_bytes = sum(stat.get(key, 0) for key in reclaimable)
+            pools.append(
+                MemoryPool(
+                    name=str(folder),
+                    limit_bytes=limit_bytes,
+                    used_bytes=max(0, charged_bytes - reclaimable_bytes),
+                    own_bytes=own_bytes,
+                )
+            )
+        return tuple(pools)
+
+    def events(self) -> GroupEvents:
+        """What has happened in them so far; where a file cannot be read, nothing."""
+        if self.version == 1:  # each group counts what hits its own limit
+            failures = [_number(folder / "memory.failcnt") for folder in self.folders]
+            control = [_fields(folder / "memory.oom_control") for folder in self.folders]
+            kills = sum(one.get("oom_kill", 0) for one in control)
+            return GroupEvents(stalled_s=None, refusals=sum(failures), kills=kills)
+        # Version 2 counts a group's events in its ancestors too.
+        events = [_fields(folder / "memory.events") for folder in self.folders]
+        return GroupEvents(
+            stalled_s=_stalled_s(self.folders[0] / "memory.pressure") if self.folders else None,
+            refusals=max((one.get("max", 0) for one in events), default=0),
+            kills=max((one.get("oom_kill", 0) for one in events), default=0),
+        )
 
 
 def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool, ...]:
@@ -45,48 +138,39 @@ def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool,
         https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
         https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
-    version, folders = _memory_groups(root)
-    pools = []
-    for folder in folders:
-        stat = read_fields(folder / "memory.stat")
-        if version == 1:
-            limits = [read_number(folder / "memory.limit_in_bytes")]
-            if folder == folders[-1]:
-                limits.append(stat.get("hierarchical_memory_limit"))
-            use_file = folder / "memory.usage_in_bytes"
-            reclaimable = {"total_inactive_file", "total_active_file"}
-        else:
-            limits = [read_number(folder / "memory.max"), read_number(folder / "memory.high")]
-            use_file = folder / "memory.current"
-            reclaimable = {"inactive_file", "active_file", "slab_reclaimable"}
-        limit_bytes = min((limit for limit in limits if limit is not None), default=_NO_LIMIT_BYTES)
-        if limit_bytes >= _NO_LIMIT_BYTES:
-            continue
-        charged_bytes = read_number(use_file)
-        if charged_bytes is None:
-            raise MachineError(
-                f"{folder} limits memory, but {use_file} does not exist; state the budget's bytes"
-            )
-        reclaimable_bytes = sum(stat.get(key, 0) for key in reclaimable)
-        pools.append(
-            MemoryPool(
-                name=str(folder),
-                limit_bytes=limit_bytes,
-                used_bytes=max(0, charged_bytes - reclaimable_bytes),
-                own_bytes=own_bytes,
-            )
-        )
-    return tuple(pools)
+    return ControlGroups.of(root=root).pools(own_bytes=own_bytes)
 
 
-def _memory_groups(root: Path) -> tuple[int, list[Path]]:
-    """The version of the memory controller, and the folders of this process's groups.
+def _number(path: Path) -> int:
+    with suppress(MachineError):
+        return read_number(path) or 0
+    return 0
+
+
+def _fields(path: Path) -> dict[str, int]:
+    with suppress(MachineError):
+        return read_fields(path)
+    return {}
+
+
+def _stalled_s(path: Path) -> float | None:
+    """Out of lines such as `some avg10=0.00 avg60=0.00 avg300=0.00 total=1234`, microseconds."""
+    with suppress(MachineError):  # the kernel may have been told not to count
+        for line in read_lines(path):
+            kind, *_, total = line.split()
+            if kind == "some":
+                return int(total.removeprefix("total=")) / 1e6
+    return None
+
+
+def _memory_groups(root: Path, process: str) -> tuple[int, list[Path]]:
+    """The version of the memory controller, and the folders of a process's groups.
 
     The folders go from the process's own group up to the mount point, as far as memory is charged
     upwards.
     """
     version, path = 0, PurePosixPath("/")
-    for line in read_lines(root / "proc/self/cgroup"):
+    for line in read_lines(root / "proc" / process / "cgroup"):
         _, controllers, text = line.split(":", 2)
         if "memory" in controllers.split(","):
             version, path = 1, PurePosixPath(text)
