@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tests.support.refusals import Refusals, reasons_of
 from tests.support.strategies import problems, rules
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
-from torchbudget.plan.report import BatchFigures, PlanReport
+from torchbudget.plan.report import PlanReport
+from torchbudget.plan.tally import BatchFigures, BudgetShares
+from torchbudget.units import MAX_BYTES
 
 TOKENS = PaddedCost(unit_bytes=1)
 REFUSALS = Refusals()
@@ -64,8 +66,53 @@ def bytes_of(sizes: Any, cost: Any, batch: Any, multiple: int) -> int:
     return int(cost.batch_bytes(len(batch), own.max(axis=0)))
 
 
-def figures_of(sizes: Any, cost: Any, budget: int, batches: Any, multiple: int) -> BatchFigures:
+def model_bytes(sizes: Any, cost: Any) -> int:
+    """What a batch of nothing costs, where the cost says it."""
+    found = int(cost.batch_bytes(0, np.zeros_like(sizes[0])))
+    return 0 if found == MAX_BYTES else found
+
+
+def shares_of(
+    sizes: Any, cost: Any, budget: int, batches: Any, options: dict[str, Any]
+) -> BudgetShares:
+    """Where the budget goes, batch by batch and sample by sample."""
+    names = BudgetShares.__slots__
+    sums = dict.fromkeys(names, 0.0)
+    most = options.get("max_batch_size", MAX_BYTES)
+    multiple, step = options["size_multiple"], options.get("batch_size_multiple", 1)
+    packed = hasattr(cost, "base_bytes")
+    for batch in batches:
+        n, own = len(batch), sizes[batch]
+        total = bytes_of(sizes, cost, batch, multiple)
+        model = min(model_bytes(sizes, cost), total)
+        if packed:
+            real = cost.base_bytes + int(cost.item_bytes(own).sum())
+        else:
+            each = [int(cost.batch_bytes(n, size)) for size in own]
+            real = sum(min(one, budget + 1) if one == MAX_BYTES else one for one in each) / n
+        real = min(max(real, model), total)
+        sums["model"] += model
+        sums["data"] += real - model
+        sums["padding"] += total - real
+        if packed:
+            smallest = int(cost.item_bytes(rounded(sizes.min(axis=0), multiple)))
+            fits, allowed = smallest <= max(budget - total, 0), n < most
+        else:
+            fitting = int(cost.capacity(rounded(own.max(axis=0), multiple), budget))
+            capped = min(fitting, most)
+            capped = capped - capped % step if capped >= step else capped
+            fits, allowed = n < fitting, n < capped
+        cause = "no_room" if not fits else "left_over" if allowed else "limited"
+        sums[cause] += max(budget - total, 0)
+    whole = max(len(batches), 1) * budget
+    return BudgetShares(**{name: value / whole for name, value in sums.items()})
+
+
+def figures_of(
+    sizes: Any, cost: Any, budget: int, batches: Any, options: dict[str, Any]
+) -> BatchFigures:
     """The figures, batch by batch and element by element."""
+    multiple = options["size_multiple"]
     columns = sizes.reshape(len(sizes), -1)
     axes = columns.shape[1]
     real, padded = np.zeros(axes), np.zeros(axes)
@@ -87,6 +134,7 @@ def figures_of(sizes: Any, cost: Any, budget: int, batches: Any, multiple: int) 
         batches=len(batches),
         samples=sum(numbers),
         fill=float(np.mean(costs)) / budget if costs else 0.0,
+        shares=shares_of(sizes, cost, budget, batches, options),
         padding=share(real.sum(), padded.sum()),
         axis_padding=tuple(share(*pair) for pair in zip(real, padded, strict=True)),
         smallest=min(numbers, default=0),
@@ -97,7 +145,10 @@ def figures_of(sizes: Any, cost: Any, budget: int, batches: Any, multiple: int) 
 
 def assert_alike(found: BatchFigures, expected: BatchFigures) -> None:
     for name, value in dataclasses.asdict(expected).items():
-        assert getattr(found, name) == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        got = getattr(found, name)
+        if name == "shares":
+            got = dataclasses.asdict(got)
+        assert got == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
 @given(reported())
@@ -109,7 +160,7 @@ def test_a_report_is_that_of_the_batches(case: Any) -> None:
     epochs = [list(sampler) for sampler in those]
     multiple = options["size_multiple"]
     batches = [batch for mine in epochs for batch in mine]
-    assert_alike(report.plan, figures_of(sizes, cost, budget, batches, multiple))
+    assert_alike(report.plan, figures_of(sizes, cost, budget, batches, options))
     assert report.ranks == len(those)
     assert report.steps == len(steps)
     assert report.skipped == 0
@@ -138,7 +189,7 @@ def test_fixed_batches_are_the_largest_that_always_fit(case: Any) -> None:
     number = min(number, len(sizes))
     order = those[0].plan.order.epoch(0).indices(0, len(sizes))
     batches = [order[start : start + number] for start in range(0, len(sizes), number)]
-    assert_alike(report.fixed, figures_of(sizes, cost, budget, batches, multiple))
+    assert_alike(report.fixed, figures_of(sizes, cost, budget, batches, options))
     assert report.fixed.over_budget == 0
 
 
@@ -146,14 +197,22 @@ def test_the_table() -> None:
     """For people: the plan beside fixed batches, and one line for the rest."""
     sizes = np.repeat([10, 20, 40], [40, 20, 10])
     sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 80, shuffle=False)
-    assert str(sampler.report()).splitlines() == [
+    lines = str(sampler.report()).splitlines()
+    assert [line[:53].rstrip() for line in lines[:9]] == [
         "                     torchbudget  fixed batches of 2",
         "batches              15           35",
         "samples in a batch   2 to 8       2 to 2",
         "fill of the budget   100.0%       42.9%",
-        "padding              0.0%         0.0%",
+        "  by the model       0.0%         0.0%",
+        "  by data            100.0%       42.9%",
+        "  by padding         0.0%         0.0%",
+        "padding of elements  0.0%         0.0%",
         "batches over budget  0            0",
-        "70 samples in 15 steps on 1 rank(s), imbalance 1.0000, dropped 0, skipped 0",
+    ]
+    assert lines[0].endswith("2 of similar length  at most 80 tokens")
+    assert lines[9:] == [
+        "empty: 0.0% no room for another sample, 0.0% option limits, 0.0% left over by windows",
+        "70 samples in 15 steps (1 windows) on 1 rank(s), imbalance 1.0000, dropped 0, skipped 0",
     ]
 
 
@@ -163,11 +222,11 @@ def test_the_table_has_columns_and_no_loose_ends() -> None:
     sizes = rng.integers(1, 500, 30_000)
     text = str(MemoryBudgetBatchSampler(sizes, TOKENS, 1000).report())
     lines = text.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 12  # the last one is an advice
     assert not any(line != line.rstrip() for line in lines)
     column = lines[0].index("torchbudget")
-    assert all(line[column - 1] == " " and line[column] != " " for line in lines[:6])
-    assert "30,000 samples" in lines[6]
+    assert all(line[column - 1] == " " and line[column] != " " for line in lines[:9])
+    assert "30,000 samples" in lines[10]
     assert "%" in lines[3]
 
 

@@ -85,7 +85,7 @@ def oversized(
         f"{called(int(over[0]))}: size {worst.tolist()} {_needs(rules, worst)} of "
         f"{format_bytes(rules.budget_bytes)}"
     )
-    model_bytes = _model_bytes(rules, worst)
+    model_bytes = rules.model_bytes(worst)
     if rules.budget_bytes < model_bytes < MAX_BYTES:
         raise OversizeError(
             f"the model alone needs {format_bytes(model_bytes)} of "
@@ -109,14 +109,6 @@ def _needs(rules: BatchRules, size: npt.NDArray[Any]) -> str:
     if alone == MAX_BYTES:
         return "is beyond what was measured for the cost, under a budget"
     return f"needs {format_bytes(alone)}"
-
-
-def _model_bytes(rules: BatchRules, size: npt.NDArray[Any]) -> int:
-    """Of a batch without samples; 0 where the cost cannot say that."""
-    try:
-        return int(rules.cost.batch_bytes(0, np.zeros_like(rules.padded(size))))
-    except Exception:  # noqa: BLE001  (a user's cost may refuse such a batch in its own way)
-        return 0
 
 
 def _fit(rules: BatchRules, sizes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

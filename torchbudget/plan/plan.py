@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
+from torchbudget.plan.advice import advise
 from torchbudget.plan.cursor import BoolArray, Cursor
-from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint
 from torchbudget.plan.numbers import Allotment, spare_of
 from torchbudget.plan.report import PlanReport, plan_report
-from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import Reach, WindowKey, run_costs, solve
 from torchbudget.plan.stretch import Span, Stretch
 from torchbudget.plan.windows import EpochWindows
+
+# What a plan is made of, beside the sizes.
+_PARTS: Final = ("rules", "order", "ranks", "window", "drop_last", "numbers")
 
 
 class Plan(EpochWindows):
@@ -35,26 +38,18 @@ class Plan(EpochWindows):
 
     def with_cost(self, cost: CostModel) -> Plan:
         """The same windows, cut by another cost; epochs have as many micro-batches if any do."""
-        rules, by = replace(self.rules, cost=cost), self._counted_by or self
-        return self._like(rules, self.ranks, self.window, by)
+        return self.changed(
+            rules=replace(self.rules, cost=cost), counted_by=self._counted_by or self
+        )
 
     def for_ranks(self, number: int, *, window: int | None) -> Plan:
         """The plan for other ranks, with windows of that length; `None`: the default one."""
-        return self._like(self.rules, replace(self.ranks, number=number), window, None)
+        return self.changed(ranks=replace(self.ranks, number=number), window=window)
 
-    def _like(
-        self, rules: BatchRules, ranks: Ranks, window: int | None, by: EpochWindows | None
-    ) -> Plan:
-        return Plan(
-            self.sizes,
-            rules,
-            self.order,
-            ranks,
-            window=window,
-            drop_last=self.drop_last,
-            numbers=self.numbers,
-            counted_by=by,
-        )
+    def changed(self, **changes: Any) -> Plan:
+        """The plan of other rules, ranks, numbers or windows, counted by itself."""
+        kept = {name: getattr(self, name) for name in _PARTS}
+        return Plan(self.sizes, **kept | changes)
 
     @cached_property
     def dealing(self) -> Plain:
@@ -285,9 +280,13 @@ class Plan(EpochWindows):
         return {name: indices for name, (_, indices) in best.items()}
 
     def report(self, epoch: int = 0) -> PlanReport:
-        """Plan a whole epoch and sum up what it holds; O(samples)."""
+        """Plan a whole epoch, sum up what it holds, and try what would fill it more; O(samples)."""
         blocks = (span.block for span in self.spans(Cursor(epoch=epoch)))
-        return plan_report(blocks, self.sizes, self.rules, self.ranks, self.order, epoch)
+        report = plan_report(
+            blocks, self.sizes, self.rules, self.ranks, self.order, epoch, window=self.window
+        )
+        advice = advise(self, report.plan, windows=report.windows, epoch=epoch)
+        return replace(report, advice=advice)
 
 
 def _joined(left: BoolArray | None, length: int, more: int) -> BoolArray:

@@ -93,6 +93,17 @@ class BatchRules:
         found = model.batch_bytes(n, padded_sizes)
         return np.where(found == MAX_BYTES, self.budget_bytes + 1, found)
 
+    def model_bytes(self, size: npt.NDArray[Any]) -> int:
+        """What a batch needs without any sample; 0 where the cost cannot say that.
+
+        Args:
+            size: of any sample, for the number of axes.
+        """
+        try:
+            return int(self.cost.batch_bytes(0, np.zeros_like(self.padded(size))))
+        except Exception:  # noqa: BLE001  (a user's cost may refuse such a batch in its own way)
+            return 0
+
     def padded(self, sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Sizes rounded up to `size_multiple`, int64, of the same shape."""
         whole = sizes.astype(np.int64, copy=False)  # a user's cost may square them
