@@ -45,7 +45,7 @@ def test_a_real_out_of_memory_is_survived() -> None:
 
 
 class NoisyMachine(StepRunner):
-    """Bytes of plain convolutions, as a busy machine might read them.
+    """Bytes as a busy machine might read them, of plain convolutions.
 
     No real machine's noise can be chosen: this one is off by up to some MiB, or by some percent,
     and keeps a little more after each step.
@@ -54,18 +54,23 @@ class NoisyMachine(StepRunner):
         subject: whose step is not run.
     """
 
-    seed, percent, kept_mib, off_mib = 0, 0.0, 0.0, 0.0
+    seed, percent, kept_mib, off_mib = 0, 0.3, 0.5, 1.0
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self.rng = np.random.default_rng(self.seed)
-        self.pixel_bytes = self.rng.uniform(200, 900)
         self.idle_bytes = int(self.rng.uniform(180, 260) * 2**20)
+        self.floor_bytes = 3 * 2**20
+        self.pixel_bytes = self.rng.uniform(200, 900)
         self.kept_bytes = 0.0
+
+    def sample_bytes(self, size: Size) -> float:
+        """Of one sample."""
+        return float(self.pixel_bytes * np.prod(size) + 2000)
 
     def true_bytes(self, n: int, size: Size) -> float:
         """Without noise."""
-        return self.idle_bytes + max(n * (self.pixel_bytes * np.prod(size) + 2000), 3 * 2**20)
+        return self.idle_bytes + max(n * self.sample_bytes(size), self.floor_bytes)
 
     def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
         """What is read of a step."""
@@ -80,18 +85,39 @@ class NoisyMachine(StepRunner):
         return list(probes)
 
 
+class NoisyPolynomials(NoisyMachine):
+    """Of lengths and their products, some of which are absent; little leaves a floor of its own."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self.floor_bytes = int(self.rng.uniform(1, 60) * 2**20)
+        longest, axes = max(subject.domain.largest), subject.domain.axes
+        kept = self.rng.uniform(0, 1, (2, axes, axes)) > 0.35
+        linear, squares = self.rng.uniform(0, 1, (2, axes, axes)) * kept * 2**20
+        self.linear = 8 * linear[0] / longest + 2000
+        self.squares = 32 * squares / longest**2
+
+    def sample_bytes(self, size: Size) -> float:
+        """Of one sample."""
+        return float(self.linear @ size + size @ self.squares @ np.array(size))
+
+
 def measured_on_noisy(
-    monkeypatch: pytest.MonkeyPatch, max_size: Size, budget: int
+    monkeypatch: pytest.MonkeyPatch,
+    max_size: Size,
+    budget: int,
+    machine: type[NoisyMachine] = NoisyMachine,
+    case: str = "images",
 ) -> tuple[tb.MeasuredCost, NoisyMachine]:
-    """A cost of images, and the machine that it was measured on."""
+    """A cost, and the machine that it was measured on."""
     machines: list[NoisyMachine] = []
 
     def made(subject: Subject) -> NoisyMachine:
-        machines.append(NoisyMachine(subject))
+        machines.append(machine(subject))
         return machines[-1]
 
     monkeypatch.setattr("torchbudget.cost.measuring.running.StepRunner", made)
-    training = CASES["images"]()
+    training = CASES[case]()
     cost = tb.measure_cost(
         training.step, training.make_batch, max_size=max_size, budget=budget, method="run"
     )
@@ -125,3 +151,20 @@ def test_a_largest_size_that_does_not_fit_is_noted(monkeypatch: pytest.MonkeyPat
     assert cost.capacity([(2048, 2048)], 600 * 2**20) == 0
     assert any("the largest size, (2048, 2048), was run" in note for note in cost.notes)
     assert all(probe.peak_bytes <= 600 * 2**20 for probe in cost.probes)
+
+
+@pytest.mark.parametrize(
+    ("case", "max_size"), [("decoder, scores kept", (512,)), ("encoder and decoder", (256, 256))]
+)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_no_batch_is_run_over_the_budget(
+    monkeypatch: pytest.MonkeyPatch, case: str, max_size: Size, seed: int
+) -> None:
+    """Below a floor nothing shows what samples need: neither noise nor a flat line is evidence."""
+    monkeypatch.setattr(NoisyMachine, "seed", seed)
+    budget = 600 * 2**20
+    cost, machine = measured_on_noisy(monkeypatch, max_size, budget, NoisyPolynomials, case)
+    assert max(probe.peak_bytes for probe in cost.probes) <= budget
+    size = max_size if len(max_size) > 1 else max_size[0]
+    n = int(cost.capacity([size], budget)[0])
+    assert 0.7 * budget <= machine.true_bytes(n, max_size) <= budget

@@ -24,6 +24,8 @@ from torchbudget.cost.models.form import FloatArray, Form
 # A form that misses no peak by more explains them all, or by no more than the best fit; readings of
 # one shape differ by about half as much.
 _SAME: Final = 5e-3
+# A peak that is above the floor by less may be on it.
+_NOISE_BYTES: Final = 2**24
 # A form is pulled towards this multiple of what the best fit gives for samples of a size, or to 0,
 # as hard as it still explains the peaks: with a weight between these, by so many bisections.
 _PULLED: Final = 1e3
@@ -127,7 +129,7 @@ class _Search:
         idle_bytes: int,
     ) -> _Search:
         peak = np.asarray(peaks, np.float64)
-        above = peak > fit.floor
+        above = peak > fit.floor + _NOISE_BYTES
         powers = powers_of(np.size(sizes) // len(peak))
         shares = features(n, sizes, powers)[above] / peak[above, None]
         worst = float(np.abs(shares @ fit.coefficients - 1).max(initial=0))

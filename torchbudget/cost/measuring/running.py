@@ -25,8 +25,9 @@ from torchbudget.units import format_bytes
 
 # Less than this is lost in what a process gains and loses by itself.
 _SEEN_BYTES: Final = 2**24
-# Two runs of one size that differ by less do not show how bytes grow.
-_NOISE_BYTES: Final = 2**21
+# Batches that did not leave the floor are enlarged so many times, though what they need may be just
+# below it.
+_BELOW_FLOOR: Final = 4
 # Traced forms that an offset and a factor bring this near to the runs need no further terms.
 _SCALED: Final = 0.01
 # A prediction that is further off becomes a probe.
@@ -103,6 +104,7 @@ class _Runs:
     room: int
     traced: tuple[Form, ...]
     probes: list[Probe] = field(default_factory=list)
+    known: tuple[tuple[Probe, ...], Explained] | None = None
 
     @property
     def left(self) -> int:
@@ -156,7 +158,7 @@ class _Runs:
         domain = self.subject.domain
         if self.traced:
             return domain.between((3 - math.sqrt(5)) / 2 * len(self.probes) % 1)
-        found = self._explained()
+        found = self._explained([probe for probe in self.probes if not probe.held_out])
         top = MeasuredCost(forms=found.forms(domain), margin=0)
         sizes = found.sizes if domain.axes > 1 else found.sizes[:, 0]
         disputes = found.disputes(np.maximum(top.capacity(sizes, self.room), 1))
@@ -255,12 +257,17 @@ class _Runs:
         return tuple(total_form(form, offset, 4 / 3, []) for form in self.traced)
 
     def _fit(self, probes: Sequence[Probe]) -> tuple[Form, ...]:
-        return fit_runs(probes, self.traced, self.subject.domain, self.runner.idle_bytes)
+        domain = self.subject.domain
+        if self.traced:
+            return fit_runs(probes, self.traced, domain, self.runner.idle_bytes)
+        return self._explained(probes).forms(domain)
 
-    def _explained(self) -> Explained:
-        fitted = columns([p for p in self.probes if not p.held_out])
-        domain, idle_bytes = self.subject.domain, self.runner.idle_bytes
-        return explained(*fitted, idle_bytes=idle_bytes, at=domain.spread())
+    def _explained(self, probes: Sequence[Probe]) -> Explained:
+        """All explanations of these runs; those of the last ones are kept, since they take long."""
+        if self.known is None or self.known[0] != tuple(probes):
+            at, idle_bytes = self.subject.domain.spread(), self.runner.idle_bytes
+            self.known = tuple(probes), explained(*columns(probes), idle_bytes=idle_bytes, at=at)
+        return self.known[1]
 
     def _reach(self, size: Size, target: int) -> int:
         """The most samples that cannot need more than the target, judged by runs alone.
@@ -272,37 +279,43 @@ class _Runs:
         during a step is attributed to its samples. As long as nothing shows what a sample needs,
         one is tried: it must fit, to be trained on.
         """
+        idle, floor = self.runner.idle_bytes, self.probes[0].peak_bytes
         runs = [probe for probe in self.probes if probe.size == size]
-        if len(runs) > 1:
-            few, many = runs[-2:]
+        seen = [probe for probe in runs if self._left_floor(probe)]
+        if len(seen) > 1:
+            few, many = seen[-2:]
             power = 1 if self._is_linear() else 2
-            grown = max(many.peak_bytes - few.peak_bytes, _NOISE_BYTES)
+            grown = max(many.peak_bytes - few.peak_bytes, _SEEN_BYTES)
             times = (target - many.peak_bytes) / grown
             most: float = many.n**power + times * (many.n**power - few.n**power)
             return int(max(most, 1) ** (1 / power))
-        idle, floor = self.runner.idle_bytes, self.probes[0].peak_bytes
-        seen = max(probe.peak_bytes for probe in self.probes) - floor > _SEEN_BYTES
-        most = 0 if seen else 1
+        most = 0 if any(map(self._left_floor, self.probes)) else 1
+        if runs and not seen:
+            most = _BELOW_FLOOR * runs[-1].n
         for probe in self.probes:
             new, old = features([1, 1], [size, probe.size], powers_of_runs(len(size))[1:])
             larger = float((new / old).max())  # how much more one sample may need
             growth = (target - idle) / max(probe.peak_bytes - idle, _SEEN_BYTES) / larger
             most = max(most, probe.n * (growth if growth < 1 or self._is_linear() else growth**0.5))
             for few in self.probes:
-                grown = probe.peak_bytes - few.peak_bytes
-                if few.size == probe.size and few.n < probe.n and grown > _SEEN_BYTES:
+                if few.size == probe.size and few.n < probe.n and self._left_floor(few):
+                    grown = max(probe.peak_bytes - few.peak_bytes, _SEEN_BYTES)
                     each = grown / (probe.n - few.n) * larger
                     most = max(most, min((target - floor) / each, 1))
         return int(most)
+
+    def _left_floor(self, probe: Probe) -> bool:
+        """Whether a peak is visibly the samples'; below the floor they may need anything."""
+        return probe.peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES
 
     def _is_linear(self) -> bool:
         """Whether three runs of one size lie on a line, and no three lie above one."""
         found = []
         for size in {probe.size for probe in self.probes}:
-            same = [probe for probe in self.probes if probe.size == size]
+            same = [p for p in self.probes if p.size == size and self._left_floor(p)]
             for one, two, three in zip(same, same[1:], same[2:], strict=False):
                 slope = (two.peak_bytes - one.peak_bytes) / (two.n - one.n)
-                if two.peak_bytes - one.peak_bytes > _NOISE_BYTES:
+                if two.peak_bytes - one.peak_bytes > _SEEN_BYTES:
                     later = (three.peak_bytes - two.peak_bytes) / (three.n - two.n)
                     found.append(later <= _LINEAR * slope)
         return bool(found) and all(found)
