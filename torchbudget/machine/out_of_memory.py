@@ -7,7 +7,6 @@ for other reasons too: those count only where memory was seen to be short.
 from __future__ import annotations
 
 import re
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -17,7 +16,7 @@ import torch
 from torchbudget.errors import MachineError
 from torchbudget.machine.cgroups import cgroup_memory
 from torchbudget.machine.host import machine_memory
-from torchbudget.machine.kernel_files import ROOT, read_fields
+from torchbudget.machine.process_limits import process_limits
 
 # Said for no other reason. "out of memory": CUDA, its driver, HIP, Triton, MPS, XPU, NCCL, each in
 # a sentence of its own; the second: torch's allocator on the CPU, on Linux and on Windows; the
@@ -88,11 +87,8 @@ def _left() -> Iterator[tuple[int, int]]:
         # no matter here: it does not bind libraries, and an allocation that it refuses is counted.
         for index in filter(torch.cuda.memory_reserved, range(torch.cuda.device_count())):
             yield torch.cuda.mem_get_info(index)[0], _NOTHING_BYTES
-    status = read_fields(ROOT / "proc/self/status")
-    for limit, field in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY and field in status:
-            yield most - status[field], max(_NOTHING_BYTES, most // _PART)
+    for pool in process_limits():
+        yield pool.free_bytes, max(_NOTHING_BYTES, pool.limit_bytes // _PART)
     with suppress(MachineError):
         for pool in (machine_memory(), *cgroup_memory()):
             yield pool.free_bytes, _NOTHING_BYTES

@@ -11,7 +11,6 @@ from torchbudget.errors import TorchBudgetError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.numbers import Numbers
 from torchbudget.plan.tally import BatchFigures, Tally
-from torchbudget.units import format_bytes
 
 if TYPE_CHECKING:
     from torchbudget.plan.plan import Plan
@@ -97,7 +96,7 @@ def _changes(
     if shares.no_room > _COARSE:
         twice = 2 * rules.budget_bytes
         reason = f"{shares.no_room:.1%} of the budget is too little for another sample"
-        change = f"raise the budget, to {format_bytes(twice)} for instance"
+        change = "raise the budget: twice as much, for instance"
         trial = plan.changed(rules=replace(rules, budget_bytes=twice))
         yield trial, reason, change, {"budget": twice}
 

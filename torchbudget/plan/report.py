@@ -66,27 +66,39 @@ class PlanReport:
         }
         return {name: figures for name, figures in found.items() if figures is not None}
 
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table as text: a row of headings, and one for each figure."""
+        compared = self.compared
+        return [
+            ("", *compared),
+            *((name, *map(cell, compared.values())) for name, cell in _ROWS.items()),
+        ]
+
+    @property
+    def remarks(self) -> tuple[str, str]:
+        """Why the rest of the budget is empty, and what the epoch has."""
+        shares = self.plan.shares
+        empty = (
+            f"empty: {shares.no_room:.1%} no room for another sample, {shares.limited:.1%} option "
+            f"limits, {shares.left_over:.1%} left over by windows"
+        )
+        epoch = (
+            f"{self.plan.samples:,} samples in {self.steps:,} steps ({self.windows:,} windows) on "
+            f"{self.ranks} rank(s), imbalance {self.imbalance:.4f}, dropped {self.dropped:,}, "
+            f"skipped {self.skipped:,}"
+        )
+        return empty, epoch
+
     def __str__(self) -> str:
         """A table for people, where the budget goes, and what would help."""
-        compared = self.compared
-        rows = [("", *compared)]
-        rows += [(name, *map(cell, compared.values())) for name, cell in _ROWS.items()]
+        rows = self.rows
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             for row in rows
         ]
-        shares = self.plan.shares
-        lines.append(
-            f"empty: {shares.no_room:.1%} no room for another sample, {shares.limited:.1%} option "
-            f"limits, {shares.left_over:.1%} left over by windows"
-        )
-        lines.append(
-            f"{self.plan.samples:,} samples in {self.steps:,} steps ({self.windows:,} windows) on "
-            f"{self.ranks} rank(s), imbalance {self.imbalance:.4f}, dropped {self.dropped:,}, "
-            f"skipped {self.skipped:,}"
-        )
-        lines += [f"advice: {advice}" for advice in self.advice]
+        lines += [*self.remarks, *(f"advice: {advice}" for advice in self.advice)]
         return "\n".join(line.rstrip() for line in lines)
 
 

@@ -20,8 +20,9 @@ from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
 from torchbudget.cost.models.vouched import VouchedRange
-from torchbudget.errors import CostError, MeasureWarning, MissingExtraError
+from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.peaks import Peak
+from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
 
 if TYPE_CHECKING:
@@ -297,20 +298,15 @@ class MeasuredCost:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError.of("matplotlib", "plot") from error
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        figure, (left, right) = new_figure(2, width=9)
         measured = np.array([probe.peak_bytes for probe in self.probes]) / 2**20
         errors = np.array(self.errors())
         held_out = np.array([probe.held_out for probe in self.probes])
         ends = [measured.min(), measured.max()]
         left.plot(ends, ends, color="0.7")
-        for mask, label in ((~held_out, "fitted"), (held_out, "held out")):
-            left.plot(measured[mask], measured[mask] * (1 + errors[mask]), "o", label=label)
-            right.plot(measured[mask], 100 * errors[mask], "o", label=label)
+        for mask, label, marker in ((~held_out, "fitted", "o"), (held_out, "held out", "x")):
+            left.plot(measured[mask], measured[mask] * (1 + errors[mask]), marker, label=label)
+            right.plot(measured[mask], 100 * errors[mask], marker, label=label)
         right.axhline(-100 * self.margin, color="0.7")
         left.set(xlabel="measured, MiB", ylabel="fitted, MiB", xscale="log", yscale="log")
         right.set(xlabel="measured, MiB", ylabel="error, %", xscale="log")

@@ -1,0 +1,38 @@
+"""`python -m torchbudget …` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+COMMAND = (sys.executable, "-W", "error", "-m", "torchbudget")
+
+
+def run_command(
+    *arguments: str | Path, folder: Path, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder; `stdin` is text."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=folder,
+        env=ENVIRONMENT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def start_command(
+    arguments: Sequence[str | Path], *, folder: Path, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a command in a folder."""
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], cwd=folder, env=ENVIRONMENT, text=True, **options
+    )

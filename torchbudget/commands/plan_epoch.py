@@ -1,0 +1,138 @@
+"""`plan`: what an epoch would be under a budget."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchbudget.commands import costs, pages, size_files
+from torchbudget.commands.answer import Answer, UsageError, as_json
+from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.errors import OversizeError, UnevenRanksError
+from torchbudget.plan.report import PlanReport
+
+_DESCRIPTION = """\
+Plan an epoch of samples of these sizes under a budget, and report it: fill, padding, what the
+budget is used for, and what fixed batches, grouping by length and a token limit would be under the
+same worst case. Nothing is read but the sizes.
+
+  python -m torchbudget plan sizes.npy --budget 8GiB --cost cost.json
+  python -m torchbudget plan lengths.txt --budget 16384 --cost tokens --html plan.html"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="what an epoch would be under a budget",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("sizes", metavar="SIZES", help=size_files.HELP)
+    parser.add_argument("--budget", required=True, help='the device\'s bytes, such as "8GiB"')
+    parser.add_argument("--cost", required=True, help=costs.HELP)
+    parser.add_argument("--packed", action="store_true", help="batches without padding")
+    _add_rules(parser.add_argument_group("batches, as MemoryBudgetBatchSampler's arguments"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="JSON instead of a table")
+    output.add_argument("--figure", metavar="FILE", type=Path, help="a .png, .svg or .pdf of it")
+    output.add_argument("--html", metavar="FILE", type=Path, help="one page with figures in it")
+    output.add_argument(
+        "--min-fill", type=float, metavar="SHARE", help="fail where the fill is lower, such as 0.9"
+    )
+
+
+def _add_rules(group: Any) -> None:
+    group.add_argument("--samples-per-step", type=int, metavar="N")
+    group.add_argument("--window", type=int, metavar="N")
+    group.add_argument("--ranks", type=int, metavar="N", default=1)
+    group.add_argument("--max-batch-size", type=int, metavar="N")
+    group.add_argument("--batch-size-multiple", type=int, metavar="N", default=1)
+    group.add_argument("--size-multiple", type=int, metavar="N", default=1)
+    group.add_argument("--oversize", choices=("raise", "skip", "alone"), default="raise")
+    group.add_argument("--drop-last", action="store_true")
+    group.add_argument("--seed", type=int, metavar="N", default=0)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Plan, and write what was asked for."""
+    try:
+        sampler = _sampler(options)
+        report = sampler.report()
+    except (OversizeError, UnevenRanksError) as error:
+        return Answer(failed=(str(error),))
+    if options.figure is not None:
+        _save_figure(report, options.figure)
+    if options.html is not None:
+        _save(options.html, _page(options, sampler, report))
+    failed = []
+    if options.min_fill is not None and report.plan.fill < options.min_fill:
+        failed.append(f"the fill is {report.plan.fill:.1%}, below {options.min_fill:.1%}")
+    text = as_json(_plain(report)) if options.json else str(report)
+    return Answer(text=text, failed=tuple(failed))
+
+
+def _sampler(options: argparse.Namespace) -> MemoryBudgetBatchSampler:
+    return MemoryBudgetBatchSampler(
+        size_files.read_sizes(options.sizes),
+        costs.read_cost(options.cost, packed=options.packed),
+        options.budget,
+        samples_per_step=options.samples_per_step,
+        window=options.window,
+        num_replicas=options.ranks,
+        rank=0,
+        max_batch_size=options.max_batch_size,
+        batch_size_multiple=options.batch_size_multiple,
+        size_multiple=options.size_multiple,
+        oversize=options.oversize,
+        drop_last=options.drop_last,
+        seed=options.seed,
+    )
+
+
+def _plain(report: PlanReport) -> dict[str, Any]:
+    """The report in JSON's types."""
+    return asdict(report) | {"advice": [asdict(one) | {"text": str(one)} for one in report.advice]}
+
+
+def _page(
+    options: argparse.Namespace, sampler: MemoryBudgetBatchSampler, report: PlanReport
+) -> str:
+    """The report as a page with figures in it."""
+    from torchbudget.observe import figures
+
+    plan = sampler.plan
+    costliest = plan.sizes.values[sampler.extremes()["largest"]]
+    first = costliest.reshape(len(costliest), -1)[:, 0]
+    multiple = plan.rules.size_multiple
+    return pages.page(
+        f"Plan of {options.sizes}",
+        pages.paragraph(f"Budget {options.budget}, cost {options.cost}."),
+        pages.table(report.rows),
+        *map(pages.paragraph, report.remarks),
+        *(pages.paragraph(f"Advice: {advice}") for advice in report.advice),
+        pages.picture(figures.plot_report(report), "What the budget is used for"),
+        pages.picture(figures.plot_sizes(plan), "Elements by the size of their samples"),
+        pages.picture(
+            figures.plot_batch(first, size_multiple=multiple), "The costliest micro-batch"
+        ),
+    )
+
+
+def _save_figure(report: PlanReport, path: Path) -> None:
+    from torchbudget.observe.figures import plot_report
+
+    try:
+        plot_report(report).savefig(path)
+    except (OSError, ValueError) as error:  # a folder that is not there; a format that is none
+        raise UsageError(f"--figure {path}: {error}") from error
+
+
+def _save(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
