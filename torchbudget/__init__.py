@@ -14,6 +14,9 @@ from torchbudget.data.collate.pack_collate import PackCollate
 from torchbudget.data.collate.packed_batch import PackedBatch
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.collate.padded_batch import PaddedBatch
+from torchbudget.data.loading.options import LoaderOptions, loader_options
+from torchbudget.data.loading.parts import HostBytes
+from torchbudget.data.loading.predicted import host_bytes
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
@@ -40,7 +43,9 @@ __all__ = [
     "DenseCost",
     "GiB",
     "GradAccumulator",
+    "HostBytes",
     "KiB",
+    "LoaderOptions",
     "MeasuredCost",
     "MemoryBudget",
     "MemoryBudgetBatchSampler",
@@ -63,9 +68,11 @@ __all__ = [
     "evaluate",
     "fit",
     "format_bytes",
+    "host_bytes",
     "joint_backward",
     "limit_device_memory",
     "load_cost",
+    "loader_options",
     "measure_cost",
     "memory_summary",
     "parse_bytes",

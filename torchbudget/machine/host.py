@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 import psutil
 
@@ -11,6 +12,8 @@ from torchbudget.machine.cgroups import cgroup_memory
 from torchbudget.machine.kernel_files import ROOT
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.machine.process_tree import process_tree
+
+SHM: Final = "/dev/shm"  # noqa: S108  (a name, not a file to write)
 
 
 def host_memory() -> tuple[MemoryPool, ...]:
@@ -61,7 +64,7 @@ def shared_memory(*, root: Path = ROOT) -> MemoryPool | None:
     if system.f_blocks == 0:  # a tmpfs that was mounted with size=0 grows without limit
         return None
     return MemoryPool(
-        name="/dev/shm",  # noqa: S108  (a name, not a file to write)
+        name=SHM,
         limit_bytes=system.f_blocks * system.f_frsize,
         used_bytes=(system.f_blocks - system.f_bavail) * system.f_frsize,
     )

@@ -1,0 +1,235 @@
+"""A training's loading as a process of its own: options under a budget, a real loader, a loop.
+
+`Cell.command()` runs one, which prints JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+import torchbudget as tb
+
+ROOT = Path(__file__).parents[2]
+CHANNELS = 16
+DATA = ("arrays", "files", "objects", "mapped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One case.
+
+    Attributes:
+        data: one of `DATA`.
+        start: how workers start.
+        folder: where the files of the data set are.
+        mib: the host's budget, beyond what the process has before its loader is made.
+        workers: at the most.
+        samples: in the data set.
+        epochs: that are read.
+        plain: `num_workers` and `prefetch_factor` of a loader that nobody budgeted; they are used
+            as they are.
+        host_mib: the whole budget, instead of `mib`.
+        batch_mib: padded bytes of a batch on the host.
+        trial_s: as in `loader_options`.
+        pause_s: of the loop after each batch.
+    """
+
+    data: str
+    start: str
+    folder: str
+    mib: int = 300
+    workers: int = 4
+    samples: int = 2000
+    epochs: int = 2
+    plain: tuple[int, int] | None = None
+    host_mib: int | None = None
+    batch_mib: float = 4
+    trial_s: float = 0.0
+    pause_s: float = 0.03
+
+    def command(self) -> list[str]:
+        code = "from tests.support.host_cells import main\nif __name__ == '__main__': main()"
+        return [sys.executable, "-c", code, json.dumps(asdict(self))]
+
+    def environment(self) -> dict[str, str]:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def lengths(samples: int) -> Any:
+    rng = np.random.default_rng(0)
+    return np.clip(rng.lognormal(5, 1, samples), 16, 2048).astype(np.int64)
+
+
+class Arrays:
+    """One array of all samples' values in memory."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.ends = lengths(cell.samples).cumsum()
+        self.values = np.ones((int(self.ends[-1]), CHANNELS), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Any:
+        start = int(self.ends[index - 1]) if index else 0
+        values = self.values[start : self.ends[index]]
+        return {"x": torch.from_numpy(values * np.float32(2)), "label": index}
+
+
+class Mapped(Arrays):
+    """The same in a file that is mapped."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(cell)
+        path = Path(cell.folder) / "values.npy"
+        np.save(path, self.values)
+        self.values = np.load(path, mmap_mode="r")
+
+
+class Files:
+    """A file for each sample."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.folder = Path(cell.folder)
+        self.sizes = lengths(cell.samples)
+        for index, size in enumerate(self.sizes.tolist()):
+            np.save(self.folder / f"{index}.npy", np.ones((size, CHANNELS), np.float32))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.from_numpy(np.load(self.folder / f"{index}.npy")), "label": index}
+
+
+class Objects:
+    """Python objects: a list of dicts of lists of numbers, whose references are counted."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.rows = [
+            {"x": [[float(index + j)] * 4 for j in range(size)], "label": index}
+            for index, size in enumerate(lengths(cell.samples).tolist())
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        x = torch.tensor(row["x"]).repeat(1, CHANNELS // 4)
+        return {"x": x, "label": row["label"]}
+
+
+def collect(worker: int) -> None:
+    """A full garbage collection, which comes in every worker of a long run."""
+    gc.collect()
+
+
+@contextmanager
+def peaks_of_this_tree(found: dict[str, int]) -> Any:
+    """Fill in the peaks of this process and its descendants, as another process reads them."""
+    command = [
+        sys.executable,
+        "-S",
+        str(Path(__file__).parent / "tree_reader.py"),
+        str(os.getpid()),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        yield
+        printed, _ = reader.communicate("\n")
+    found.update(json.loads(printed))
+
+
+def loop(loader: Any, cell: Cell) -> list[int]:
+    """Two batches are alive at a time, as in any loop; what comes is counted."""
+    labels: list[int] = []
+    for _ in range(cell.epochs):
+        for batch in loader:
+            batch["x"].sum()  # maps its pages
+            labels += batch["label"].tolist()
+            time.sleep(cell.pause_s)
+    return labels
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    kinds = {"arrays": Arrays, "files": Files, "objects": Objects, "mapped": Mapped}
+    dataset: Any = kinds[cell.data](cell)
+    cost = tb.PaddedCost(unit_bytes=4 * CHANNELS)
+    sampler = tb.MemoryBudgetBatchSampler(
+        lengths(cell.samples), cost, int(cell.batch_mib * 2**20), window=cell.samples // 4
+    )
+    gc.collect()
+    budget = host_budget(cell)
+    plain: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": tb.PadCollate()}
+    state = torch.get_rng_state()
+    needs, options, explained = None, {}, ""
+    if cell.plain is None:
+        chosen = tb.loader_options(
+            sampler,
+            tb.MemoryBudget(host=budget),
+            dataset=dataset,
+            collate_fn=tb.PadCollate(),
+            worker_init_fn=collect,
+            multiprocessing_context=cell.start,
+            max_workers=cell.workers,
+            trial_s=cell.trial_s,
+        )
+        options, needs, explained = dict(chosen), chosen.needs, chosen.explain()
+    else:
+        workers, prefetch = cell.plain
+        options = {
+            "num_workers": workers,
+            "prefetch_factor": prefetch,
+            "multiprocessing_context": cell.start,
+        }
+    assert state.equal(torch.get_rng_state())
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    peaks: dict[str, int] = {}
+    with peaks_of_this_tree(peaks):
+        labels = loop(DataLoader(dataset, **plain, **options, worker_init_fn=collect), cell)
+    assert sorted(labels) == sorted([*range(cell.samples)] * cell.epochs)
+    return {
+        "budget": budget,
+        "workers": options["num_workers"],
+        "prefetch": options["prefetch_factor"] or 0 if "prefetch_factor" in options else 0,
+        "predicted": None if needs is None else needs.total_bytes,
+        "predicted_shared": None if needs is None else needs.shared_bytes,
+        "explained": explained,
+        "speeds": {},
+        **peaks,
+    }
+
+
+def host_budget(cell: Cell) -> int:
+    if cell.host_mib is not None:
+        return cell.host_mib * 2**20
+    status = Path("/proc/self/status").read_text().splitlines()
+    [resident] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS")]
+    return resident + cell.mib * 2**20
+
+
+def main() -> None:
+    """Run the cell of the command line; here, so that spawned workers find its classes."""
+    given = json.loads(sys.argv[1])
+    if given["plain"] is not None:
+        given["plain"] = tuple(given["plain"])
+    sys.stdout.write(json.dumps(run(Cell(**given))) + "\n")

@@ -1,0 +1,331 @@
+"""A trial: one real worker reads a few batches, and its memory is read between them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchbudget.data.loading.batch_bytes import BatchBytes, batch_bytes
+from torchbudget.data.loading.in_flight import TriedBatch
+from torchbudget.errors import OptionError
+from torchbudget.machine.process_pages import (
+    ProcessPages,
+    mapped_data_bytes,
+    process_pages,
+    restart_peak,
+)
+
+_SMALL: Final = 2  # batches that are tried whatever they need
+_ALWAYS: Final = 8  # that are tried however long it takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoaderParts:
+    """What a `DataLoader` is made of, whatever its number of workers.
+
+    Attributes:
+        dataset: map-style, or an iterable one that yields batches.
+        collate_fn: as the `DataLoader`'s.
+        worker_init_fn: likewise.
+        context: the way that workers are started; `None`: the default one.
+        is_iterable: there are no lists of indices.
+        batch_size: of the loader's own batches of an iterable data set; `None`: it yields batches.
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    worker_init_fn: Callable[[int], None] | None
+    context: Any
+    is_iterable: bool = False
+    batch_size: int | None = None
+
+    @property
+    def starts_by_fork(self) -> bool:
+        """Whether workers share this process's memory when they start."""
+        context = self.context
+        if isinstance(context, str) or context is None:
+            context = multiprocessing.get_context(context)
+        return bool(context.get_start_method() == "fork")
+
+    def loader(self, batches: Any, **options: Any) -> DataLoader[Any]:
+        """A loader of these batches, which draws nothing from the global generators.
+
+        Args:
+            batches: an iterable of lists of indices; not looked at where the data set is iterable.
+            options: of the loader, its number of workers among them.
+        """
+        workers = bool(options["num_workers"])
+        order: dict[str, Any] = {"batch_sampler": batches}
+        if self.is_iterable:
+            order = {"batch_size": self.batch_size}
+        return DataLoader(
+            self.dataset,
+            **order,
+            collate_fn=self.collate_fn,
+            multiprocessing_context=self.context if workers else None,
+            generator=torch.Generator(),
+            **{"worker_init_fn": self.worker_init_fn} | options,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """What a trial found.
+
+    Attributes:
+        batches: that were made, in their order.
+        numbers: which of the given batches they are.
+        private: the most that the worker had between batches and no other process did: its heap,
+            what it imported, what it has copied of its parent's.
+        kept: how much of that came with reading: what the data set keeps of what it has read.
+        reads: samples that it had read, at each reading of its memory.
+        copied: how much of its parent's memory it had copied by then: a reference that is counted
+            is written to.
+        common: what it still had in common with its parent in the end, and may copy yet.
+        starting: what it took while it started, beside `private`.
+        sent: bytes in which the data set is sent to a worker that does not fork.
+        mapped: of data files that it maps, which the kernel can take back.
+    """
+
+    batches: list[TriedBatch]
+    numbers: list[int]
+    private: int
+    kept: int
+    reads: tuple[int, ...]
+    copied: tuple[int, ...]
+    common: int
+    starting: int
+    sent: int
+    mapped: int
+
+    def copied_after(self, samples: int) -> int:
+        """What a worker will have copied of its parent's memory, beside `private`.
+
+        Pages that were touched are not copied again, so that what comes with every sample falls:
+        T·(1 − exp(−samples / τ)) through the middle and the end of the trial. No more than with the
+        trial's mean, and than what is left to copy.
+        """
+        if not self.reads or not self.reads[-1] or samples <= self.reads[-1]:
+            return 0
+        read, copied = self.reads[-1], self.copied[-1]
+        later = copied / read * (samples - read)
+        middle = bisect_left(self.reads, read / 2)
+        half, before = self.reads[middle], self.copied[middle]
+        if 0 < before < copied and half < read:
+            # In equal steps the remaining pages fall by the same factor.
+            falls = ((copied - before) / (read - half)) / (before / half)
+            if falls < 1:
+                steps = (samples - read) / (read - half)
+                sums = falls * (1 - falls**steps) / (1 - falls)
+                later = min(later, (copied - before) * sums)
+        return min(math.ceil(later), self.common)
+
+
+class _CollectsGarbage:
+    """Starts a worker as the user's function does, after a full garbage collection.
+
+    One comes in every worker sooner or later, and copies what it writes to of the parent's objects.
+    """
+
+    def __init__(self, start: Callable[[int], None] | None) -> None:
+        self.start = start
+
+    def __call__(self, worker: int) -> None:
+        gc.collect()
+        if self.start is not None:
+            self.start(worker)
+
+
+class _Counter:
+    """A file that only counts what is written."""
+
+    bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Count it."""
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+
+class _Watched:
+    """The lists of indices of a trial, and the worker's memory before each and after the last.
+
+    A loader of one worker that prefetches one batch asks for the next list when the worker has
+    handed over its batch and is idle.
+
+    Args:
+        batches: lists of indices, small ones first.
+        seconds: after which no further batch is begun, once a few were.
+        fits: whether a batch may be tried, by its number; asked from the third one on.
+    """
+
+    def __init__(
+        self, batches: Sequence[list[int]], seconds: float, fits: Callable[[int], bool]
+    ) -> None:
+        self.batches = batches
+        self.fits = fits
+        self.numbers: list[int] = []  # of the batches that were tried
+        self.readings: list[ProcessPages] = []
+        self.begun: list[float] = []  # when
+        self.ends = time.monotonic() + seconds
+        self.before = _children()
+        self.pid = 0
+        self.mapped = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        [self.pid] = _children() - self.before
+        for number, batch in enumerate(self.batches):
+            tried = len(self.numbers)
+            in_time = tried < _ALWAYS or time.monotonic() < self.ends
+            if tried < _SMALL or (in_time and self.fits(number)):
+                self._read()
+                self.numbers.append(number)
+                self.begun.append(time.monotonic())
+                yield batch
+        self._read()
+        self.mapped = mapped_data_bytes(self.pid)
+
+    def _read(self) -> None:
+        """Read the worker's memory, and begin a new high-water mark."""
+        self.readings.append(process_pages(self.pid))
+        restart_peak(self.pid)
+
+
+def try_batches(
+    parts: LoaderParts,
+    batches: Sequence[list[int]],
+    *,
+    seconds: float,
+    fits: Callable[[int, Sequence[BatchBytes]], bool],
+) -> Trial:
+    """Let one worker make batches one after the other, while its memory is read from here.
+
+    The data set is read in the worker only, and the global generators are not drawn from.
+
+    Args:
+        parts: of the loader, of a map-style data set.
+        batches: lists of indices, at least two, the first two of them small.
+        seconds: after which no further batch is begun.
+        fits: whether a batch may be tried, by its number and by what those before weighed.
+
+    Raises:
+        MachineError: the worker's memory cannot be read.
+    """
+    weights: list[BatchBytes] = []
+    watched = _Watched(batches, seconds, lambda number: fits(number, weights))
+    loader = parts.loader(
+        watched,
+        num_workers=1,
+        prefetch_factor=1,
+        worker_init_fn=_CollectsGarbage(parts.worker_init_fn),
+    )
+    times: list[float] = []
+    for batch in loader:
+        times.append(time.monotonic() - watched.begun[len(times)])
+        weights.append(batch_bytes(batch))
+        del batch
+    return _trial_of(parts, watched, weights, times)
+
+
+def _trial_of(
+    parts: LoaderParts,
+    watched: _Watched,
+    weights: Sequence[BatchBytes],
+    times: Sequence[float],
+) -> Trial:
+    readings = watched.readings
+    samples = [len(watched.batches[number]) for number in watched.numbers]
+    tried = [
+        TriedBatch(weight, _taken(before, after, weight), elapsed, count)
+        for before, after, weight, elapsed, count in zip(
+            readings, readings[1:], weights, times, samples, strict=False
+        )
+    ]
+    # Until its first batch a worker that does not fork was still importing.
+    settled, last = readings[1], readings[-1]
+    private = max(one.private + one.private_file for one in readings[1:]) - watched.mapped
+    return Trial(
+        batches=tried,
+        numbers=watched.numbers[: len(tried)],
+        private=max(0, private),
+        kept=max(0, last.anonymous - settled.anonymous),
+        reads=tuple(accumulate(samples[1:], initial=0)),
+        copied=tuple(max(0, settled.common - one.common) for one in readings[1:]),
+        common=last.common,
+        starting=max(0, settled.peak_resident - settled.resident),
+        sent=0 if parts.starts_by_fork else _sent_bytes(parts.dataset),
+        mapped=watched.mapped,
+    )
+
+
+def _taken(before: ProcessPages, after: ProcessPages, weight: BatchBytes) -> int:
+    """What a worker took beside its batch; pages of files are not counted, which stay."""
+    files = max(0, after.file - before.file)
+    return max(0, after.peak_resident - before.resident - files - sum(weight.storages))
+
+
+def _children() -> set[int]:
+    return {one.pid for one in multiprocessing.active_children() if one.pid}
+
+
+def _sent_bytes(dataset: Any) -> int:
+    """Bytes of a data set as it is sent to a worker that does not fork."""
+    counter = _Counter()
+    ForkingPickler(counter).dump(dataset)
+    return counter.bytes
+
+
+def try_stream(parts: LoaderParts, *, seconds: float, most: int) -> Trial:
+    """Let one worker read batches of a data set that yields them, while its memory is read.
+
+    The worker reads ahead, so that its highest use is known, but not what it is made of.
+
+    Args:
+        parts: of the loader, of an iterable data set of batches, which is a copy.
+        seconds: after which no further batch is taken.
+        most: batches that are taken.
+
+    Raises:
+        MachineError: the worker's memory cannot be read.
+        OptionError: the data set yields nothing.
+    """
+    before, ends = _children(), time.monotonic() + seconds
+    start = _CollectsGarbage(parts.worker_init_fn)
+    batches = iter(parts.loader((), num_workers=1, prefetch_factor=1, worker_init_fn=start))
+    [pid] = _children() - before
+    tried: list[TriedBatch] = []
+    readings: list[ProcessPages] = []
+    begun = time.monotonic()
+    for batch in batches:
+        readings.append(process_pages(pid))
+        elapsed, begun = time.monotonic() - begun, time.monotonic()
+        tried.append(TriedBatch(batch_bytes(batch), 0, elapsed, 0))
+        if begun > ends or len(tried) == most:
+            break
+    if not tried:
+        raise OptionError("the data set yields no batch, so that nothing is known of its bytes")
+    used = max(one.private + max(0, one.peak_resident - one.resident) for one in readings)
+    return Trial(
+        batches=tried,
+        numbers=list(range(len(tried))),
+        private=used,
+        kept=0,
+        reads=(),
+        copied=(),
+        common=0,
+        starting=0,
+        sent=0 if parts.starts_by_fork else _sent_bytes(parts.dataset),
+        mapped=mapped_data_bytes(pid),
+    )

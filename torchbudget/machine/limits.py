@@ -1,0 +1,47 @@
+"""What else is limited beside memory: processors and open files."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from pathlib import Path
+from typing import Final
+
+from torchbudget.machine.kernel_files import ROOT, read_lines, read_number
+
+_FOLDER: Final = "sys/fs/cgroup"
+
+
+def usable_processors(*, root: Path = ROOT) -> int:
+    """The processors that this process may use at once, at least 1.
+
+    Those that it may be scheduled on, or what a container's quota pays for where that is less.
+
+    >>> 1 <= usable_processors() <= os.cpu_count()
+    True
+    """
+    quota = _quota(root / _FOLDER)
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota)))
+
+
+def _quota(folder: Path) -> float:
+    """Processors by the control group that is mounted at the root, as it is in a container."""
+    for line in read_lines(folder / "cpu.max"):  # version 2: "200000 100000", or "max 100000"
+        allowed, _, period = line.partition(" ")
+        return int(allowed) / int(period) if allowed.isdecimal() else math.inf
+    allowed_us = read_number(folder / "cpu/cpu.cfs_quota_us")  # "-1" is none
+    period_us = read_number(folder / "cpu/cpu.cfs_period_us")
+    return allowed_us / period_us if allowed_us and period_us else math.inf
+
+
+def free_descriptors(*, root: Path = ROOT) -> int:
+    """How many more files this process may open.
+
+    >>> free_descriptors() > 0
+    True
+    """
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed == resource.RLIM_INFINITY:
+        return 2**31
+    return max(0, allowed - sum(1 for _ in (root / "proc/self/fd").iterdir()))
