@@ -94,7 +94,7 @@ class Planned(InFlight):
 
     @cached_property
     def _shared(self) -> FloatArray:
-        shared: FloatArray = np.sum([whole_pages(np.ceil(one)) for one in self._storages], axis=0)
+        shared: FloatArray = np.sum([whole_pages(one) for one in self._storages], axis=0)
         return shared
 
     def peak(self, batches: int) -> int:
@@ -191,7 +191,8 @@ def _covering(known: FloatArray, values: FloatArray, asked: FloatArray) -> Float
     coefficients = non_negative(known, values)
     fitted = known @ coefficients
     scale = (values[fitted > 0] / fitted[fitted > 0]).max(initial=1.0)
-    covering: FloatArray = asked @ coefficients * scale
+    # Whole bytes; what is exact but for rounding must not become the next power of two.
+    covering: FloatArray = np.ceil(asked @ coefficients * scale - 1e-3)
     return covering
 
 
