@@ -15,7 +15,7 @@ from tests.support.commands import ENVIRONMENT, run_command
 from torchbudget import MemoryBudget, parse_bytes
 from torchbudget.commands.command_line import main
 from torchbudget.machine.host import host_memory
-from torchbudget.machine.process_limits import open_files_limit, usable_cpus
+from torchbudget.machine.limits import usable_processors
 
 
 def test_the_table_and_the_json_say_the_same(tmp_path: Path) -> None:
@@ -30,7 +30,8 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path) -> None:
     least = min(hosts, key=lambda pool: pool["usable_bytes"])
     assert found["host_limited_by"] == least["name"]
     assert found["budget"]["host"] == pytest.approx(0.9 * least["usable_bytes"], rel=1e-6)
-    assert (found["cpus"], found["open_files"]) == (usable_cpus(), open_files_limit())
+    assert found["processors"] == usable_processors()
+    assert 0 < found["free_descriptors"] <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:

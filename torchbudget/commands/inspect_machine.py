@@ -13,8 +13,9 @@ from torchbudget.commands.answer import Answer, UsageError, as_json
 from torchbudget.errors import BudgetError
 from torchbudget.machine.device import cuda_memory
 from torchbudget.machine.host import host_memory, shared_memory
+from torchbudget.machine.limits import free_descriptors, usable_processors
 from torchbudget.machine.pools import MemoryPool
-from torchbudget.machine.process_limits import open_files_limit, process_limits, usable_cpus
+from torchbudget.machine.process_limits import process_limits
 from torchbudget.units import format_bytes, parse_bytes
 
 _DESCRIPTION = """\
@@ -64,8 +65,8 @@ def run(options: argparse.Namespace) -> Answer:
     host = [pool for what, pool in pools if what == "host"]
     facts = {
         "host_limited_by": min(host, key=lambda pool: pool.usable_bytes).name,
-        "cpus": usable_cpus(),
-        "open_files": open_files_limit(),
+        "processors": usable_processors(),
+        "free_descriptors": free_descriptors(),
     }
     failed = tuple(_missing(budget, wanted))
     if options.json:
@@ -117,9 +118,8 @@ def _lines(
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield "  ".join(cells).rstrip()
-    files = facts["open_files"]
     yield f"the host is limited by: {facts['host_limited_by']}"
-    yield f"CPUs: {facts['cpus']}; open files: {'any number' if files is None else f'{files:,}'}"
+    yield f"processors: {facts['processors']}; files to open: {facts['free_descriptors']:,}"
     yield f"budget: {budget}"
 
 
