@@ -24,6 +24,7 @@ from torchbudget.data.stream.stop_together import stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
 from torchbudget.machine.allocators import configure_allocators, trim_malloc
 from torchbudget.machine.peaks import peak_memory
+from torchbudget.observe.monitor import MemoryMonitor
 from torchbudget.plan.step import plan_step
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
@@ -49,6 +50,7 @@ __all__ = [
     "MeasuredCost",
     "MemoryBudget",
     "MemoryBudgetBatchSampler",
+    "MemoryMonitor",
     "MiB",
     "OversizeError",
     "PackCollate",

@@ -26,6 +26,8 @@ TorchBudgetWarning       (UserWarning)
 ├── RepeatedSamplesWarning               an epoch reads what the one before has read
 ├── PaddedSizeWarning                    batches are padded to more than was planned
 ├── MeasureWarning                       a measured cost may be wrong
+├── MemoryLimitWarning                   memory is nearly used up
+├── MonitorWarning                       a monitor cannot read, write or call back
 ├── ForgottenStepWarning                 accumulated gradients were never applied
 ├── ForeignStepWarning                   other code stepped, or changed the gradients
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
@@ -139,6 +141,14 @@ class PaddedSizeWarning(TorchBudgetWarning):
 
 class MeasureWarning(TorchBudgetWarning):
     """A measured cost may be wrong: for this step, this machine or these shapes."""
+
+
+class MemoryLimitWarning(TorchBudgetWarning):
+    """A job has nearly used up the memory that it may use."""
+
+
+class MonitorWarning(TorchBudgetWarning):
+    """A `MemoryMonitor` goes on without something: a reading, its file, its writer."""
 
 
 class ForgottenStepWarning(TorchBudgetWarning):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -33,6 +34,27 @@ class SplittablePaddedBatch(SplittableBatch, Protocol):
     @property
     def padded_size(self) -> Sequence[int]:
         """That size, one number for each ragged axis."""
+        ...
+
+
+class Replannable(Protocol):
+    """A sampler of a measured cost, which can plan its later batches with a larger margin."""
+
+    @property
+    def cost(self) -> Any:
+        """That batches are planned by."""
+        ...
+
+    def replan(self) -> float:
+        """Plan later batches by what the cost has observed; the margin. A collective."""
+        ...
+
+
+class BatchMonitor(Protocol):
+    """What measures each batch of a training, such as a `MemoryMonitor`."""
+
+    def batch(self, n: int, size: Sequence[int], /) -> AbstractContextManager[object]:
+        """Measure a batch of so many samples and of this padded size, inside the context."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Shared memory that no process has mapped, such as batches on their way."""
+"""Shared memory that shows in no process's pages, such as batches on their way."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.memory_groups import SHM
-from torchbudget.machine.process_tree import process_tree
-from torchbudget.machine.shared_files import job_bytes, unmapped_shared_bytes
-from torchbudget.units import MiB
+from torchbudget.machine.process_tree import process_memory, process_tree
+from torchbudget.machine.shared_files import job_bytes, untouched_shared_bytes
+from torchbudget.units import KiB, MiB
 
 if not SHM.is_dir():
     pytest.skip("there is no /dev/shm", allow_module_level=True)
+
+A_FEW = KiB(64)  # semaphores of multiprocessing, which are files there too
 
 
 @pytest.fixture
@@ -34,15 +36,38 @@ def path() -> Iterator[Path]:
     file.unlink(missing_ok=True)
 
 
-def test_a_file_counts_until_it_is_mapped(path: Path) -> None:
-    """By its name, then as an open file without one, and no more once it is mapped."""
-    assert unmapped_shared_bytes([os.getpid()]) == MiB(8)
+def untouched(*pids: int) -> int:
+    return untouched_shared_bytes([process_memory(pid) for pid in pids or [os.getpid()]])
+
+
+def near(num_bytes: int) -> Any:
+    return pytest.approx(num_bytes, abs=A_FEW)
+
+
+def test_a_file_counts_until_its_pages_are_touched(path: Path) -> None:
+    """By its name; as an open file without one; as a mapped one; then its pages do."""
+    before = untouched() - MiB(8)
+    assert before < A_FEW
     with path.open("r+b") as file:
         path.unlink()
-        assert unmapped_shared_bytes([os.getpid()]) == MiB(8)
-        with mmap.mmap(file.fileno(), 0):
-            assert unmapped_shared_bytes([os.getpid()]) == 0
-    assert unmapped_shared_bytes([os.getpid()]) == 0
+        assert untouched() == near(MiB(8))
+        mapped = mmap.mmap(file.fileno(), 0)
+    assert untouched() == near(MiB(8))
+    sum(mapped[: MiB(4) : mmap.PAGESIZE])
+    assert untouched() == near(MiB(4))
+    job = job_bytes([process_memory()])
+    sum(mapped[:: mmap.PAGESIZE])
+    assert untouched() == near(0)
+    assert job_bytes([process_memory()]) == pytest.approx(job, abs=MiB(2))
+    mapped.close()
+    assert untouched() == near(0)
+
+
+def test_other_shared_memory_hides_nothing(path: Path) -> None:
+    """What is shared and touched elsewhere, as a memfd or without a file, is told apart."""
+    with mmap.mmap(-1, MiB(16)) as without_file:
+        without_file.write(b"\1" * MiB(16))
+        assert untouched() == near(MiB(8))
 
 
 def test_a_file_that_several_processes_have_open_counts_once(path: Path) -> None:
@@ -53,9 +78,12 @@ def test_a_file_that_several_processes_have_open_counts_once(path: Path) -> None
         with renamed.open("rb") as file, subprocess.Popen(wait, stdin=file, stdout=-1) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == b"ready\n"
-            assert unmapped_shared_bytes([child.pid, os.getpid(), 2**30]) == MiB(8)
+            assert untouched(child.pid, os.getpid()) == near(MiB(8))
             child.kill()
-        assert unmapped_shared_bytes([child.pid, os.getpid()]) == 0
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            ended = child.pid
+            assert untouched(ended) == 0
+        assert untouched() == near(0)
     finally:
         renamed.unlink()
 
@@ -68,20 +96,25 @@ class Ones(Dataset[Any]):
         return torch.ones(MiB(2) // 4)
 
 
-def test_batches_that_workers_have_sent_count_as_the_jobs() -> None:
-    """All that was prefetched is counted, though it shows in no process's pages."""
-    context = multiprocessing.get_context("fork")
-    loader = DataLoader(
-        Ones(), batch_size=4, num_workers=2, prefetch_factor=3, multiprocessing_context=context
-    )
-    batches = iter(loader)
-    received = next(batches)
-    sent_bytes = 0
-    while sent_bytes < 6 * MiB(8):  # two workers, three batches each
-        time.sleep(0.05)
-        tree = process_tree()
-        sent_bytes = unmapped_shared_bytes([process.pid for process in tree])
-    assert sent_bytes == 6 * MiB(8)
-    assert received.shape[0] == 4
-    proportional = sum(process.proportional_bytes for process in tree)
-    assert job_bytes(tree) == proportional + sent_bytes
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_batches_that_workers_have_sent_count_as_the_jobs(strategy: str) -> None:
+    """All that was prefetched, and what was received but not read, is counted."""
+    before_strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        context = multiprocessing.get_context("fork")
+        loader = DataLoader(
+            Ones(), batch_size=4, num_workers=2, prefetch_factor=3, multiprocessing_context=context
+        )
+        batches = iter(loader)
+        received = next(batches)
+        expected = 7 * MiB(8)  # two workers, three batches each, and the received one
+        sent = 0
+        while sent < expected - A_FEW:
+            time.sleep(0.05)
+            sent = untouched_shared_bytes(process_tree())
+        assert sent == near(expected)
+        received.sum()
+        assert untouched_shared_bytes(process_tree()) == near(expected - MiB(8))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before_strategy)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, NamedTuple
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.kernel_files import ROOT, read_fields, read_lines, read_number
@@ -16,6 +16,29 @@ from torchbudget.machine.pools import MemoryPool
 # Version 1 writes "no limit" as the largest whole number of pages in 63 bits, which depends on the
 # page size; a limit of 4 EiB is never set on purpose.
 _NO_LIMIT_BYTES: Final = 2**62
+
+
+class _Files(NamedTuple):
+    """What the files of a group are called."""
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: frozenset[str]  # fields of memory.stat
+
+
+_FILES: Final = {
+    0: _Files((), "", frozenset()),
+    1: _Files(
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        frozenset({"total_inactive_file", "total_active_file"}),
+    ),
+    2: _Files(
+        ("memory.max", "memory.high"),
+        "memory.current",
+        frozenset({"inactive_file", "active_file", "slab_reclaimable"}),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,29 +83,25 @@ class ControlGroups:
 
     def pools(self, *, own_bytes: int = 0) -> tuple[MemoryPool, ...]:
         """See `cgroup_memory`."""
+        names = _FILES[self.version]
         pools = []
         for folder in self.folders:
-            stat = read_fields(folder / "memory.stat")
-            if self.version == 1:
-                limits = [read_number(folder / "memory.limit_in_bytes")]
-                if folder == self.folders[-1]:
-                    limits.append(stat.get("hierarchical_memory_limit"))
-                use_file = folder / "memory.usage_in_bytes"
-                reclaimable = {"total_inactive_file", "total_active_file"}
-            else:
-                limits = [read_number(folder / "memory.max"), read_number(folder / "memory.high")]
-                use_file = folder / "memory.current"
-                reclaimable = {"inactive_file", "active_file", "slab_reclaimable"}
+            limits = [read_number(folder / name) for name in names.limits]
+            if self.version == 1 and folder == self.folders[-1]:
+                stat = read_fields(folder / "memory.stat")
+                limits.append(stat.get("hierarchical_memory_limit"))
             limit_bytes = min((one for one in limits if one is not None), default=_NO_LIMIT_BYTES)
             if limit_bytes >= _NO_LIMIT_BYTES:
                 continue
+            stat = read_fields(folder / "memory.stat")
+            use_file = folder / names.used
             charged_bytes = read_number(use_file)
             if charged_bytes is None:
                 raise MachineError(
                     f"{folder} limits memory, but {use_file} does not exist; state the budget's "
                     "bytes"
                 )
-            reclaimable_bytes = sum(stat.get(key, 0) for key in reclaimable)
+            reclaimable_bytes = sum(stat.get(key, 0) for key in names.reclaimable)
             pools.append(
                 MemoryPool(
                     name=str(folder),

@@ -44,7 +44,7 @@ class Peak:
 
 
 @contextmanager
-def peak_memory(device: torch.device | str) -> Iterator[Peak]:
+def peak_memory(device: torch.device | str, *, synchronize: bool = True) -> Iterator[Peak]:
     """Measure the most memory that this process uses on `device` inside the context.
 
     Contexts may be nested, and a `MemoryMonitor` may run around them: each has its own peak.
@@ -53,13 +53,18 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     kernel does not allow that, a thread reads the resident memory every millisecond. On CUDA see
     `torchbudget.machine.device`; memory outside torch's allocator is read when the context ends.
 
+    Args:
+        device: a CPU or a CUDA device.
+        synchronize: wait for the device at the beginning and the end. What the allocator reserves
+            is known without; what a library allocates later counts in a later block then.
+
     Raises:
         OptionError: the device is neither a CPU nor a CUDA device.
         MachineError: there is no such device, or it does not answer.
     """
     peak = Peak()
     if not is_cpu(device):
-        yield from _on_device(peak, device_memory(device))
+        yield from _on_device(peak, device_memory(device), synchronize=synchronize)
     elif (mark := RESIDENT.begin()) is not None:
         yield peak
         [peak.bytes] = mark.most()
@@ -68,13 +73,15 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         yield from _sampled(peak)
 
 
-def _on_device(peak: Peak, memory: DeviceMemory) -> Iterator[Peak]:
+def _on_device(peak: Peak, memory: DeviceMemory, *, synchronize: bool) -> Iterator[Peak]:
     source = memory.source
-    source.synchronize()
+    if synchronize:
+        source.synchronize()
     mark = memory.high_water.begin()
     before = source.figures()
     yield peak
-    source.synchronize()
+    if synchronize:
+        source.synchronize()
     after = source.figures()
     if mark is not None:
         peak.reserved_bytes, peak.allocated_bytes = mark.most()

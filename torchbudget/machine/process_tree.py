@@ -23,6 +23,7 @@ class ProcessMemory:
             not keep it.
         anonymous_bytes: the resident pages that are neither a file's nor shared memory; after a
             fork they are shared too, until one of the processes writes to them.
+        shared_bytes: the part of `proportional_bytes` that is shared memory.
         proportional_bytes: pages in memory, each divided by the number of processes that map it,
             so that a sum over processes counts it once; see `is_proportional`.
         unreclaimable_bytes: the part of `proportional_bytes` that the kernel cannot reclaim:
@@ -36,6 +37,7 @@ class ProcessMemory:
     resident_bytes: int
     peak_resident_bytes: int | None
     anonymous_bytes: int
+    shared_bytes: int
     proportional_bytes: int
     unreclaimable_bytes: int
     is_proportional: bool
@@ -71,7 +73,8 @@ def process_memory(
             pages = read_fields(folder / "smaps_rollup")
         except MachineError as error:  # another user's process shows its status only
             has_ended = has_ended or isinstance(error.__cause__, ProcessLookupError)
-    unreclaimable_bytes = anonymous_bytes + status.get("RssShmem", 0)
+    mapped_bytes = status.get("RssShmem", 0)
+    unreclaimable_bytes = anonymous_bytes + mapped_bytes
     if "Pss_Anon" in pages:
         unreclaimable_bytes = pages["Pss_Anon"] + pages.get("Pss_Shmem", 0)
     return ProcessMemory(
@@ -79,6 +82,7 @@ def process_memory(
         resident_bytes=status.get("VmRSS", 0),
         peak_resident_bytes=status.get("VmHWM"),
         anonymous_bytes=anonymous_bytes,
+        shared_bytes=pages.get("Pss_Shmem", mapped_bytes if "Pss" in pages else 0),
         proportional_bytes=pages.get("Pss", anonymous_bytes),
         unreclaimable_bytes=unreclaimable_bytes,
         is_proportional="Pss" in pages or has_ended,

@@ -1,7 +1,8 @@
-"""Shared memory that is nobody's: files of `/dev/shm` on their way from one process to another.
+"""Shared memory of a job that shows in no process's pages, such as batches that workers have sent.
 
-A batch that a worker has sent, and that the main process has not received yet, is a file that is
-open in the worker, and mapped by neither. It takes memory, but shows in no process's pages.
+A batch on its way is a file of `/dev/shm` that is open in the worker and mapped by neither side.
+The main process maps it when it receives it, but has pages of it only once it reads them. Meanwhile
+it takes memory all the same.
 """
 
 from __future__ import annotations
@@ -10,35 +11,54 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.kernel_files import ROOT, read_lines
 from torchbudget.machine.process_tree import ProcessMemory
 
-_FOLDER = "/dev/shm/"  # noqa: S108  (a name to compare with, not a file to write)
+_FOLDER: Final = "/dev/shm/"  # noqa: S108  (a name to compare with, not a file to write)
+# Shared memory that is no file of a folder: memfd_create, mmap without a file, and System V's.
+_ELSEWHERE: Final = ("/memfd:", "/dev/zero", "/SYSV")
 
 
-def unmapped_shared_bytes(pids: Sequence[int], *, root: Path = ROOT) -> int:
-    """The bytes of files in `/dev/shm` that processes have open, and that none of them has mapped.
+def job_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
+    """The memory of several processes together, where each byte counts once.
 
-    Also files that torch has made in one of the processes and that have their name yet, as under
-    the sharing strategy `"file_system"`.
+    It is the sum of their proportional bytes, and `untouched_shared_bytes`: what a budget's `host`
+    is compared with.
 
     Args:
-        pids: the processes; what cannot be read of one is left out.
+        tree: readings of the processes, with the shares of their pages.
         root: the folder that `/proc` and `/dev/shm` are looked up in.
     """
+    proportional_bytes = sum(process.proportional_bytes for process in tree)
+    return proportional_bytes + untouched_shared_bytes(tree, root=root)
+
+
+def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
+    """The bytes of a job's files in `/dev/shm` that are not among the pages of its processes.
+
+    A file counts if one of the processes has it open or mapped, or if torch has made it in one of
+    them and it has its name yet, as under the sharing strategy `"file_system"`. From the sum of
+    them, what the processes have of shared memory is taken away; where they have other shared
+    memory than `/dev/shm`'s, that is taken to be touched throughout.
+
+    Args:
+        tree: readings of the processes, with the shares of their pages.
+        root: the folder that `/proc` and `/dev/shm` are looked up in.
+    """
+    pids = [process.pid for process in tree]
     try:
         device = (root / _FOLDER[1:]).stat().st_dev
     except OSError:
         return 0
-    found = {
-        status.st_ino: status.st_blocks * 512
-        for status in (*_open_files(pids, root), *_named_files(pids, root))
-        if status.st_dev == device
-    }
-    mapped = {inode for pid in pids for inode in _mapped(pid, root)} if found else set()
-    return sum(num_bytes for inode, num_bytes in found.items() if inode not in mapped)
+    files, elsewhere = _mapped(pids, root)
+    for status in (*_open_files(pids, root), *_named_files(pids, root)):
+        if status.st_dev == device:
+            files[status.st_ino] = status.st_blocks * 512
+    touched_bytes = sum(process.shared_bytes for process in tree) - sum(elsewhere.values())
+    return max(0, sum(files.values()) - max(0, touched_bytes))
 
 
 def _open_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
@@ -46,7 +66,7 @@ def _open_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
         with suppress(OSError):
             for name in os.listdir(root / f"proc/{pid}/fd"):  # noqa: PTH208  (names are enough)
                 with suppress(OSError):
-                    yield os.stat(f"{root}proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
+                    yield os.stat(f"{root}/proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
 
 
 def _named_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
@@ -57,26 +77,20 @@ def _named_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
                 yield path.stat()
 
 
-def _mapped(pid: int, root: Path) -> Iterator[int]:
-    """The inodes of the files in `/dev/shm` that a process has mapped.
+def _mapped(pids: Iterable[int], root: Path) -> tuple[dict[int, int], dict[int, int]]:
+    """The bytes of mapped files in `/dev/shm`, and of other shared memory, by their inodes.
 
     A line reads: addresses, rights, offset, device, inode, path.
     """
-    with suppress(MachineError):
-        for line in read_lines(root / f"proc/{pid}/maps"):
-            if _FOLDER in line:
-                yield int(line.split(maxsplit=5)[4])
-
-
-def job_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
-    """The memory of several processes together, where each byte counts once.
-
-    It is the sum of their proportional bytes, and what is on its way between them: what a budget's
-    `host` is compared with.
-
-    Args:
-        tree: readings of the processes, with the shares of their pages.
-        root: see `unmapped_shared_bytes`.
-    """
-    in_transit_bytes = unmapped_shared_bytes([process.pid for process in tree], root=root)
-    return sum(process.proportional_bytes for process in tree) + in_transit_bytes
+    files: dict[int, int] = {}
+    elsewhere: dict[int, int] = {}
+    for pid in pids:
+        with suppress(MachineError):
+            for line in read_lines(root / f"proc/{pid}/maps"):
+                addresses, rights, *_, inode, path = (*line.split(maxsplit=5), "")[:6]
+                if rights[-1] != "s" or not path.startswith((_FOLDER, *_ELSEWHERE)):
+                    continue
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                found = files if path.startswith(_FOLDER) else elsewhere
+                found[int(inode)] = max(found.get(int(inode), 0), end - begin)
+    return files, elsewhere

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import IndexSource
-from torchbudget.protocols import Stateful
+from torchbudget.protocols import BatchMonitor, Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.agreement import failing_together, on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
+from torchbudget.train.epoch import Epoch, Tally
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
 from torchbudget.train.run_folder import RunFolder
@@ -29,27 +30,6 @@ from torchbudget.train.step import Step
 from torchbudget.units import Amount
 
 _OTHER: Final = 2**32  # between the seeds of training's and of validation's workers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Epoch:
-    """What one epoch did, over all ranks.
-
-    Attributes:
-        number: of the epoch, from 0.
-        loss: Σ loss / Σ weight of its steps.
-        validation: the same of the validation data after it; `None` without.
-        steps: optimizer steps.
-        skipped: those of them that changed nothing.
-        seconds: that it took, evaluation included.
-    """
-
-    number: int
-    loss: float
-    validation: float | None
-    steps: int
-    skipped: int
-    seconds: float
 
 
 Callback: TypeAlias = Callable[[Step | Epoch], object]
@@ -70,6 +50,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     device: torch.device | str | None = None,
     device_limit: MemoryBudget | Amount | None = None,
+    monitor: BatchMonitor | None = None,
     progress: bool = True,
 ) -> list[Epoch]:
     """Train for a number of epochs; with a folder that has an unfinished run, go on with that one.
@@ -102,15 +83,17 @@ def fit(
         device: that batches are moved to; `None`: they are not moved.
         device_limit: a budget that torch's allocator is limited to first, on the model's device, by
             `limit_device_memory`; `None`: it is not.
+        monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
+            training, which must know its `padded_size`, and with `replan=` corrects the sampler.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
         The epochs, those of earlier calls in the same folder included.
 
     Raises:
-        OptionError: patience without validation; checkpoints of a loader whose position cannot be
-            saved; a folder, and a model that is sharded; or a sampler has not as many sizes as the
-            data set has samples.
+        OptionError: patience without validation; a monitor on some ranks only; checkpoints of a
+            loader whose position cannot be saved; a folder, and a model that is sharded; or a
+            sampler has not as many sizes as the data set has samples.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`.
@@ -134,6 +117,7 @@ def fit(
         checkpoint_steps=checkpoint_steps,
         callbacks=callbacks,
         patience=patience,
+        monitor=monitor,
     )
     while run.goes_on(epochs):
         model.train()
@@ -146,6 +130,7 @@ def fit(
             device=device,
             when_begun=run.restore_generators,
             when_stepped=run.step_taken,
+            monitor=monitor,
             progress=progress and run.is_first_rank,
         )
         if run.stopped:
@@ -165,23 +150,6 @@ def fit(
     return run.history
 
 
-@dataclass(slots=True)
-class _Tally:
-    """An epoch as far as it is done."""
-
-    loss: float = 0.0
-    weight: float = 0.0
-    steps: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-
-    def add(self, step: Step) -> None:
-        self.loss += step.loss * step.weight if step.weight else 0.0
-        self.weight += step.weight
-        self.steps += 1
-        self.skipped += step.skipped
-
-
 @dataclass(kw_only=True)
 class _Run:
     """The progress of a training, and its files."""
@@ -194,8 +162,9 @@ class _Run:
     checkpoint_steps: int | None
     callbacks: Sequence[Callback]
     patience: int | None
+    monitor: BatchMonitor | None
     history: list[Epoch] = field(default_factory=list)
-    tally: _Tally = field(default_factory=_Tally)
+    tally: Tally = field(default_factory=Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
     stopped: bool = False
     loaded: dict[str, Any] | None = None  # until its random generators are restored
@@ -209,13 +178,16 @@ class _Run:
         owners = [getattr(callback, "__self__", callback) for callback in self.callbacks]
         stateful = {id(owner): owner for owner in owners if isinstance(owner, Stateful)}
         self.stateful: list[Any] = list(stateful.values())
-        numbers = on_each_rank(self.host, lambda: (len(self.callbacks), len(self.stateful)))
-        self.agrees = self.folder is not None or any(number for number, _ in numbers)
+        counts = len(self.callbacks), len(self.stateful), self.monitor is not None
+        numbers = on_each_rank(self.host, lambda: counts)
+        self.agrees = self.folder is not None or any(number for number, _, _ in numbers)
+        if len({has_monitor for _, _, has_monitor in numbers}) > 1:
+            raise OptionError("a monitor must be given on every rank, since they replan together")
         if self.folder is not None:
-            if len({with_state for _, with_state in numbers}) > 1:
+            if len({with_state for _, with_state, _ in numbers}) > 1:
                 raise OptionError(
                     "callbacks that have a state_dict must be on every rank, since the first "
-                    f"rank's are saved for all; the ranks have {[n for _, n in numbers]} of them"
+                    f"rank's are saved for all; the ranks have {[n for _, n, _ in numbers]} of them"
                 )
             self._open(self.folder)
 
@@ -265,7 +237,7 @@ class _Run:
         for callback, its_state in zip(self.stateful, loaded["callbacks"], strict=True):
             callback.load_state_dict(its_state)
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
-        self.tally = _Tally(**loaded["tally"])
+        self.tally = Tally(**loaded["tally"])
         self.stopped = loaded["stopped"]
         self.seed = loaded["seeds"][self.host.rank % len(loaded["seeds"])]
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
@@ -322,7 +294,7 @@ class _Run:
             seconds=tally.seconds,
         )
         self.history.append(epoch)
-        self.tally = _Tally()
+        self.tally = Tally()
         self._note(epoch)
         self._save(None, is_best=self._losses()[-1] < best)
 

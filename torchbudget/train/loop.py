@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
+from torchbudget.protocols import BatchMonitor, SplittablePaddedBatch
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.epoch_loader import batches_left
@@ -33,6 +34,7 @@ def train_epoch(
     device: torch.device | str | None = None,
     when_begun: Callable[[], object] | None = None,
     when_stepped: Callable[[Step, int | None], object] | None = None,
+    monitor: BatchMonitor | None = None,
     progress: bool = False,
 ) -> list[Step]:
     """Train on every batch of a loader once, and flush.
@@ -47,10 +49,15 @@ def train_epoch(
         when_begun: called after `iter(loader)`, before its first batch.
         when_stepped: called with each step and the number of batches done, `None` after the last
             one; if what it returns is true, the epoch ends there.
+        monitor: a `MemoryMonitor` that is running: it measures every batch, which must know its
+            `padded_size`. With `replan=` all ranks need one.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
         The steps that were taken.
+
+    Raises:
+        OptionError: there is a monitor, and a batch does not know its padded size.
     """
     steps: list[Step] = []
 
@@ -66,12 +73,21 @@ def train_epoch(
         batches = with_bar(batches, total=total, unit="batches", leave=False)
     for done, batch in enumerate(batches, 1):
         samples = num_samples(batch) if accumulator.needs_samples else None
-        with accumulator.micro_batch(weight(batch), samples=samples):
+        with _measured(batch, monitor), accumulator.micro_batch(weight(batch), samples=samples):
             accumulator.backward(criterion(model, moved(batch, device)))
         if accumulator.stepped and accumulator.last is not None and note(accumulator.last, done):
             return steps
     accumulator.flush(lambda step: note(step, None))
     return steps
+
+
+def _measured(batch: Any, monitor: BatchMonitor | None) -> AbstractContextManager[object]:
+    """The context in which the monitor measures a batch."""
+    if monitor is None:
+        return nullcontext()
+    if not isinstance(batch, SplittablePaddedBatch):
+        raise OptionError("monitor=… needs batches that know their padded_size: a PaddedBatch")
+    return monitor.batch(batch.num_samples, batch.padded_size)
 
 
 @torch.no_grad()

@@ -1,0 +1,105 @@
+"""`MonitorReport`: what a monitor has seen, as a record and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from torchbudget.machine.cgroups import GroupEvents
+from torchbudget.observe.limits import MemoryLimit
+from torchbudget.observe.sample import MemorySample
+from torchbudget.units import format_bytes
+
+_ROWS: Final = {
+    "host_bytes": "job, each byte once",
+    "unreclaimable_bytes": "job, unreclaimable",
+    "resident_bytes": "job, resident",
+    "process_peak_bytes": "process",
+    "worker_peak_bytes": "largest worker",
+    "shared_bytes": "/dev/shm",  # noqa: S108  (a name, not a file to write)
+    "cgroup_bytes": "control group",
+    "machine_bytes": "machine",
+    "allocated_bytes": "device, tensors",
+    "reserved_bytes": "device, reserved",
+    "outside_bytes": "device, outside the allocator",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorReport:
+    """What a `MemoryMonitor` has seen, to be printed or read.
+
+    Attributes:
+        peak: the most of each number.
+        limits: each limit, when most of it was used.
+        snapshots: by their names, in order.
+        events: of the process's control groups, since the monitor began.
+        is_exact: whether `host_bytes` counts each byte once. Otherwise the kernel did not show
+            which pages are shared, and it counts only those that cannot be.
+        seconds: that it has run.
+        samples: that were read.
+        processor_s: processor time that reading them took.
+        lost_lines: that could not be written to the file.
+    """
+
+    peak: MemorySample
+    limits: tuple[MemoryLimit, ...]
+    snapshots: tuple[tuple[str, MemorySample], ...]
+    events: GroupEvents
+    is_exact: bool
+    seconds: float
+    samples: int
+    processor_s: float
+    lost_lines: int
+
+    def known(self) -> dict[str, Any]:
+        """The numbers of the end of the file of lines."""
+        events = {k: value for k, value in asdict(self.events).items() if value is not None}
+        return {
+            "time_s": self.seconds,
+            "peak": {k: value for k, value in self.peak.known().items() if k != "time_s"},
+            "is_exact": self.is_exact,
+            "samples": self.samples,
+            "processor_s": self.processor_s,
+            "lost_lines": self.lost_lines,
+            **events,
+        }
+
+    def __str__(self) -> str:
+        """A table for people: the peak, and then each snapshot."""
+        columns = [("peak", self.peak), *self.snapshots]
+        rows = [["", *(name for name, _ in columns)]]
+        for name, title in _ROWS.items():
+            values = [getattr(sample, name) for _, sample in columns]
+            if any(value is not None for value in values):
+                rows.append([title, *("" if v is None else format_bytes(v) for v in values)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        notes = [
+            f"{limit.share:.0%} of the limit {limit.name}: {format_bytes(limit.used_bytes)} of "
+            f"{format_bytes(limit.limit_bytes)}"
+            for limit in self.limits
+        ]
+        events = self.events
+        if events.stalled_s:
+            notes.append(f"waited for memory: {events.stalled_s:.1f} s")
+        if events.refusals:
+            notes.append(f"the control group's limit was hit {events.refusals:,} times")
+        if events.kills:
+            notes.append(f"the kernel killed {events.kills:,} processes of the control group")
+        if not self.is_exact:
+            notes.append("shared pages could not be told apart, and are left out of the job's sum")
+        if self.lost_lines:
+            notes.append(f"{self.lost_lines:,} lines could not be written")
+        share = self.processor_s / self.seconds if self.seconds else 0.0
+        notes.append(
+            f"{self.samples:,} samples in {self.seconds:.1f} s, which took {share:.2%} of one "
+            "processor"
+        )
+        return notes

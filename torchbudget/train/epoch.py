@@ -1,0 +1,46 @@
+"""What one epoch did, and what it has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchbudget.train.step import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """What one epoch did, over all ranks.
+
+    Attributes:
+        number: of the epoch, from 0.
+        loss: Σ loss / Σ weight of its steps.
+        validation: the same of the validation data after it; `None` without.
+        steps: optimizer steps.
+        skipped: those of them that changed nothing.
+        seconds: that it took, evaluation included.
+    """
+
+    number: int
+    loss: float
+    validation: float | None
+    steps: int
+    skipped: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """An epoch as far as it is done: see `Epoch`."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        self.loss += step.loss * step.weight if step.weight else 0.0
+        self.weight += step.weight
+        self.steps += 1
+        self.skipped += step.skipped
