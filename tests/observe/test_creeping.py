@@ -1,0 +1,111 @@
+"""Memory that creeps up while a training runs: with the monitor's corrections it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchbudget.observe.lines import read_records
+
+TRAINING = """
+import json
+import resource
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import torchbudget as tb
+from torchbudget.machine.process_tree import process_memory
+
+MIB = 2**20
+monitored, folder = sys.argv[1] == "monitored", Path(sys.argv[2])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+tb.configure_allocators()
+lengths = np.random.default_rng(0).integers(20, 100, 2000)
+data = [{"x": torch.randint(100, (int(length),))} for length in lengths]
+model = nn.Sequential(nn.Embedding(100, 2048), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(2048, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(batch):
+    F.softplus(model(batch["x"])).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def make_batch(n, size):
+    return {"x": torch.ones(n, size, dtype=torch.int64)}
+
+if monitored:
+    budget = process_memory().resident_bytes + 150 * MIB
+    options = {"budget": budget, "device": "cpu", "method": "run"}
+    cost = tb.measure_cost(step, make_batch, max_size=100, **options)
+    cost.save(folder / "cost.json")
+else:  # the same batches
+    step(make_batch(1, 100))
+    budget, cost = int(sys.argv[3]), tb.load_cost(folder / "cost.json")
+sampler = tb.MemoryBudgetBatchSampler(lengths, cost, budget, window=16, seed=1)
+loader = DataLoader(data, batch_sampler=sampler, collate_fn=tb.PadCollate())
+
+memory = process_memory()
+status = open("/proc/self/status").read()
+data_bytes = int(status.partition("VmData:")[2].split()[0]) * 1024
+limit = data_bytes + int(1.05 * budget) - memory.resident_bytes
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+leaked, numbers = [], []
+most = int(0.3 * budget) // MIB  # batches that leak a MiB each
+print(json.dumps(["begun", most, budget]), flush=True)
+monitor = tb.MemoryMonitor(budget, path=folder / "run.jsonl", replan=sampler, replan_batches=2)
+with monitor if monitored else nullcontext():
+    while len(numbers) < most + 20:
+        for batch in sampler.tracked(loader):
+            measured = monitor.batch(batch.num_samples, batch.padded_size)
+            with measured if monitored else nullcontext():
+                if len(leaked) < most:
+                    leaked.append(bytearray(b"1") * MIB)
+                step(batch)
+            numbers.append(batch.num_samples * batch.padded_size[0])
+            if len(numbers) == most + 20:
+                break
+print(json.dumps(["ended", len(leaked), np.mean(numbers[:5]), np.mean(numbers[-20:])]), flush=True)
+"""
+
+
+def training(how: str, folder: Path, *budget: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", TRAINING, how, str(folder), *map(str, budget)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_a_leak_under_a_hard_limit(tmp_path: Path) -> None:
+    """1 MiB a batch, 30 % of the budget in all, under a limit of 5 % more than the budget.
+
+    Monitored, batches become smaller and the training ends; without, it dies.
+    """
+    monitored = training("monitored", tmp_path)
+    assert not monitored.returncode, monitored.stderr
+    begun, ended = map(json.loads, monitored.stdout.splitlines())
+    assert ended[:2] == ["ended", begun[1]]
+    assert ended[3] < 0.7 * ended[2]
+    batches = [one for one in read_records(tmp_path / "run.jsonl") if one["event"] == "batch"]
+    assert len(batches) == begun[1] + 20
+    assert batches[-1]["bytes"] > 1.2 * batches[-1]["predicted_bytes"]
+    alone = training("alone", tmp_path, begun[2])
+    assert [json.loads(line)[0] for line in alone.stdout.splitlines()] == ["begun"]
+    assert "can't allocate memory" in alone.stderr or "MemoryError" in alone.stderr
