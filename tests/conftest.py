@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 
+import torch.utils.data._utils as loader_utils
 from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
@@ -19,6 +20,10 @@ settings.register_profile(
     "quick", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("TORCHBUDGET_HYPOTHESIS", "default"))
+
+# Errors that a test keeps leave loaders to the garbage collector, whose workers do not learn that
+# they shall end: torch waits so many seconds for each, by default five.
+loader_utils.MP_STATUS_CHECK_INTERVAL = 1.0
 
 # Ranks and workers are forked from a process that has imported these; `torch._dynamo` is what
 # optimizers and `DistributedDataParallel` import when they are first used.

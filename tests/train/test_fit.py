@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,21 @@ def test_a_stream_is_stopped_and_goes_on(
         torch.manual_seed(0)
     assert [e.steps for e in found] == [e.steps for e in expected]
     assert_equal(part.model, whole.model)
+
+
+@pytest.mark.parametrize("kind", [Training, Streamed])
+def test_workers_end_with_the_training(kind: Any) -> None:
+    """Also where an error ends it that is kept, as a notebook keeps the last one."""
+    training = kind(2) if kind is Training else kind(2, DataLoader)
+
+    def stop(_: Any) -> None:
+        assert active_children()
+        raise BrokenOff
+
+    with pytest.raises(BrokenOff) as kept:
+        training.fit(epochs=2, callbacks=[stop])
+    assert not active_children()
+    assert kept.tb
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -65,18 +65,20 @@ def train_epoch(
         steps.append(step)
         return when_stepped is not None and when_stepped(step, done)
 
-    batches = iter(loader)
-    if when_begun is not None:
-        when_begun()
-    if progress:
-        total = batches_left(loader)
-        batches = with_bar(batches, total=total, unit="batches", leave=False)
-    for done, batch in enumerate(batches, 1):
-        samples = num_samples(batch) if accumulator.needs_samples else None
-        with _measured(batch, monitor), accumulator.micro_batch(weight(batch), samples=samples):
-            accumulator.backward(criterion(model, moved(batch, device)))
-        if accumulator.stepped and accumulator.last is not None and note(accumulator.last, done):
-            return steps
+    # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
+    # error is forgotten, when torch would wait five seconds for each.
+    with closing(_each(iter(loader))) as batches:
+        if when_begun is not None:
+            when_begun()
+        total = batches_left(loader) if progress else None
+        shown = with_bar(batches, total=total, unit="batches", leave=False) if progress else batches
+        for done, batch in enumerate(shown, 1):
+            samples = num_samples(batch) if accumulator.needs_samples else None
+            with _measured(batch, monitor), accumulator.micro_batch(weight(batch), samples=samples):
+                accumulator.backward(criterion(model, moved(batch, device)))
+            last = accumulator.last
+            if accumulator.stepped and last is not None and note(last, done):
+                return steps
     accumulator.flush(lambda step: note(step, None))
     return steps
 
@@ -88,6 +90,10 @@ def _measured(batch: Any, monitor: BatchMonitor | None) -> AbstractContextManage
     if not isinstance(batch, SplittablePaddedBatch):
         raise OptionError("monitor=… needs batches that know their padded_size: a PaddedBatch")
     return monitor.batch(batch.num_samples, batch.padded_size)
+
+
+def _each(batches: Iterator[Any]) -> Generator[Any, None, None]:
+    yield from batches
 
 
 @torch.no_grad()
