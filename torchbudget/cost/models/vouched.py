@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -69,13 +70,26 @@ class VouchedRange:
         one_axis = sizes.shape[1] == 1
         wanted = np.asarray(size, np.int64)
         wanted = wanted[..., None] if one_axis else wanted
-        for low, reached in zip(sizes, peaks, strict=True):
-            no_later = (sizes <= low).all(axis=1) & (peaks >= reached)
-            if (no_later & ((sizes < low).any(axis=1) | (peaks > reached))).any():
-                continue  # another one begins no later, and reaches as far
+        for at in _first_to_reach(self.sizes, self.peak_bytes):
+            low, reached = sizes[at], peaks[at]
             padded = np.maximum(wanted, low)
             covers = (padded[..., None, :] <= sizes).all(axis=-1)
             most_bytes = np.minimum(np.where(covers, peaks, 0).max(axis=-1), reached)
             most = np.where(covers, numbers, 0).max(axis=-1)
             most = np.where(most_bytes > self.floor_bytes, MAX_BYTES, most)
             yield padded[..., 0] if one_axis else padded, most_bytes, most
+
+
+@lru_cache(maxsize=64)
+def _first_to_reach(sizes: tuple[tuple[int, ...], ...], peak_bytes: tuple[int, ...]) -> list[int]:
+    """Which batches are such that no other one is of shorter samples and reached as far."""
+    found = []
+    for at, (low, reached) in enumerate(zip(sizes, peak_bytes, strict=True)):
+        others = (
+            size != low or peak > reached
+            for size, peak in zip(sizes, peak_bytes, strict=True)
+            if peak >= reached and all(a <= b for a, b in zip(size, low, strict=True))
+        )
+        if not any(others):
+            found.append(at)
+    return found
