@@ -38,6 +38,7 @@ TINY = {
     "gradient_error": "",
     "predict": "--samples 30 --max-length 400 --mib 160 --repetitions 1 --most-ranks 1",
     "endurance": "--batches 300 --seed 4",
+    "monitor_overhead": "--seconds 1 --gib 1",
 }
 EXACT = {
     "gradient_error": "error",

@@ -40,6 +40,7 @@ ALL = (
     "gradient_error",
     "predict",
     "endurance",
+    "monitor_overhead",
 )
 TABLE = re.compile(r"(?:^    .*\S.*\n)+", re.MULTILINE)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.kernel_files import ROOT, read_fields, read_lines
@@ -92,8 +91,8 @@ def process_memory(
 class ProcessTree:
     """A process and its descendants, to be read again and again.
 
-    To find the descendants, every process of the machine is read; so they are looked for only where
-    a process or a thread was started since the last time.
+    To find the descendants, every process of the machine is looked at once: those that were started
+    since the last time, if any was. A descendant stays one when its parent has ended.
 
     Args:
         pid: the process; None is the calling one.
@@ -102,6 +101,7 @@ class ProcessTree:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._newest = ""
+        self._known: set[int] = set()  # processes of the machine that were looked at
         self._descendants: list[int] = []
 
     def read(self, *, shares: bool = True) -> tuple[ProcessMemory, ...]:
@@ -124,11 +124,20 @@ class ProcessTree:
     def _find(self) -> list[int]:
         newest = _newest_process()
         if newest in ("", "0") or newest != self._newest:
-            self._newest, self._descendants = newest, []
-            with suppress(psutil.NoSuchProcess):
-                found = psutil.Process(self._pid).children(recursive=True)
-                self._descendants = [process.pid for process in found]
+            self._newest = newest
+            self._find_new()
         return self._descendants
+
+    def _find_new(self) -> None:
+        """Look at the processes that were not there the last time."""
+        there = {int(name) for name in os.listdir(ROOT / "proc") if name.isdecimal()}  # noqa: PTH208  (names are enough)
+        parents = {pid: _parent(pid) for pid in there - self._known}
+        tree = {os.getpid() if self._pid is None else self._pid, *self._descendants}
+        while found := {pid for pid, parent in parents.items() if parent in tree} - tree:
+            tree |= found
+            self._descendants += sorted(found)
+        self._descendants = [pid for pid in self._descendants if pid in there]
+        self._known = there
 
 
 def process_tree(pid: int | None = None) -> tuple[ProcessMemory, ...]:
@@ -149,3 +158,12 @@ def _newest_process() -> str:
     """The number that the last process or thread was given; empty where it is unknown."""
     lines = read_lines(ROOT / "proc/loadavg")
     return lines[0].split()[-1] if lines else ""
+
+
+def _parent(pid: int) -> int | None:
+    """The process that has started another one; `None` where that has ended."""
+    with suppress(MachineError):  # it ended while it was read
+        for line in read_lines(ROOT / f"proc/{pid}/stat"):
+            # A line reads: number, (name), state, parent; names may have blanks and brackets.
+            return int(line.rpartition(")")[2].split()[1])
+    return None

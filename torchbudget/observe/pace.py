@@ -7,7 +7,7 @@ from typing import Final
 from torchbudget.observe.sample import MemorySample
 
 # Of one processor's time, in all and by quick readings.
-SHARE: Final = 0.01
+SHARE: Final = 0.008
 _QUICK_SHARE: Final = 0.003
 # Beyond its share it may spend so much once, so that the first peaks of a run are seen.
 _BURST_S: Final = 0.1
@@ -40,7 +40,7 @@ class Pace:
         return max(self._interval_s, self._quick_s / _QUICK_SHARE)
 
     def read(self, spent_s: float, sample: MemorySample) -> None:
-        """Take note of a sample, and of the processor time that it took."""
+        """Take note of a sample, and of the processor time that it and its outputs took."""
         self.spent_s += spent_s
         if sample.host_bytes is None:
             self._quick_s = spent_s

@@ -64,10 +64,11 @@ class Recorder:
         Raises:
             MachineError: the process has ended, or a reading is missing.
         """
+        before_s = time.thread_time()
         with self._lock:
-            sample = self._read(whole=whole)
+            sample = self._reader.read(self.now_s(), whole=whole)
             if not whole and self.pace.wants_whole(sample, self._near_bytes):
-                sample = self._read(whole=True)
+                sample = self._reader.read(self.now_s(), whole=True)
             row = self._history.add(sample.row())
             limits = limits_of(sample, self._budget, self._reader.pools)
             for limit in limits:
@@ -80,13 +81,9 @@ class Recorder:
             self._outputs.write_scalars(merged)
         for limit in reached:
             self._outputs.announce(sample.time_s, limit)
-        return sample
-
-    def _read(self, *, whole: bool) -> MemorySample:
-        before_s = time.thread_time()
-        sample = self._reader.read(self.now_s(), whole=whole)
-        self.pace.read(time.thread_time() - before_s, sample)
-        self._samples += 1
+        with self._lock:
+            self._samples += 1
+            self.pace.read(time.thread_time() - before_s, sample)
         return sample
 
     def samples(self) -> list[MemorySample]:
