@@ -168,6 +168,19 @@ def test_workspaces_by_architecture(capability: tuple[int, int] | None, workspac
     assert device.workspaces == (workspace, 2**20) * 2
 
 
+def test_a_device_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction makes no context, beside which forked workers could not use CUDA.
+
+    No GPU is at hand: torch is made to say that there is one.
+    """
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", pytest.fail)
+    assert "the largest" in AssumedDevice.detect().architecture
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    assert AssumedDevice.detect().architecture == "(8, 0)"
+
+
 def test_the_step_takes_the_ways_of_cuda() -> None:
     """`foreach` steps hold copies of all parameters, and a mask of dropout takes a byte."""
     case = perceptron(dropout=0.5)

@@ -56,8 +56,12 @@ class AssumedDevice:
 
     @classmethod
     def detect(cls) -> AssumedDevice:
-        """The device at hand, if there is any, with the settings that the environment states."""
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        """The current device, if this process uses one, with the settings of the environment.
+
+        A trace needs no device: a context that it made would take memory, and forked workers of a
+        process that has one cannot use CUDA.
+        """
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
         return cls.of(capability, AllocatorSettings.of(cuda_allocator_settings()))
 
     @property
