@@ -54,7 +54,7 @@ def trained(method):
         if number == 2 and method:
             resident = [None] * dist.get_world_size()
             dist.all_gather_object(resident, process_memory().resident_bytes)
-            budget = max(resident) + (150 + dist.get_rank()) * 2**20
+            budget = max(resident) + (80 + dist.get_rank()) * 2**20
             cost = measure_cost(
                 step, batch_of, max_size=200, min_size=2, method=method, budget=budget
             )
@@ -89,3 +89,52 @@ def test_ranks_measure_together(wrapped: str, tmp_path: Path) -> None:
     assert all(restored for rank in found for restored, *_ in rank)
     assert all(rank == found[0] for rank in found)
     assert not any(notes for *_, notes in found[0])
+
+
+ONE_FAILS = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbudget import measure_cost
+from torchbudget.errors import CostError
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(batch):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def batch_of(n, size):
+    if dist.get_rank() == 1:
+        raise ValueError("no such file")
+    return torch.ones(n, size, 8)
+
+
+said = []
+for method in ("trace", "auto"):
+    try:
+        measure_cost(step, batch_of, max_size=200, method=method, budget="1GiB")
+    except CostError as error:
+        said.append(str(error))
+Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(said))
+"""
+
+
+@pytest.mark.distributed
+def test_no_rank_waits_for_one_that_failed(tmp_path: Path) -> None:
+    """All raise: the one that failed its own error, the other one with its number and its text."""
+    first, second = run_ranks(ONE_FAILS, tmp_path, 2)
+    assert len(first) == len(second) == 2
+    assert all("rank 1 raised BatchError" in said and "no such file" in said for said in first)
+    assert all("make_batch(" in said and "rank 1" not in said for said in second)

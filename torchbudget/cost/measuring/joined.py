@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -54,9 +54,28 @@ class JoinedRanks:
         """The least value on any rank."""
         return min(gathered(value, self._group)) if self._joined else value
 
-    def of_first(self, value: _T) -> _T:
-        """The first rank's value."""
-        first: _T = gathered(value, self._group)[0] if self._joined else value
+    def of_first(self, find: Callable[[], _T]) -> _T:
+        """What the first rank finds, where all of them look for it.
+
+        What one of them raises, no rank waits for.
+
+        Raises:
+            CostError: another rank failed.
+        """
+        if not self._joined:
+            return find()
+        found, error = [], None
+        try:
+            found = [find()]
+        except Exception as raised:  # noqa: BLE001 - others must learn of whatever it is
+            error = raised
+        all_found = gathered((found, None if error is None else repr(error)), self._group)
+        if error is not None:
+            raise error
+        for rank, (_, failed) in enumerate(all_found):
+            if failed is not None:
+                raise CostError(f"the cost cannot be measured: rank {rank} raised {failed}")
+        [first] = all_found[0][0]
         return first
 
 

@@ -6,6 +6,7 @@ import hashlib
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy.typing as npt
@@ -173,7 +174,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
     ranks = JoinedRanks(subject.state)
     room = None if room is None else ranks.least(room)
     if method == "trace" or room is None:
-        traced = ranks.of_first(_traced_on_target(subject, room))
+        traced = ranks.of_first(partial(_traced_on_target, subject, room))
         least = misfit = _LEAST_TRACE_MARGIN
         if not traced.aligned:
             least = _LEAST_PEAKS_MARGIN
@@ -183,8 +184,8 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         return judged_cost(
             traced.forms, traced.probes, least, subject, everywhere=traced.aligned, misfit=misfit
         )
-    known = ranks.of_first(_traced(subject, method, room))
-    subject.depends_on_values = ranks.of_first(subject.depends_on_values)
+    known = ranks.of_first(partial(_traced, subject, method, room))
+    subject.depends_on_values = ranks.of_first(lambda: subject.depends_on_values)
     forms, probes = run_probes(subject, room, () if known is None else known.forms)
     least = max(_LEAST_RUN_MARGIN, _DRIFT_BYTES / room)
     if subject.depends_on_values:
