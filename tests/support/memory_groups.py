@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,19 @@ class MemoryGroup:
     def charged_bytes(self) -> int:
         name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
         return int((self.folder / name).read_text())
+
+    @property
+    def kills(self) -> int:
+        """How many processes of the group the kernel has killed for memory."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        lines = (self.folder / name).read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+    def kill_all(self) -> None:
+        """End every process of the group."""
+        for pid in (self.folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     @contextlib.contextmanager
     def python(self, code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:

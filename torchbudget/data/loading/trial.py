@@ -84,7 +84,7 @@ class Trial:
     """What a trial found.
 
     Attributes:
-        batches: that were made, in their order.
+        batches: that were made, in their order, without the first.
         numbers: which of the given batches they are.
         private: the most that the worker had between batches and no other process did: its heap,
             what it imported, what it has copied of its parent's.
@@ -208,7 +208,7 @@ def try_batches(
     batches: Sequence[list[int]],
     *,
     seconds: float,
-    fits: Callable[[int, Sequence[BatchBytes]], bool],
+    fits: Callable[[int, Sequence[tuple[int, BatchBytes]]], bool],
 ) -> Trial:
     """Let one worker make batches one after the other, while its memory is read from here.
 
@@ -218,13 +218,18 @@ def try_batches(
         parts: of the loader, of a map-style data set.
         batches: lists of indices, at least two, the first two of them small.
         seconds: after which no further batch is begun.
-        fits: whether a batch may be tried, by its number and by what those before weighed.
+        fits: whether a batch may be tried, by its number, and by the numbers of those before it and
+            what they weighed.
 
     Raises:
         MachineError: the worker's memory cannot be read.
     """
     weights: list[BatchBytes] = []
-    watched = _Watched(batches, seconds, lambda number: fits(number, weights))
+
+    def may_try(number: int) -> bool:
+        return fits(number, [*zip(watched.numbers, weights, strict=False)])
+
+    watched = _Watched(batches, seconds, may_try)
     loader = parts.loader(
         watched,
         num_workers=1,
@@ -253,12 +258,12 @@ def _trial_of(
             readings, readings[1:], weights, times, samples, strict=False
         )
     ]
-    # Until its first batch a worker that does not fork was still importing.
+    # Before its first batch a worker that does not fork was importing: that one tells nothing.
     settled, last = readings[1], readings[-1]
     private = max(one.private + one.private_file for one in readings[1:]) - watched.mapped
     return Trial(
-        batches=tried,
-        numbers=watched.numbers[: len(tried)],
+        batches=tried[1:],
+        numbers=watched.numbers[1 : len(tried)],
         private=max(0, private),
         kept=max(0, last.anonymous - settled.anonymous),
         reads=tuple(accumulate(samples[1:], initial=0)),

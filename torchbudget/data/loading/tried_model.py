@@ -42,10 +42,10 @@ def planned_model(
     elements = _elements(shapes)[numbers]
     free = _free_shared()
 
-    def fits(number: int, before: Sequence[BatchBytes]) -> bool:
+    def fits(number: int, before: Sequence[tuple[int, BatchBytes]]) -> bool:
         if free is None or not before:
             return True
-        each = max(one.total / elements[i] for i, one in enumerate(before))
+        each = max(one.total / elements[place] for place, one in before)
         return bool(_AT_ONCE * (_SLACK * each * elements[number] + MiB(1)) <= free)
 
     trial = try_batches(parts, batches, seconds=seconds, fits=fits)

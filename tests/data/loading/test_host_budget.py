@@ -1,0 +1,123 @@
+"""Real loaders under a budget of the host: what another process reads while they are iterated.
+
+`examples/benchmarks/host_budget.py` runs all combinations; here are some that are quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.host_cells import Cell
+from tests.support.memory_groups import JOIN, SHM, memory_group
+from torchbudget.units import MiB
+
+CELLS = [
+    Cell(data="arrays", start="fork", folder="", mib=400, workers=8),
+    Cell(data="objects", start="fork", folder="", mib=450, workers=8),
+    Cell(data="mapped", start="fork", folder="", mib=300, workers=8),
+    Cell(data="files", start="spawn", folder="", mib=600, workers=2, samples=1000, epochs=1),
+]
+
+
+def run(cell: Cell, *before: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, *cell.command()],
+        env=cell.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def result(done: subprocess.CompletedProcess[str]) -> dict[str, float]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def own_shared_memory(mib: int) -> list[str]:
+    """A command that runs what follows with a /dev/shm of its own; none where it may not."""
+    if shutil.which("unshare") is None:
+        return []
+    names = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
+    script = f'mount -t tmpfs -o size={mib}m tmpfs {SHM} && exec "$@"'
+    command = ["unshare", *names, "--propagation", "private", "sh", "-c", script, "sh"]
+    tried = subprocess.run([*command, "true"], capture_output=True, check=False)
+    return [] if tried.returncode else command
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.data}-{cell.start}")
+def test_the_tree_stays_within_the_budget_and_fills_it(cell, tmp_path) -> None:
+    """Never above 1; at least 0.80 where workers fill it; and every sample comes in every epoch."""
+    before = own_shared_memory(4096)  # what other processes write to the machine's is not ours
+    found = result(run(replace(cell, folder=str(tmp_path)), *before))
+    assert found["workers"] > 0
+    if before:
+        assert found["total"] <= found["budget"]
+        assert found["shared"] <= found["predicted_shared"]
+        assert found["total"] <= found["predicted"] <= 1.2 * found["total"]
+    assert found["pss"] <= found["budget"]
+    if before and cell.start == "fork":  # a worker that does not fork is a third of that budget
+        assert found["total"] >= 0.80 * found["budget"]
+
+
+LARGE = Cell(
+    data="arrays", start="fork", folder="", samples=8000, batch_mib=8, epochs=1, watched=False
+)
+
+
+def test_in_a_control_group_of_the_budget(tmp_path) -> None:
+    """With the budget as the limit of its group, a training by our options ends."""
+    cell = replace(LARGE, folder=str(tmp_path), host_mib=640, workers=8)
+    with memory_group(MiB(640)) as group:
+        done = run(cell, "sh", "-c", JOIN, str(group.folder / "cgroup.procs"))
+    assert result(done)["workers"] > 0
+
+
+def test_a_plain_setting_is_killed_in_that_group(tmp_path) -> None:
+    """8 workers that prefetch 2 batches each: the kernel kills some of them.
+
+    What remains may wait for a dead worker's lock, so that the kernel's count is what is read.
+    """
+    cell = replace(LARGE, folder=str(tmp_path), host_mib=640, plain=(8, 2))
+    with memory_group(MiB(640)) as group:
+        join = ["sh", "-c", JOIN, str(group.folder / "cgroup.procs")]
+        with subprocess.Popen(
+            [*join, *cell.command()], env=cell.environment(), stdout=-1, stderr=subprocess.DEVNULL
+        ) as process:
+            while process.poll() is None and not group.kills:
+                time.sleep(0.1)
+            group.kill_all()
+        assert group.kills
+
+
+@pytest.mark.parametrize("plain", [None, (4, 4)])
+def test_with_64_mib_of_shared_memory(plain, tmp_path) -> None:
+    """As in a container: ours ends, and the plain setting finds it full."""
+    before = own_shared_memory(64)
+    if not before:
+        pytest.skip("a mount of its own is not allowed here")
+    done = run(replace(LARGE, folder=str(tmp_path), mib=2000, workers=4, plain=plain), *before)
+    if plain is None:
+        assert result(done)["workers"] > 0
+    else:
+        assert done.returncode
+        # A page that cannot be had is a bus error; a file that cannot be enlarged says so.
+        full = ("bus error", "Bus error", "No space left on device")
+        assert any(text in done.stderr for text in full), done.stderr
+
+
+def test_the_reader_is_an_oracle() -> None:
+    """It imports nothing of the library."""
+    source = (Path(__file__).parents[2] / "support" / "tree_reader.py").read_text()
+    assert "torchbudget" not in source
+    assert "import torch" not in source
