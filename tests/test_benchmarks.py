@@ -33,6 +33,7 @@ TINY = {
     "any_model": "--shapes 2 --models pairs",
     "any_model_cpu": "--steps 1 --budgets 1 --models pairs --methods auto",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
+    "host_budget": "--samples 600 --budgets 1 --starts 1 --kinds 1 --search-ms 10",
     "cuda_reserve": "--steps 30 --budgets 1 --models pairs",
     "accumulate": "--repetitions 2",
     "gradient_error": "",
@@ -52,6 +53,7 @@ EXACT = {
     "any_model": "least covered",
     "any_model_cpu": "errors",
     "cuda_reserve": "highest reserved",
+    "host_budget": "highest pss",
 }
 
 

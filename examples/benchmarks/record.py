@@ -35,6 +35,7 @@ ALL = (
     "any_model",
     "any_model_cpu",
     "kept_budget",
+    "host_budget",
     "cuda_reserve",
     "accumulate",
     "gradient_error",

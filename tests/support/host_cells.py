@@ -172,13 +172,25 @@ def loop(loader: Any, cell: Cell) -> list[int]:
     return labels
 
 
-def run(cell: Cell) -> dict[str, Any]:
-    kinds = {"arrays": Arrays, "files": Files, "objects": Objects, "mapped": Mapped}
-    dataset: Any = kinds[cell.data](cell)
+def dataset_of(cell: Cell) -> Any:
+    kinds: dict[str, Any] = {
+        "arrays": Arrays,
+        "files": Files,
+        "objects": Objects,
+        "mapped": Mapped,
+    }
+    return kinds[cell.data](cell)
+
+
+def sampler_of(cell: Cell) -> tb.MemoryBudgetBatchSampler:
     cost = tb.PaddedCost(unit_bytes=4 * CHANNELS)
-    sampler = tb.MemoryBudgetBatchSampler(
+    return tb.MemoryBudgetBatchSampler(
         lengths(cell.samples), cost, int(cell.batch_mib * 2**20), window=cell.samples // 4
     )
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    dataset, sampler = dataset_of(cell), sampler_of(cell)
     gc.collect()
     budget = host_budget(cell)
     plain: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": tb.PadCollate()}

@@ -1,0 +1,186 @@
+"""Does a `DataLoader` with `loader_options` stay within the host's budget, and fill it?
+
+Question: four data sets, workers that fork and workers that do not, several budgets: how near to
+the budget does the memory of the whole tree of processes come? How near is the prediction? And are
+the options as fast as the best of a search?
+
+Command: PYTHONPATH=. python examples/benchmarks/host_budget.py [--samples N] [--budgets K]
+
+Hardware: 2 cores of an Intel Xeon at 2.8 GHz, 24 GiB, Python 3.11, torch 2.13.0 CPU; other work ran
+on both, which shows in the seconds.
+
+    not recorded yet
+
+Every row is a process of its own that asks for options, with at most 8 workers (4 where they do not
+fork), makes a stock loader with them, and loops over two epochs so slowly that all that may be
+prefetched is. Another process, which imports nothing of this library, reads every 20 ms the
+proportional set size of the tree and what `/dev/shm`, a mount of the row's own, has in use. `peak`
+is the anonymous memory of the tree, its libraries once, and all of that shared memory, mapped by a
+process or not; `pss` what the processes map. Pages of the mapped data file do not count, since the
+kernel takes them back. Each worker collects its garbage once when it starts, as in a long run it
+does at some time: that copies what it had in common with its parent. The budget is what the process
+has before its loader is made and `MiB` for loading; what one more worker needs is what may be left
+of it. The search times every number of workers up to 4 over whole epochs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from _common import Results, options
+from torch.utils.data import DataLoader
+
+import torchbudget as tb
+from tests.support.host_cells import DATA, Cell, dataset_of, sampler_of
+
+MIB = {"fork": (400, 250, 800), "spawn": (900, 600, 1400)}
+WORKERS = {"fork": 8, "spawn": 4}
+SEARCHED = 4
+ROOT_MOUNT = 'mount -t tmpfs -o size=8g tmpfs /dev/shm && exec "$@"'
+
+
+def own_mount() -> list[str]:
+    """A command that runs another with a /dev/shm of its own; none where it may not."""
+    names = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
+    command = ["unshare", *names, "--propagation", "private", "sh", "-c", ROOT_MOUNT, "sh"]
+    try:
+        tried = subprocess.run([*command, "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return []
+    return [] if tried.returncode else command
+
+
+def rows(
+    samples: int, budgets: int, starts: int, kinds: int
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    before = own_mount()
+    for start in [*MIB][:starts]:
+        for data in DATA[:kinds]:
+            for mib in MIB[start][:budgets]:
+                with tempfile.TemporaryDirectory() as folder:
+                    cell = Cell(
+                        data=data,
+                        start=start,
+                        folder=folder,
+                        mib=mib,
+                        workers=WORKERS[start],
+                        samples=samples,
+                        batch_mib=2,
+                        pause_s=0.05,
+                    )
+                    done = subprocess.run(
+                        [*before, *cell.command()],
+                        env=cell.environment(),
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        check=True,
+                    )
+                yield cell, json.loads(done.stdout.splitlines()[-1])
+
+
+def epoch_s(loader: Any, seconds: float) -> float:
+    """Seconds of an epoch after one that warms up; of several where they are short."""
+    for _ in loader:
+        pass
+    began, epochs = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in loader:
+            pass
+        epochs += 1
+    return (time.perf_counter() - began) / epochs
+
+
+def speed_of_the_choice(data: str, samples: int, seconds: float) -> tuple[int, int, float]:
+    """Workers that were chosen, those that are the fastest, and the ratio of the speeds."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        cell = Cell(data=data, start="fork", folder=folder, samples=samples, batch_mib=2)
+        dataset, sampler, collate = dataset_of(cell), sampler_of(cell), tb.PadCollate()
+        gc.collect()
+        chosen = tb.loader_options(
+            sampler,
+            tb.MemoryBudget(host="16GiB"),
+            dataset=dataset,
+            collate_fn=collate,
+            max_workers=SEARCHED,
+            trial_s=16 * seconds,
+        )["num_workers"]
+        times: dict[int, list[float]] = {n: [] for n in range(SEARCHED + 1)}
+        for _ in range(3):
+            for n, found in times.items():
+                loader: Any = DataLoader(
+                    dataset,
+                    batch_sampler=sampler,
+                    collate_fn=collate,
+                    num_workers=n,
+                    persistent_workers=n > 0,
+                )
+                found.append(epoch_s(loader, seconds))
+                del loader
+    medians = {n: statistics.median(found) for n, found in times.items()}
+    best = min(medians, key=medians.__getitem__)
+    return chosen, best, medians[best] / medians[chosen]
+
+
+def main() -> None:
+    asked = options(__doc__, samples=6000, budgets=3, starts=2, kinds=4, search_ms=500)
+    results = Results(
+        {
+            "data": "",
+            "start": "",
+            "MiB": ",",
+            "workers": "",
+            "prefetch": "",
+            "processes": "",
+            "shared": ",.0f",
+            "pss / budget": ".3f",
+            "peak / budget": ".3f",
+            "predicted / peak": ".3f",
+        }
+    )
+    peaks, mapped, fills, predicted = [], [], [], []
+    for cell, found in rows(asked.samples, asked.budgets, asked.starts, asked.kinds):
+        peaks.append(found["total"] / found["budget"])
+        mapped.append(found["pss"] / found["budget"])
+        predicted.append(found["predicted"] / found["total"])
+        if cell.start == "fork" and found["workers"] < cell.workers:
+            fills.append(peaks[-1])
+        results.row(
+            **{
+                "data": cell.data,
+                "start": cell.start,
+                "MiB": cell.mib,
+                "workers": str(found["workers"]),
+                "prefetch": str(found["prefetch"]),
+                "processes": str(found["processes"]),
+                "shared": found["shared"] / 2**20,
+                "pss / budget": mapped[-1],
+                "peak / budget": peaks[-1],
+                "predicted / peak": predicted[-1],
+            }
+        )
+    results.bar("highest pss / budget", max(mapped), 1)
+    results.bar("highest peak / budget", max(peaks), 1)
+    if fills:
+        least = min(fills)
+        results.bar("least peak / budget where forked workers fill it", least, 0.8, at_least=True)
+    results.bar("predicted / peak, at least", min(predicted), 0.9, at_least=True)
+    results.bar("predicted / peak, at most", max(predicted), 1.1)
+    for data in ("files", "objects")[: asked.kinds]:
+        chosen, best, ratio = speed_of_the_choice(data, asked.samples, asked.search_ms / 1000)
+        what = f"speed of the choice / best of a search, {data}, {chosen} and {best} workers"
+        results.bar(what, ratio, 0.95, at_least=True)
+    results.finish(asked.json)
+
+
+if __name__ == "__main__":
+    main()
