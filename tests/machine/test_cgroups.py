@@ -353,11 +353,12 @@ def test_what_has_happened_in_groups_of_version_1(tmp_path):
             "cg/job/memory.failcnt": "3",
             "cg/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
             "cg/memory.failcnt": "2",
+            "cg/memory.memsw.failcnt": "4",
             "cg/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
         },
     )
     events = ControlGroups.of(root=root).events()
-    assert events == GroupEvents(stalled_s=None, refusals=5, kills=1)
+    assert events == GroupEvents(stalled_s=None, refusals=9, kills=1)
 
 
 def test_where_there_are_no_groups_nothing_has_happened(tmp_path):

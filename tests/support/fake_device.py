@@ -70,7 +70,7 @@ class FakeDevice:
         )
 
     def figures(self) -> DeviceFigures:
-        return self.now
+        return replace(self.now, allocated_bytes=self.allocated)
 
     def synchronize(self) -> None:
         pass

@@ -48,8 +48,8 @@ class GroupEvents:
     Attributes:
         stalled_s: seconds in which some process of the group waited for memory (version 2, the
             `total` of `memory.pressure`); None: not known.
-        refusals: how often a limit was hit and memory had to be reclaimed (`memory.failcnt`, or
-            `max` of `memory.events`).
+        refusals: how often a limit was hit and memory had to be reclaimed (`failcnt`, which
+            some kernels leave at 0, or `max` of `memory.events`).
         kills: processes that were killed for memory.
     """
 
@@ -115,7 +115,9 @@ class ControlGroups:
     def events(self) -> GroupEvents:
         """What has happened in them so far; where a file cannot be read, nothing."""
         if self.version == 1:  # each group counts what hits its own limit
-            failures = [_number(folder / "memory.failcnt") for folder in self.folders]
+            # Without swap, a limit of memory and swap together is the one that is hit.
+            names = ("memory.failcnt", "memory.memsw.failcnt")
+            failures = [_number(folder / name) for folder in self.folders for name in names]
             control = [_fields(folder / "memory.oom_control") for folder in self.folders]
             kills = sum(one.get("oom_kill", 0) for one in control)
             return GroupEvents(stalled_s=None, refusals=sum(failures), kills=kills)

@@ -28,7 +28,8 @@ class DeviceFigures:
         process_bytes: what this process uses, context and libraries included; None: unknown.
         free_before_bytes: what was free before this process had a context; None: unknown.
         reserved_bytes: what torch's allocator has reserved.
-        peak_reserved_bytes: the most of it since the peaks were reset.
+        allocated_bytes: what living tensors take.
+        peak_reserved_bytes: the most that was reserved since the peaks were reset.
         peak_allocated_bytes: the most that living tensors took since then.
         fraction: of the device, that the allocator may reserve.
         retries: allocations so far that succeeded after the cache was flushed.
@@ -40,6 +41,7 @@ class DeviceFigures:
     process_bytes: int | None = None
     free_before_bytes: int | None = None
     reserved_bytes: int = 0
+    allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     peak_allocated_bytes: int = 0
     fraction: float = 1.0
@@ -133,6 +135,7 @@ class TorchSource:
             process_bytes=process_bytes(self._uuid),
             free_before_bytes=free_bytes_before(self._uuid),
             reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
             peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
             fraction=fraction(self.index),

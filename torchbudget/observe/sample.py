@@ -182,7 +182,7 @@ class MemoryReader:
             self._on_device = memory.high_water.begin()
         figures = memory.source.figures()
         return {
-            "allocated_bytes": torch.cuda.memory_allocated(memory.source.index),
+            "allocated_bytes": figures.allocated_bytes,
             "reserved_bytes": figures.reserved_bytes,
             "outside_bytes": memory.outside_bytes(figures),
         }
