@@ -119,7 +119,11 @@ class MemoryMonitor:
         )
         self._batch_device = reader.device
         self._outputs.write("begin", self._described())
-        self._recorder.read(whole=True)
+        try:
+            self._recorder.read(whole=True)
+        except BaseException:
+            self._outputs.close()
+            raise
         self._owner = os.getpid()
         self._thread = threading.Thread(target=self._run, name="MemoryMonitor", daemon=True)
         self._thread.start()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.observe.history import History
-from torchbudget.observe.limits import LimitWatch, MemoryLimit, limits_of
+from torchbudget.observe.limits import LimitWatch, limits_of
 from torchbudget.observe.outputs import Outputs
 from torchbudget.observe.pace import Pace
 from torchbudget.observe.report import MonitorReport
@@ -49,10 +49,9 @@ class Recorder:
         self._near_bytes = math.inf if host_bytes is None else warn_at * host_bytes
         self._history = History(len(COLUMNS), history_bytes)
         self._watch = LimitWatch(warn_at)
-        self._limits: dict[str, MemoryLimit] = {}  # by name, when most of it was used
         self._samples = 0
         self._began_s = time.perf_counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is written to may be a user's, and call back
 
     def now_s(self) -> float:
         """Seconds since it began."""
@@ -70,15 +69,12 @@ class Recorder:
             if not whole and self.pace.wants_whole(sample, self._near_bytes):
                 sample = self._reader.read(self.now_s(), whole=True)
             row = self._history.add(sample.row())
+            if row is not None:
+                merged = MemorySample.of_row(row)
+                self._outputs.write("sample", merged.known())
+                self._outputs.write_scalars(merged)
             limits = limits_of(sample, self._budget, self._reader.pools)
-            for limit in limits:
-                if limit.name not in self._limits or limit.share > self._limits[limit.name].share:
-                    self._limits[limit.name] = limit
             reached = list(self._watch.reached(limits))
-        if row is not None:
-            merged = MemorySample.of_row(row)
-            self._outputs.write("sample", merged.known())
-            self._outputs.write_scalars(merged)
         for limit in reached:
             self._outputs.announce(sample.time_s, limit)
         with self._lock:
@@ -96,9 +92,12 @@ class Recorder:
         """What was seen so far."""
         with self._lock:
             peak = MemorySample.of_row(self._history.most())
+            peak = replace(peak, **self._reader.device_peaks())
+            process_bytes = max(peak.process_bytes, peak.process_peak_bytes or 0)
+            most = replace(peak, process_bytes=process_bytes)
             return MonitorReport(
-                peak=replace(peak, **self._reader.device_peaks()),
-                limits=tuple(self._limits.values()),
+                peak=peak,
+                limits=limits_of(most, self._budget, self._reader.pools),
                 snapshots=snapshots,
                 events=self._reader.events(),
                 is_exact=self._reader.whole_is_exact,

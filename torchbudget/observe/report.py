@@ -31,7 +31,7 @@ class MonitorReport:
 
     Attributes:
         peak: the most of each number.
-        limits: each limit, when most of it was used.
+        limits: each limit, and the most that was used of it.
         snapshots: by their names, in order.
         events: of the process's control groups, since the monitor began.
         is_exact: whether `host_bytes` counts each byte once. Otherwise the kernel did not show
