@@ -84,7 +84,8 @@ def run_batch(monitor: MemoryMonitor, fake: FakeDevice, num_bytes: int) -> None:
 
 def test_cuda_is_never_initialised() -> None:
     """Nor is a device read before the process uses it: its forked workers would not start."""
-    with MemoryMonitor("8GiB", device="cuda") as monitor:
+    with MemoryMonitor("8MiB", device="cuda") as monitor:
         sample = monitor.snapshot("now")
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
     assert sample.device_bytes is None
+    assert "device" not in [limit.name for limit in monitor.report().limits]

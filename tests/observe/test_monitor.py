@@ -131,12 +131,14 @@ def test_the_peak_of_a_tree_is_the_control_groups(method: str, tmp_path: Path) -
 def test_it_warns_before_the_limit_once_and_says_what_to_change() -> None:
     """The callback is called each time that it comes near; the warning is issued once."""
     reached: list[MemoryLimit] = []
-    host = process_memory().proportional_bytes + MiB(200)
-    monitor = MemoryMonitor(MemoryBudget(host=host), warn_at=0.8, on_limit=reached.append)
+    before = process_memory().proportional_bytes
+    host = before + MiB(440)
+    warn_at = (before + MiB(220)) / host
+    monitor = MemoryMonitor(MemoryBudget(host=host), warn_at=warn_at, on_limit=reached.append)
     with pytest.warns(MemoryLimitWarning, match=r"budget\.host.* start fewer workers") as warned:
-        come_near_twice(monitor, MiB(180))
+        come_near_twice(monitor, MiB(400))
     assert [limit.name for limit in reached] == ["host", "host"]
-    assert all(limit.share >= 0.8 for limit in reached)
+    assert all(limit.share >= warn_at for limit in reached)
     assert len(warned) == 1
     [seen] = [limit for limit in monitor.report().limits if limit.name == "host"]
     assert seen.share >= max(limit.share for limit in reached) - 1e-9
@@ -149,6 +151,18 @@ def come_near_twice(monitor: MemoryMonitor, num_bytes: int) -> None:
             monitor.snapshot("near")
             del taken
             monitor.snapshot("far")
+
+
+@pytest.mark.parametrize("fraction", [0.5, 2.0])
+def test_on_the_cpu_the_device_is_the_process(fraction: float) -> None:
+    """Its high-water mark is what the report compares with the budget's device bytes."""
+    resident = process_memory(shares=False).resident_bytes
+    budget = int(resident + MiB(200) / fraction)
+    with MemoryMonitor(budget, device="cpu", interval_s=10, warn_at=2) as monitor:
+        take(MiB(200))
+    [limit] = [one for one in monitor.report().limits if one.name == "device"]
+    assert limit.limit_bytes == budget
+    assert (limit.share > 1) is (fraction > 1)
 
 
 def test_a_warning_that_is_an_error_is_raised_in_the_training() -> None:

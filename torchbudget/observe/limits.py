@@ -61,7 +61,11 @@ class MemoryLimit:
 
 
 def limits_of(
-    sample: MemorySample, budget: MemoryBudget | None, pools: Mapping[str, MemoryPool]
+    sample: MemorySample,
+    budget: MemoryBudget | None,
+    pools: Mapping[str, MemoryPool],
+    *,
+    on_cpu: bool,
 ) -> tuple[MemoryLimit, ...]:
     """The limits that a sample can be compared with.
 
@@ -69,12 +73,12 @@ def limits_of(
         sample: any.
         budget: the job's.
         pools: of the machine, by their names.
+        on_cpu: whether the budget's device is the CPU.
     """
     limits = {name: pool.limit_bytes for name, pool in pools.items()}
     used = {name: getattr(sample, f"{name}_bytes") for name in limits}
-    device_bytes = sample.device_bytes
     used["host"] = sample.host_bytes
-    used["device"] = sample.process_bytes if device_bytes is None else device_bytes
+    used["device"] = sample.process_bytes if on_cpu else sample.device_bytes
     if budget is not None:
         stated = {"host": budget.host, "device": budget.device, "shared": budget.shared}
         limits |= {name: amount for name, amount in stated.items() if amount is not None}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.observe.history import History
-from torchbudget.observe.limits import LimitWatch, limits_of
+from torchbudget.observe.limits import LimitWatch, MemoryLimit, limits_of
 from torchbudget.observe.outputs import Outputs
 from torchbudget.observe.pace import Pace
 from torchbudget.observe.report import MonitorReport
@@ -73,14 +73,17 @@ class Recorder:
                 merged = MemorySample.of_row(row)
                 self._outputs.write("sample", merged.known())
                 self._outputs.write_scalars(merged)
-            limits = limits_of(sample, self._budget, self._reader.pools)
-            reached = list(self._watch.reached(limits))
+            reached = list(self._watch.reached(self._limits_of(sample)))
         for limit in reached:
             self._outputs.announce(sample.time_s, limit)
         with self._lock:
             self._samples += 1
             self.pace.read(time.thread_time() - before_s, sample)
         return sample
+
+    def _limits_of(self, sample: MemorySample) -> tuple[MemoryLimit, ...]:
+        reader = self._reader
+        return limits_of(sample, self._budget, reader.pools, on_cpu=reader.is_cpu)
 
     def samples(self) -> list[MemorySample]:
         """What is kept of the history, in order."""
@@ -97,7 +100,7 @@ class Recorder:
             most = replace(peak, process_bytes=process_bytes)
             return MonitorReport(
                 peak=peak,
-                limits=limits_of(most, self._budget, self._reader.pools),
+                limits=self._limits_of(most),
                 snapshots=snapshots,
                 events=self._reader.events(),
                 is_exact=self._reader.whole_is_exact,

@@ -160,6 +160,14 @@ class MemoryReader:
             return self._device
         return "cuda" if torch.cuda.is_initialized() else "cpu"
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the device is the CPU for certain: said to be, or torch is built for no other."""
+        if self._device is not None:
+            return is_cpu(self._device)
+        builds = (torch.version.cuda, torch.version.hip)
+        return not torch.cuda.is_initialized() and builds == (None, None)
+
     def _peak(self, process: ProcessMemory) -> int | None:
         if self._is_own:
             return None if self._resident is None else self._resident.most()[0]
