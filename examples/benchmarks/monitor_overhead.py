@@ -9,13 +9,13 @@ Command: python examples/benchmarks/monitor_overhead.py [--seconds S] [--gib G] 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     process     seconds  samples  thread's share  µs a batch
-    0 GiB more       60      156           0.94%         144
-    2 GiB more       60      157           0.75%         156
-    0 GiB more, thread's share ≤ 0.01: 0.0093864, holds
-    2 GiB more, thread's share ≤ 0.01: 0.0074825, holds
+    0 GiB more       60      132           0.84%         149
+    2 GiB more       60      131           0.97%         150
+    0 GiB more, thread's share ≤ 0.01: 0.0083791, holds
+    2 GiB more, thread's share ≤ 0.01: 0.0097092, holds
 
-The thread's time is the kernel's, of its own processor clock. A burst of 0.1 s at the beginning, in
-which it may read as often as it likes, is in it. `monitor.batch` is timed around an empty batch, in
+The thread's time is the kernel's, of its own processor clock. A burst of 0.1 s, in which it may
+read as often as memory changes, is in it. `monitor.batch` is timed around an empty batch, in
 the processor time of the loop's thread, with a file that lines are written to.
 """
 

@@ -85,7 +85,7 @@ def charged():
     return sum(int(stat[name]) for name in names)
 
 if __name__ == "__main__":
-    interval_s = 0.2
+    interval_s = 0.4
     with tb.MemoryMonitor(interval_s=interval_s) as monitor:
         batches = iter(DataLoader(
             Samples(), batch_size=8, num_workers=2, prefetch_factor=2,
@@ -94,7 +94,7 @@ if __name__ == "__main__":
         next(batches)
         time.sleep(interval_s)  # until the workers have filled their queues
         held = []
-        for _ in range(11):
+        for _ in range(10):
             held.append(charged())
             time.sleep(interval_s)
         del batches

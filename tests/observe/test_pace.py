@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget.observe.pace import _BURST_S, _NEAR_SHARE, SHARE, Pace
+from torchbudget.observe.pace import _BURST_S, _NEAR_SHARE, _QUICK_SHARE, _WHOLE_SHARE, Pace
 from torchbudget.observe.sample import MemorySample
 from torchbudget.units import GiB, MiB
 
@@ -46,7 +46,9 @@ def test_readings_take_their_share_at_the_most(
     for _ in range(20):
         resident = data.draw(st.integers(MiB(1), GiB(4)))
         run.until(run.now_s + 2.0, resident)
-    assert run.pace.spent_s <= SHARE * run.now_s + _BURST_S + whole_s + 2 * quick_s
+    share = _QUICK_SHARE + _WHOLE_SHARE
+    assert share < 0.01
+    assert run.pace.spent_s <= share * run.now_s + _BURST_S + 2 * (whole_s + quick_s)
 
 
 def test_what_changes_is_read_soon() -> None:
@@ -59,6 +61,16 @@ def test_what_changes_is_read_soon() -> None:
     run.until(18.0, MiB(410))
     assert len(run.wholes) == 3
     assert run.pace.wants_whole(run.sample(MiB(410), processes=2), float("inf"))
+
+
+def test_a_peak_that_lasts_is_seen_whatever_came_before() -> None:
+    """After a minute in which memory changed all the time, too."""
+    run = Run(quick_s=0.001, whole_s=0.015, interval_s=0.1)
+    for number in range(600):
+        run.until(run.now_s + 0.1, MiB(500 + 50 * (number % 7)))
+    began_s = run.now_s
+    run.until(began_s + 4.0, GiB(1))
+    assert run.wholes[-1] > began_s
 
 
 def test_near_the_limit_more_may_be_spent() -> None:

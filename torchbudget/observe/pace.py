@@ -6,10 +6,10 @@ from typing import Final
 
 from torchbudget.observe.sample import MemorySample
 
-# Of one processor's time, in all and by quick readings.
-SHARE: Final = 0.008
-_QUICK_SHARE: Final = 0.003
-# Beyond its share it may spend so much once, so that the first peaks of a run are seen.
+# Of one processor's time: for quick readings, and for whole ones.
+_QUICK_SHARE: Final = 0.0025
+_WHOLE_SHARE: Final = 0.0055
+# Beyond their shares they may take so much once, so that the first peaks of a run are seen.
 _BURST_S: Final = 0.1
 # Of the time, where the job's memory changes near its limit.
 _NEAR_SHARE: Final = 0.1
@@ -50,8 +50,9 @@ class Pace:
     def wants_whole(self, sample: MemorySample, near_bytes: float) -> bool:
         """Whether a whole reading should follow a quick one.
 
-        It is worth it where what is cheap to read has changed, and affordable within the share.
-        Where the memory of the job may have come near its limit it may take a larger share.
+        It is worth it where what is cheap to read has changed, and comes as long after the last
+        one as its share demands: so a peak that lasts that long is always seen. Where the memory of
+        the job may have come near its limit it may take a larger share.
 
         Args:
             sample: the quick one.
@@ -66,7 +67,8 @@ class Pace:
         is_near = last.host_bytes + grown_bytes >= near_bytes
         if changed and is_near and self._whole_s <= _NEAR_SHARE * since_s:
             return True
-        affordable = self.spent_s + self._whole_s <= SHARE * sample.time_s + _BURST_S
+        affordable = self._whole_s <= _WHOLE_SHARE * since_s
+        affordable = affordable or self.spent_s + self._whole_s <= _BURST_S
         return affordable and (changed or since_s >= _LONGEST_S)
 
 
