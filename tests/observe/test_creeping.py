@@ -97,7 +97,8 @@ def training(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_leak_under_a_hard_limit(tmp_path: Path) -> None:
     """1 MiB a batch, 30 % of the budget in all, under a limit of 5 % more than the budget.
 
-    The cost is what two steps took, with a margin. Monitored, batches become smaller and the training ends; without, it dies.
+    The cost is what two steps took, with a margin. Monitored, batches become smaller and the
+    training ends; without, it dies.
     """
     monitored = training("monitored", tmp_path)
     assert not monitored.returncode, monitored.stderr
