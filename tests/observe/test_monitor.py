@@ -45,6 +45,7 @@ def test_the_peak_is_the_kernels() -> None:
     peak = monitor.report().peak
     assert peak.process_peak_bytes == pytest.approx(high_water, rel=0.01)
     assert inner.bytes < high_water - MiB(150)
+    assert "higher than in any sample" in str(monitor.report())
 
 
 @needs_reset

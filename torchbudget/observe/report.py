@@ -10,6 +10,7 @@ from torchbudget.observe.limits import MemoryLimit
 from torchbudget.observe.sample import MemorySample
 from torchbudget.units import format_bytes
 
+_NOTICED: Final = 0.02  # a share of a process's memory
 _ROWS: Final = {
     "host_bytes": "job, each byte once",
     "unreclaimable_bytes": "job, unreclaimable",
@@ -86,6 +87,12 @@ class MonitorReport:
             f"{format_bytes(limit.limit_bytes)}"
             for limit in self.limits
         ]
+        unseen_bytes = (self.peak.process_peak_bytes or 0) - self.peak.process_bytes
+        if unseen_bytes > _NOTICED * self.peak.process_bytes:
+            notes.append(
+                f"the process peaked {format_bytes(unseen_bytes)} higher than in any sample, for "
+                "too short a time to be in the rows of the job"
+            )
         events = self.events
         if events.stalled_s:
             notes.append(f"waited for memory: {events.stalled_s:.1f} s")
