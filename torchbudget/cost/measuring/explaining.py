@@ -24,13 +24,13 @@ from torchbudget.cost.models.form import FloatArray, Form
 # A form that misses no peak by more explains them all, or by no more than the best fit; readings of
 # one shape differ by about half as much.
 _SAME: Final = 5e-3
-# A peak that is above the floor by less may be on it.
-_NOISE_BYTES: Final = 2**24
 # A form is pulled towards this multiple of what the best fit gives for samples of a size, or to 0,
 # as hard as it still explains the peaks: with a weight between these, by so many bisections.
 _PULLED: Final = 1e3
 _WEIGHTS: Final = (1e-9, 1e1)
 _BISECTIONS: Final = 11
+# Peaks on the floor that a form passes are taken for equal to it in the next pass.
+_PASSES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ def explained(
     peaks: npt.ArrayLike,
     *,
     idle_bytes: int,
+    floor_bytes: int = 0,
     at: list[Size],
 ) -> Explained:
     """What few peaks that were read off a machine may be: the best fit, and others as good.
@@ -84,13 +85,15 @@ def explained(
         sizes: padded sizes, shape `(k,)` or `(k, d)`.
         peaks: bytes, shape `(k,)`.
         idle_bytes: what is in use before a step, whatever its batch.
+        floor_bytes: up to here a peak may be on the floor, and shows nothing of its samples.
         at: sizes for which to find the forms that give most and least.
     """
     fit = fit_peaks(n, sizes, peaks, few=True)
     axes = len(at[0])
     powers = powers_of(axes)
     shown = [powers.index(power) for power in powers_of_runs(axes)]
-    search = _Search.of(n, sizes, peaks, fit, np.union1d(shown, fit.used), idle_bytes)
+    used = np.union1d(shown, fit.used)
+    search = _Search.of(n, sizes, peaks, fit, used, idle_bytes, floor_bytes)
     pulls = features(np.ones(len(at)), at, powers)
     pulls[:, 0] = 0  # only what the samples need
     most = [fit.coefficients, *(search.pulled(pull, _PULLED) for pull in pulls)]
@@ -100,13 +103,15 @@ def explained(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Forms that explain the peaks above the floor.
+    """Forms that are equal to the peaks above the floor, and not above those on it.
 
     Attributes:
         fit: the best one.
         used: the terms that forms may have.
-        shares: their features over the peaks.
-        wanted: what is not idle, over the peaks.
+        shares: features of the peaks above the floor, over them.
+        wanted: what of these peaks is not idle, over them.
+        floor_shares: features of the peaks on the floor, over them.
+        room: what of the floor is not idle, over these peaks.
         idle_bytes: in each form.
         allowed: by how much a form may miss a peak.
     """
@@ -115,6 +120,8 @@ class _Search:
     used: npt.NDArray[np.intp]
     shares: FloatArray
     wanted: FloatArray
+    floor_shares: FloatArray
+    room: FloatArray
     idle_bytes: int
     allowed: float
 
@@ -127,14 +134,26 @@ class _Search:
         fit: PeaksFit,
         used: npt.NDArray[np.intp],
         idle_bytes: int,
+        floor_bytes: int,
     ) -> _Search:
         peak = np.asarray(peaks, np.float64)
-        above = peak > fit.floor + _NOISE_BYTES
+        above = peak > max(fit.floor, floor_bytes)
         powers = powers_of(np.size(sizes) // len(peak))
-        shares = features(n, sizes, powers)[above] / peak[above, None]
-        worst = float(np.abs(shares @ fit.coefficients - 1).max(initial=0))
-        wanted = 1 - idle_bytes / peak[above]
-        return cls(fit, used, shares[:, used], wanted, idle_bytes, max(_SAME, worst))
+        shares = features(n, sizes, powers) / peak[:, None]
+        worst = float(np.abs(shares[above] @ fit.coefficients - 1).max(initial=0))
+        shares = shares[:, used]
+        at_most = np.where(above, peak, np.maximum(peak, floor_bytes))
+        part = (at_most - idle_bytes) / peak
+        return cls(
+            fit=fit,
+            used=used,
+            shares=shares[above],
+            wanted=part[above],
+            floor_shares=shares[~above],
+            room=part[~above],
+            idle_bytes=idle_bytes,
+            allowed=max(_SAME, worst),
+        )
 
     def pulled(self, pull: FloatArray, times: float) -> FloatArray:
         """The coefficients of a form that gives much more, or less, of what a sample needs.
@@ -149,10 +168,8 @@ class _Search:
         low, high = map(np.log, _WEIGHTS)
         for _ in range(_BISECTIONS):
             weight = np.exp((low + high) / 2)
-            matrix = np.concatenate([self.shares, weight * row[None]])
-            solved = non_negative(matrix, np.append(self.wanted, weight * times))
-            missed = self.wanted - self.shares @ solved
-            if np.abs(missed).max(initial=0) > self.allowed:
+            solved = self._solved(weight * row, weight * times)
+            if solved is None:
                 high = np.log(weight)
                 continue
             low = np.log(weight)
@@ -160,3 +177,19 @@ class _Search:
             best[self.used] = solved
             best[0] += self.idle_bytes
         return best
+
+    def _solved(self, row: FloatArray, target: float) -> FloatArray | None:
+        """Least squares with one more row; `None` if the form no longer explains the peaks."""
+        at_floor = np.zeros(
+            len(self.room), np.bool_
+        )  # of those on the floor, that it must not pass
+        for _ in range(_PASSES):
+            matrix = np.concatenate([self.shares, self.floor_shares[at_floor], row[None]])
+            wanted = np.concatenate([self.wanted, self.room[at_floor], [target]])
+            solved = non_negative(matrix, wanted)
+            over = self.floor_shares @ solved - self.room > self.allowed
+            if not (over & ~at_floor).any():
+                break
+            at_floor |= over
+        missed = np.abs(self.wanted - self.shares @ solved).max(initial=0)
+        return None if over.any() or missed > self.allowed else solved

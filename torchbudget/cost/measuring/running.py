@@ -265,8 +265,8 @@ class _Runs:
     def _explained(self, probes: Sequence[Probe]) -> Explained:
         """All explanations of these runs; those of the last ones are kept, since they take long."""
         if self.known is None or self.known[0] != tuple(probes):
-            at, idle_bytes = self.subject.domain.spread(), self.runner.idle_bytes
-            self.known = tuple(probes), explained(*columns(probes), idle_bytes=idle_bytes, at=at)
+            found = _explained(probes, self.subject.domain, self.runner.idle_bytes)
+            self.known = tuple(probes), found
         return self.known[1]
 
     def _reach(self, size: Size, target: int) -> int:
@@ -338,8 +338,7 @@ def fit_runs(
     """
     n, sizes, peaks = columns(probes)
     if not traced:
-        found = explained(n, sizes, peaks, idle_bytes=idle_bytes, at=domain.spread())
-        return found.forms(domain)
+        return _explained(probes, domain, idle_bytes).forms(domain)
     target = np.array(peaks, np.float64)
     tensors = _predicted(traced, probes)
     powers = plain_powers(traced[0].axes)[1:]
@@ -355,6 +354,14 @@ def fit_runs(
     beside = [Term(bytes_, *power) for bytes_, power in zip(terms, powers, strict=False)]
     totals = (total_form(form, offset, 1 + share, beside) for form in traced)
     return tuple(dict.fromkeys(totals))  # they may have become equal
+
+
+def _explained(probes: Sequence[Probe], domain: Domain, idle_bytes: int) -> Explained:
+    """All explanations of runs, the first of which was on the floor."""
+    floor_bytes = probes[0].peak_bytes + _SEEN_BYTES
+    return explained(
+        *columns(probes), idle_bytes=idle_bytes, floor_bytes=floor_bytes, at=domain.spread()
+    )
 
 
 def _capacity(forms: tuple[Form, ...], size: Size, target: int) -> int:
