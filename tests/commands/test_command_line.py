@@ -10,7 +10,7 @@ from tests.support.commands import run_command
 from torchbudget import __version__
 from torchbudget.commands import command_line
 
-COMMANDS = ("inspect", "plan", "measure")
+COMMANDS = ("inspect", "plan", "measure", "watch", "report")
 
 
 def test_help_names_every_command(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ PROGRAM = "python -m torchbudget"
 PAGE = (ROOT / "docs" / "command-line.md").read_text("utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 LINES = [line for block in BLOCKS for line in block.splitlines()]
-MEASURES = next(line for line in LINES if " measure " in line)
+WRITTEN_BY = {
+    "--cost cost.json": next(line for line in LINES if " measure " in line),
+    "report run.jsonl": next(line for line in LINES if " watch " in line),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +47,16 @@ def run(line: str, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert done.stdout
+    result, rest = done.stdout, done.stderr
+    if " watch " in line:  # stdout is the command's
+        result, rest = rest, result
+    assert (bool(result), rest) == (True, "")
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition(PROGRAM)[2][:40].strip())
 def test_a_documented_command_runs(line: str, folder: Path) -> None:
     """Exit code 0, results on stdout, nothing on stderr."""
-    if "--cost cost.json" in line and not (folder / "cost.json").exists():
-        run(MEASURES, folder)  # which writes it
+    for reads, writes in WRITTEN_BY.items():
+        if reads in line and not (folder / reads.split()[-1]).exists():
+            run(writes, folder)
     run(line, folder)

@@ -193,7 +193,7 @@ def test_figures_are_written_by_their_suffix(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "sizes.npy", *ASKED, "--figure", "plan.png"]) == 0
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plan", "sizes.npy", *ASKED, "--figure", "plan.bmp3"]) == 2
-    assert "--figure plan.bmp3" in capsys.readouterr().err
+    assert "cannot write plan.bmp3" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- how it ends

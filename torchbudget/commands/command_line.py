@@ -11,13 +11,19 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Final, TypeAlias
 
 import torchbudget
-from torchbudget.commands import inspect_machine, measure_step, plan_epoch
+from torchbudget.commands import (
+    inspect_machine,
+    measure_step,
+    plan_epoch,
+    report_run,
+    watch_command,
+)
 from torchbudget.commands.answer import Answer, UsageError
-from torchbudget.errors import TorchBudgetError
+from torchbudget.errors import TorchBudgetError, TorchBudgetWarning
 
 Run: TypeAlias = Callable[[argparse.Namespace], Answer]
 
-_COMMANDS: Final = (inspect_machine, plan_epoch, measure_step)
+_COMMANDS: Final = (inspect_machine, plan_epoch, measure_step, watch_command, report_run)
 _USED_WRONGLY: Final = 2
 _INTERRUPTED: Final = 130  # as a shell has it: 128 and SIGINT
 _EPILOG: Final = """\
@@ -88,4 +94,5 @@ def _warnings_in_a_line() -> Iterator[None]:
 
     with warnings.catch_warnings():  # which also restores this
         warnings.showwarning = show
+        warnings.simplefilter("always", TorchBudgetWarning)  # which tell, and end nothing
         yield

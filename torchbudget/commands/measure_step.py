@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchbudget.commands import size_files
+from torchbudget.commands import pages, size_files
 from torchbudget.commands.answer import Answer, UsageError
 from torchbudget.cost.measuring.measure import measure_cost
 from torchbudget.cost.models.measured import MeasuredCost
@@ -114,6 +114,6 @@ def _save(cost: MeasuredCost, options: argparse.Namespace) -> None:
         if options.output is not None:
             cost.save(options.output)
         if options.figure is not None:
-            cost.plot().savefig(options.figure)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write the cost: {error}") from error
+            pages.save_figure(cost.plot(), options.figure)
+    except OSError as error:
+        raise UsageError(f"cannot write {options.output}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else: figures are data URIs inside it."""
+"""What commands write: figures, and one HTML page with figures inside it as data URIs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import base64
 import io
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from torchbudget.commands.answer import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,3 +75,27 @@ def picture(figure: Figure, caption: str) -> str:
         f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}">'
         f"<figcaption>{text}</figcaption></figure>"
     )
+
+
+def save(path: Path, text: str) -> None:
+    """Write a page.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure, in the format of the path's suffix.
+
+    Raises:
+        UsageError: it cannot be written, or there is no such format.
+    """
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {path}: {error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchbudget.commands import costs, pages, size_files
-from torchbudget.commands.answer import Answer, UsageError, as_json
+from torchbudget.commands.answer import Answer, as_json
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OversizeError, UnevenRanksError
 from torchbudget.plan.report import PlanReport
@@ -65,9 +65,11 @@ def run(options: argparse.Namespace) -> Answer:
     except (OversizeError, UnevenRanksError) as error:
         return Answer(failed=(str(error),))
     if options.figure is not None:
-        _save_figure(report, options.figure)
+        from torchbudget.observe.figures import plot_report
+
+        pages.save_figure(plot_report(report), options.figure)
     if options.html is not None:
-        _save(options.html, _page(options, sampler, report))
+        pages.save(options.html, _page(options, sampler, report))
     failed = []
     if options.min_fill is not None and report.plan.fill < options.min_fill:
         failed.append(f"the fill is {report.plan.fill:.1%}, below {options.min_fill:.1%}")
@@ -120,19 +122,3 @@ def _page(
             figures.plot_batch(first, size_multiple=multiple), "The costliest micro-batch"
         ),
     )
-
-
-def _save_figure(report: PlanReport, path: Path) -> None:
-    from torchbudget.observe.figures import plot_report
-
-    try:
-        plot_report(report).savefig(path)
-    except (OSError, ValueError) as error:  # a folder that is not there; a format that is none
-        raise UsageError(f"--figure {path}: {error}") from error
-
-
-def _save(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error

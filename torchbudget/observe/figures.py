@@ -267,9 +267,10 @@ def plot_memory(
             raise OptionError(f"{name} has {values.shape} readings at {times.shape} times")
         style = _STYLES[number % len(_STYLES)]
         marker = _MARKERS[number % len(_MARKERS)]
-        every = max(len(times) // 8, 1)
+        read = ~np.isnan(values)  # what is read rarely is a line all the same
+        every = max(np.count_nonzero(read) // 8, 1)
         look: dict[str, Any] = {"color": "black", "linestyle": style, "marker": marker}
-        axes.plot(times, values, markevery=every, label=name, **look)
+        axes.plot(times[read], values[read], markevery=every, label=name, **look)
         if name in budgets:
             most = budgets[name] / 2**20
             label = f"budget of {name}"

@@ -11,7 +11,7 @@ from torchbudget.observe.sample import MemorySample
 from torchbudget.units import format_bytes
 
 _NOTICED: Final = 0.02  # a share of a process's memory
-_ROWS: Final = {
+ROW_TITLES: Final = {
     "host_bytes": "job, each byte once",
     "unreclaimable_bytes": "job, unreclaimable",
     "resident_bytes": "job, resident",
@@ -70,7 +70,7 @@ class MonitorReport:
         """A table for people: the peak, and then each snapshot."""
         columns = [("peak", self.peak), *self.snapshots]
         rows = [["", *(name for name, _ in columns)]]
-        for name, title in _ROWS.items():
+        for name, title in ROW_TITLES.items():
             values = [getattr(sample, name) for _, sample in columns]
             if any(value is not None for value in values):
                 rows.append([title, *("" if v is None else format_bytes(v) for v in values)])
