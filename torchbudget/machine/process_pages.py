@@ -62,19 +62,20 @@ def process_pages(pid: int | None = None, *, root: Path = ROOT) -> ProcessPages:
     if "RssAnon" not in status or "Private_Dirty" not in sums:
         raise MachineError(f"cannot read {folder}: no such process, or no Linux /proc")
     shared_memory = status["RssShmem"]
+    # Of files only those are dirty that were written a moment ago.
+    dirty = mapped_data_bytes(pid, root=root, field="Private_Dirty:")
     return ProcessPages(
         resident=status["VmRSS"],
         peak_resident=status.get("VmHWM", 0),
         anonymous=status["RssAnon"],
-        # Only anonymous and shared memory is dirty: files are mapped to be read.
-        private=min(max(0, sums["Private_Dirty"] - shared_memory), status["RssAnon"]),
+        private=min(max(0, sums["Private_Dirty"] - shared_memory - dirty), status["RssAnon"]),
         file=status["RssFile"],
         private_file=min(sums["Private_Clean"], status["RssFile"]),
         shared_memory=shared_memory,
     )
 
 
-def mapped_data_bytes(pid: int | None = None, *, root: Path = ROOT) -> int:
+def mapped_data_bytes(pid: int | None = None, *, root: Path = ROOT, field: str = "Rss:") -> int:
     """Resident pages of files that a process maps and that are no libraries, such as memory maps.
 
     The kernel takes them back when memory is short, since they can be read again. O(mappings).
@@ -89,7 +90,7 @@ def mapped_data_bytes(pid: int | None = None, *, root: Path = ROOT) -> int:
             path = fields[5] if len(fields) == 6 else ""
             if "x" in fields[1]:
                 libraries.add(path)
-        elif fields[0] == "Rss:" and path.startswith("/") and not path.startswith(_LIBRARY):
+        elif fields[0] == field and path.startswith("/") and not path.startswith(_LIBRARY):
             resident[path] = resident.get(path, 0) + int(fields[1]) * 1024
     return sum(size for path, size in resident.items() if path not in libraries)
 

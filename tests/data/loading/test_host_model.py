@@ -21,6 +21,7 @@ TRIAL = Trial(
     batches=[BATCH],
     numbers=[0],
     private=1000,
+    originals=30,
     kept=50,
     reads=(0, 10, 20),
     copied=(0, 400, 600),
@@ -52,6 +53,7 @@ def test_what_is_in_flight_is_what_torch_asks_for(workers, prefetch, pins) -> No
     assert parts["samples of batches that are being built"] == max(workers, 1) * 700
     assert parts.get("pinned copies", 0) == pins * batches * (8192 + 4096)
     assert parts.get("workers", 0) == workers * 1000
+    assert parts.get("what this process has written to since", 0) == 30 * (workers > 0)
     assert needs.shared_bytes == (workers > 0) * batches * (8192 + 4096)
     assert needs.total_bytes == sum(parts.values())
     assert parts["this process and its descendants now"] == 10_000

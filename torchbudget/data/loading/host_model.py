@@ -75,6 +75,7 @@ class HostModel:
         }
         if workers:
             parts["workers"] = workers * trial.private
+            parts["what this process has written to since"] = trial.originals
             parts["their copies of this process's objects"] = workers * self._copied(setting)
         else:
             parts["what reading keeps"] = trial.kept

@@ -301,10 +301,16 @@ def _speeds(
 ) -> dict[int, float]:
     """Samples a second of no worker, of the most that fit, of a half and of a quarter of them."""
     tried = {0, *(choice.most >> halves for halves in range(3))}
-    each = seconds / len(tried)
+    # What else the machine does only slows down: the better of two. Starting anew may take long.
+    rounds = 2 if parts.starts_by_fork else 1
+    each = seconds / len(tried) / rounds
     batches = batches_at(sampler.plan, range(_TIMED), epoch=sampler.epoch, rank=sampler.rank)
     settings = [choice.setting(workers, most=_TIMED_PREFETCH) for workers in sorted(tried)]
-    return {one.workers: samples_per_second(parts, batches, one, seconds=each) for one in settings}
+    speeds: dict[int, float] = {}
+    for setting in settings * rounds:
+        speed = samples_per_second(parts, batches, setting, seconds=each)
+        speeds[setting.workers] = max(speed, speeds.get(setting.workers, 0.0))
+    return speeds
 
 
 def _fastest(speeds: Mapping[int, float]) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import multiprocessing
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
@@ -25,6 +27,7 @@ from torchbudget.machine.process_pages import (
     process_pages,
     restart_peak,
 )
+from torchbudget.machine.process_tree import process_memory
 
 _SMALL: Final = 2  # batches that are tried whatever they need
 _ALWAYS: Final = 8  # that are tried however long it takes
@@ -88,6 +91,8 @@ class Trial:
         numbers: which of the given batches they are.
         private: the most that the worker had between batches and no other process did: its heap,
             what it imported, what it has copied of its parent's.
+        originals: what this process has written to since it forked, as it was before: all workers
+            together keep that once.
         kept: how much of that came with reading: what the data set keeps of what it has read.
         reads: samples that it had read, at each reading of its memory.
         copied: how much of its parent's memory it had copied by then: a reference that is counted
@@ -101,6 +106,7 @@ class Trial:
     batches: list[TriedBatch]
     numbers: list[int]
     private: int
+    originals: int
     kept: int
     reads: tuple[int, ...]
     copied: tuple[int, ...]
@@ -183,6 +189,8 @@ class _Watched:
         self.before = _children()
         self.pid = 0
         self.mapped = 0
+        self.sibling = 0  # the process of one
+        self.originals = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         [self.pid] = _children() - self.before
@@ -196,6 +204,16 @@ class _Watched:
                 yield batch
         self._read()
         self.mapped = mapped_data_bytes(self.pid)
+        if self.sibling:
+            self.originals = self._originals()
+
+    def _originals(self) -> int:
+        """What the worker and its sibling have, and neither is their own nor this process's."""
+        processes = (os.getpid(), self.pid, self.sibling)
+        distinct = sum(process_memory(pid).unreclaimable_bytes for pid in processes)
+        here, worker, sibling = map(process_pages, processes)
+        mapped = max(one.shared_memory for one in (here, worker))
+        return max(0, distinct - here.anonymous - worker.private - sibling.private - mapped)
 
     def _read(self) -> None:
         """Read the worker's memory, and begin a new high-water mark."""
@@ -229,7 +247,35 @@ def try_batches(
     def may_try(number: int) -> bool:
         return fits(number, [*zip(watched.numbers, weights, strict=False)])
 
-    watched = _Watched(batches, seconds, may_try)
+    with _sibling(parts) as sibling:
+        watched = _Watched(batches, seconds, may_try)
+        watched.sibling = sibling
+        times = _take(parts, watched, weights)
+    return _trial_of(parts, watched, weights, times)
+
+
+@contextmanager
+def _sibling(parts: LoaderParts) -> Iterator[int]:
+    """A process that is forked as the worker is, and waits: its number; 0 where none forks.
+
+    What this process writes to meanwhile would else seem to be the worker's own.
+    """
+    if not parts.starts_by_fork:
+        yield 0
+        return
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    sibling = context.Process(target=receiver.recv, daemon=True)
+    sibling.start()
+    try:
+        yield sibling.pid or 0
+    finally:
+        sender.send(None)
+        sibling.join()
+
+
+def _take(parts: LoaderParts, watched: _Watched, weights: list[BatchBytes]) -> list[float]:
+    """Take all batches of a trial, weigh them, and return how long each took."""
     loader = parts.loader(
         watched,
         num_workers=1,
@@ -241,7 +287,7 @@ def try_batches(
         times.append(time.monotonic() - watched.begun[len(times)])
         weights.append(batch_bytes(batch))
         del batch
-    return _trial_of(parts, watched, weights, times)
+    return times
 
 
 def _trial_of(
@@ -260,11 +306,13 @@ def _trial_of(
     ]
     # Before its first batch a worker that does not fork was importing: that one tells nothing.
     settled, last = readings[1], readings[-1]
-    private = max(one.private + one.private_file for one in readings[1:]) - watched.mapped
+    # Pages of mapped data may be dirty still, and are then no private pages of files.
+    private = max(one.private + max(0, one.private_file - watched.mapped) for one in readings[1:])
     return Trial(
         batches=tried[1:],
         numbers=watched.numbers[1 : len(tried)],
-        private=max(0, private),
+        private=private,
+        originals=watched.originals,
         kept=max(0, last.anonymous - settled.anonymous),
         reads=tuple(accumulate(samples[1:], initial=0)),
         copied=tuple(max(0, settled.common - one.common) for one in readings[1:]),
@@ -326,6 +374,7 @@ def try_stream(parts: LoaderParts, *, seconds: float, most: int) -> Trial:
         batches=tried,
         numbers=list(range(len(tried))),
         private=used,
+        originals=0,
         kept=0,
         reads=(),
         copied=(),
