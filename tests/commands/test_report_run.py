@@ -83,6 +83,21 @@ def test_a_budget_that_was_exceeded_fails_the_check(capsys: pytest.CaptureFixtur
     assert main(["report", "run.jsonl", "--check"]) == 0
 
 
+def test_a_device_that_was_not_read_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """The process's memory stands for the device's only where that is the CPU.
+
+    Of a GPU that was never used nothing is in the file; here a CPU's run is made to look so.
+    """
+    monitored()
+    lines = Path("run.jsonl").read_text().replace('"on_cpu":true', '"on_cpu":false')
+    Path("run.jsonl").write_text(lines)
+    assert not recorded_runs("run.jsonl")[0].compared()
+    assert main(["report", "run.jsonl", "--check"]) == 1
+    out, err = capsys.readouterr()
+    assert "device: nothing was read" in out
+    assert "device: nothing was read" in err
+
+
 def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it had written is reported: a real process that watches a real one, both killed."""
     script = "kept = bytearray(64 * 2**20); import time; print('ready', flush=True); time.sleep(60)"

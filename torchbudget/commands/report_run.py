@@ -88,6 +88,7 @@ def _remarks(found: RecordedRun) -> Iterator[str]:
     for what, (used, amount) in found.compared().items():
         share = used / amount
         yield f"{what}: {format_bytes(used)} of {format_bytes(amount)}, {share:.0%} of the budget"
+    yield from _unread(found)
     for limit in found.limits:
         text = f"{format_bytes(limit['used_bytes'])} of {format_bytes(limit['limit_bytes'])}"
         yield f"near the limit {limit['name']} after {limit['time_s']:.1f} s: {text}"
@@ -114,7 +115,13 @@ def _batches(found: RecordedRun) -> str:
     return f"{text}; at most {worst:.1%} of what was predicted"
 
 
+def _unread(found: RecordedRun) -> Iterator[str]:
+    for what in found.budget.keys() - found.compared().keys():
+        yield f"{what}: nothing was read that its budget could be compared with"
+
+
 def _exceeded(found: RecordedRun) -> Iterator[str]:
+    yield from _unread(found)
     for what, (used, amount) in found.compared().items():
         if used > amount:
             yield f"{what}: {format_bytes(used)} were used of {format_bytes(amount)}"
@@ -140,7 +147,7 @@ def _memory(found: RecordedRun) -> Figure:
     read = {name: values for name, values in series.items() if values.size and (values >= 0).any()}
     marks = [(float(one["time_s"]), str(one["name"])) for one in found.snapshots]
     budget = found.budget
-    if "device" not in read and "device" in budget:  # on the CPU it is the process's own memory
+    if "device" in budget and found.begin.get("on_cpu", False):  # it is the process's own memory
         budget["process"] = budget["device"]
     return plot_memory(found.series("time_s"), read, budget_bytes=budget, marks=marks)
 

@@ -120,7 +120,7 @@ class MemoryMonitor:
             warn_at=self._warn_at,
         )
         self._batch_device = reader.device
-        self._outputs.write("begin", self._described())
+        self._outputs.write("begin", {**self._described(), "on_cpu": reader.is_cpu})
         try:
             self._recorder.read(whole=True)
         except BaseException:

@@ -13,12 +13,8 @@ import numpy.typing as npt
 from torchbudget.errors import OptionError
 from torchbudget.observe.lines import FORMAT, read_records
 
-# What a budget's amounts are compared with; without CUDA the device is the process's own memory.
-_COMPARED: Final = {
-    "device": ("device_bytes", "process_peak_bytes"),
-    "host": ("host_bytes",),
-    "shared": ("shared_bytes",),
-}
+# What a budget's amounts are compared with.
+_COMPARED: Final = {"device": "device_bytes", "host": "host_bytes", "shared": "shared_bytes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +65,18 @@ class RecordedRun:
         return peaks
 
     def compared(self) -> dict[str, tuple[int, int]]:
-        """The peak and the budget of each amount that was stated and read."""
-        peaks, found = self.peaks, {}
-        for what, amount in self.budget.items():
-            used = next((peaks[name] for name in _COMPARED[what] if name in peaks), None)
-            if used is not None:
-                found[what] = used, amount
-        return found
+        """The peak and the budget of each amount that was stated and read.
+
+        Where the device is the CPU, its bytes are the process's own memory.
+        """
+        peaks = self.peaks
+        if self.begin.get("on_cpu", False) and "process_peak_bytes" in peaks:
+            peaks["device_bytes"] = peaks["process_peak_bytes"]
+        return {
+            what: (peaks[_COMPARED[what]], amount)
+            for what, amount in self.budget.items()
+            if _COMPARED[what] in peaks
+        }
 
     def series(self, name: str) -> npt.NDArray[np.float64]:
         """A number of each sample, shape `(samples,)`; NaN where it was not read."""
