@@ -12,10 +12,15 @@ settings.register_profile(
     "default",
     deadline=None,  # two noisy cores
     max_examples=40,
+    derandomize=True,  # a run says of a commit what any other run says of it
     phases=[phase for phase in Phase if phase is not Phase.explain],  # minutes, for a few comments
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
+settings.register_profile(
+    "thorough", parent=settings.get_profile("default"), max_examples=2000, derandomize=False
+)
+# As many cases as by default, but others each time.
+settings.register_profile("random", parent=settings.get_profile("default"), derandomize=False)
 settings.register_profile(
     "quick", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -397,3 +398,13 @@ def test_a_state_with_malformed_counts_is_refused() -> None:
     for spoiled in ({"least": -1}, {"spare": None}, {"done": 0}):
         with pytest.raises(StateError):
             sampler_of(window=40, batches_per_epoch=70).load_state_dict(state | spoiled)
+
+
+def test_len_refuses_what_an_epoch_would_refuse() -> None:
+    """`drop_last` drops an incomplete last micro-batch, so that fewer samples can be split."""
+    sampler = MemoryBudgetBatchSampler(
+        [1] * 20, PaddedCost(sample_bytes=1), 2, drop_last=True, window=1, batches_per_epoch=20
+    )
+    for refused in (partial(len, sampler), partial(list, sampler)):
+        with pytest.raises(OptionError, match=r"split into 19 .* give between 19 and 19"):
+            refused()

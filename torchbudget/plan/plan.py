@@ -227,11 +227,17 @@ class Plan(EpochWindows):
         """Micro-batches of each rank from `cursor` to the end of its epoch.
 
         O(samples left), unless their number is given, or was counted.
+
+        Raises:
+            OptionError: the epoch cannot be split into the number that is given.
         """
         if cursor.least is not None:
             return cursor.least + cursor.spare - cursor.rounds
-        if not cursor.done and self.batches_per_epoch is not None:
-            return self.batches_per_epoch
+        number = None if cursor.done else self.batches_per_epoch
+        if number is not None:
+            if number > self._most(cursor.epoch, cursor.stop):
+                self._first_allotment(cursor, cursor.stop)  # raises, and says how many would do
+            return number
         first, start = self._begun(cursor, None)
         begun = 0 if first is None else int(first.block.rounds.sum())
         return begun - cursor.rounds + self._count(cursor.epoch, start)[0]
