@@ -20,13 +20,16 @@ from torchbudget.machine.process_tree import process_memory
 
 Step = Callable[[torch.Tensor], Any]
 
+# What these tests have compiled comes and goes beside the step. They are about states, not bytes.
+pytestmark = pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
+
 
 def make_batch(n: int, size: int) -> torch.Tensor:
     return torch.ones(n, size, 8)
 
 
 def measure(step: Step, method: Any) -> MeasuredCost:
-    budget = process_memory().resident_bytes + 40 * 2**20
+    budget = process_memory().resident_bytes + 100 * 2**20
     return measure_cost(step, make_batch, max_size=200, method=method, budget=budget)
 
 

@@ -107,6 +107,15 @@ class _Runs:
     known: tuple[tuple[Probe, ...], Explained] | None = None
 
     @property
+    def _floor_bytes(self) -> int:
+        """What a step needs however few its samples are.
+
+        The least of any run: what a process holds beside a step may be freed while it is measured,
+        as that of a compiler is.
+        """
+        return min(probe.peak_bytes for probe in self.probes)
+
+    @property
     def left(self) -> int:
         """How many more shapes may be run."""
         return (_MOST_RUNS if self.traced else _MOST_BLIND_RUNS) - len(self.probes)
@@ -181,7 +190,7 @@ class _Runs:
 
     def _reach_for(self, share: float, size: Size, *, held_out: bool = False) -> None:
         """Run batches of a size until one takes this share of the budget, or may not be larger."""
-        floor = self.probes[0].peak_bytes
+        floor = self._floor_bytes
         if not self.traced:
             self._climb_to(size, int(floor + share * (self.room - floor)))
         # One that is held out vouches for nothing, and need not be larger.
@@ -208,7 +217,7 @@ class _Runs:
             self.subject.notes.append(
                 f"out of memory at {n} samples of size {size}, below the budget"
             )
-            half = self.room - (self.room - self.probes[0].peak_bytes) // 2
+            half = self.room - (self.room - self._floor_bytes) // 2
             self.room = max(half, min(error.reached_bytes, self.room))
             return None
         self.probes.append(probe)
@@ -237,7 +246,7 @@ class _Runs:
         reach = self._reach(size, target)
         if self._is_linear():
             # The first batch of a size may show a moment that was nowhere the peak before.
-            floor = self.probes[0].peak_bytes
+            floor = self._floor_bytes
             if all(size != probe.size for probe in self.probes):
                 target = int(floor + _FIRST * (target - floor))
             reach = max(reach, _capacity(self._fit(self.probes), size, target))
@@ -279,7 +288,8 @@ class _Runs:
         during a step is attributed to its samples. As long as nothing shows what a sample needs,
         one is tried: it must fit, to be trained on.
         """
-        idle, floor = self.runner.idle_bytes, self.probes[0].peak_bytes
+        floor = self._floor_bytes
+        idle = min(self.runner.idle_bytes, floor)
         runs = [probe for probe in self.probes if probe.size == size]
         seen = [probe for probe in runs if self._left_floor(probe)]
         if len(seen) > 1:
@@ -306,7 +316,7 @@ class _Runs:
 
     def _left_floor(self, probe: Probe) -> bool:
         """Whether a peak is visibly the samples'; below the floor they may need anything."""
-        return probe.peak_bytes - self.probes[0].peak_bytes > _SEEN_BYTES
+        return probe.peak_bytes - self._floor_bytes > _SEEN_BYTES
 
     def _is_linear(self) -> bool:
         """Whether three runs of one size lie on a line, and no three lie above one."""
