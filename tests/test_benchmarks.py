@@ -71,6 +71,7 @@ def run(command: list[str | Path]) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None:
     """It prints a table and writes its rows and bars; what needs no clock holds at any size."""

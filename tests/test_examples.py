@@ -10,6 +10,8 @@ import pytest
 
 from torchbudget import MiB, parse_bytes
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -37,6 +37,7 @@ Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(stuck))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_children_of_a_rank_do_not_wait_for_its_threads(tmp_path: Path) -> None:
     """Of 600 children none is stuck; with `all_gather_object` one in about 700 is, under load.

@@ -113,6 +113,7 @@ def test_the_rest_of_an_epoch_is_planned_anew(
         assert rest == Counter(index for batch in drawn[done:] for index in batch)
 
 
+@pytest.mark.slow
 @given(cases(), st.floats(1.01, 1.8), st.data())
 def test_ranks_that_drew_unequally_far_stay_together(
     case: Any, factor: float, data: st.DataObject

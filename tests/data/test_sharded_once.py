@@ -100,6 +100,7 @@ def outcomes_on(ranks: int, folder: Path) -> list[dict[str, Any]]:
     return run_ranks(SCRIPT, folder, ranks, LENGTHS.tolist())
 
 
+@pytest.mark.slow
 def test_each_way_to_deal_batches_twice_is_refused(tmp_path: Path) -> None:
     """The first `iter` names what deals again; what deals once yields every sample once."""
     found = outcomes_on(2, tmp_path)

@@ -80,6 +80,7 @@ class Story:
         unsaved.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_stories_of_kills_and_restarts(block: int) -> None:
     """200 of them, on other ranks and budgets with every start: nothing is lost or repeated."""

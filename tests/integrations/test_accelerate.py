@@ -13,6 +13,7 @@ from tests.support.ranks import run_ranks
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.peer,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
     ),

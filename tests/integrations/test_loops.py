@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.distributed, pytest.mark.peer]
+pytestmark = [pytest.mark.distributed, pytest.mark.peer, pytest.mark.slow]
 
 
 def last_line(framework: str, *arguments: object) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.cells import assert_epochs_grow, check_story
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCRIPT = """
 import json, sys, warnings

@@ -101,6 +101,7 @@ finish([worst, collectives, trained])
 )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "kind", "name", "optimizer", "norm"),

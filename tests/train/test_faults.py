@@ -144,6 +144,7 @@ class Disk:
         return seen[: len(synced) + int(share * (len(seen) - len(synced)))]
 
 
+@pytest.mark.slow
 def test_no_loss_of_power_harms(
     uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def train_to_the_end(folder: Path) -> None:
     torch.save(training.model.state_dict(), folder / "model.pt")
 
 
+@pytest.mark.slow
 def test_a_main_process_that_is_killed(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """Wherever the signal comes, again and again; its workers end with it."""
     path = tmp_path / "statistics.jsonl"

@@ -158,6 +158,7 @@ class Persisting(Training):
         self.validation = DataLoader(held_out, batch_size=7, shuffle=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 @pytest.mark.parametrize("persistent", [True, False])

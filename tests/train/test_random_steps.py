@@ -124,6 +124,7 @@ finish(told)
 )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -16,6 +16,7 @@ from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.process_tree import process_memory
 
 
+@pytest.mark.slow
 def test_three_axes_are_run() -> None:
     """Three sequences in each sample, of unequal lengths: shapes are found, traced and run."""
     model = nn.Linear(16, 64)
@@ -77,6 +78,7 @@ print(trace_peak_bytes(step, torch.zeros(n, 1, 8, 20, 32)) / (200 * 2**20))
 """
 
 
+@pytest.mark.slow
 def test_three_axes_without_a_trace() -> None:
     """Videos: bytes grow with the product of all axes, which runs alone show, within the budget.
 
@@ -94,6 +96,7 @@ def test_three_axes_without_a_trace() -> None:
 
 
 # What else this process holds comes and goes; peaks are compared in processes of their own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
 def test_a_step_that_looks_at_values_falls_back_to_running() -> None:
     training = CASES["encoder, fused attention"]()

@@ -14,7 +14,9 @@ from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import MeasureWarning
 
 # The unrolled loop of a GRU takes 70 operations for each unit of length: fewer shapes, and short.
-SLOW = {"GRU"}
+LOOPS = {"GRU"}
+# The other steps have more operations.
+QUICK = {"heavy", "LSTM"}
 
 
 def other_shapes(training: Training, count: int) -> tuple[list[int], list[Any]]:
@@ -26,7 +28,14 @@ def other_shapes(training: Training, count: int) -> tuple[list[int], list[Any]]:
     return n, [tuple(s) if len(s) > 1 else s[0] for s in sizes.tolist()]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+        if name not in LOOPS
+    ],
+)
 def test_a_traced_fit_predicts_other_shapes(name: str) -> None:
     """Fitted to few shapes, peaks of 15 others are at most 0.5 % above and 3 % below the fit.
 
@@ -49,6 +58,7 @@ def test_a_traced_fit_predicts_other_shapes(name: str) -> None:
     assert (cost.batch_bytes(n, np.array(sizes)) >= peaks).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["AdamW", "SGD", "checkpointed"])
 def test_a_loop_over_the_length_is_fitted_where_it_begins_and_ends(variant: str) -> None:
     """Where operations do not line up, those that begin and end the loops do."""

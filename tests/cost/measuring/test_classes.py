@@ -13,6 +13,8 @@ from torchbudget import MeasuredCost, measure_cost
 from torchbudget.cost.measuring.tracing import tracing
 from torchbudget.cost.measuring.training_state import TrainingState
 
+pytestmark = pytest.mark.slow
+
 Shape = tuple[int, tuple[int, ...]]
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.memory_groups import memory_group
 
+pytestmark = pytest.mark.slow
+
 EPOCH = """
 import resource
 import sys

@@ -36,6 +36,7 @@ def room(mib: int = 200) -> int:
     return process_memory().resident_bytes + mib * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["trace", "run", "auto"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_each_method_measures_it(method: Any, context: Callable[[], Any]) -> None:
@@ -226,6 +227,7 @@ print(json.dumps([process_memory().peak_resident_bytes / budget, len(batches)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
 def test_a_real_process_keeps_its_budget() -> None:
     """An epoch of evaluation comes near to the measured budget, and stays below it."""

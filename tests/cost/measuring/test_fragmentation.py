@@ -89,6 +89,7 @@ def run(step: Callable[[Any], None]) -> MeasuredCost:
     return measure_cost(step, make_batch, max_size=512, method="run", budget=BUDGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("expandable", "least"), [(True, 0.93), (False, 0.5)])
 def test_an_epoch_of_mixed_shapes_stays_within_the_budget(
     on_cuda: Callable[..., ModelledDevice], expandable: bool, least: float
@@ -132,6 +133,7 @@ def test_what_a_failed_probe_had_reached_is_aimed_at(
     assert int(cost.capacity(512, BUDGET)) == int(cost.capacity(512, 2 * BUDGET))
 
 
+@pytest.mark.slow
 def test_what_is_loaded_late_counts_from_the_start(on_cuda: Callable[..., ModelledDevice]) -> None:
     """Kernels of 200 MiB that only the ninth step loads are in what the first one needs."""
     device, steps = on_cuda(expandable=True), []

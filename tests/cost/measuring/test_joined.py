@@ -78,6 +78,7 @@ Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("wrapped", ["sharded", "replicated"])
 def test_ranks_measure_together(wrapped: str, tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-METHODS = pytest.mark.parametrize("method", ["trace", "auto", "run"])
+METHODS = pytest.mark.parametrize(
+    "method", ["trace", "auto", pytest.param("run", marks=pytest.mark.slow)]
+)
 
 
 @METHODS

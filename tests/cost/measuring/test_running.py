@@ -35,6 +35,7 @@ print(*cost.notes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 def test_a_real_out_of_memory_is_survived() -> None:
     """A budget beyond what there is: probes that fail are noted, and the others are smaller."""

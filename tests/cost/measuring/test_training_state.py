@@ -33,6 +33,7 @@ def same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, MeasureWarning
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path: Path) -> None:
     """What was saved says the same, and warns of everything that it was not measured on."""
     training = CASES["encoder and decoder"]()

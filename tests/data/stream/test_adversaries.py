@@ -60,6 +60,7 @@ def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

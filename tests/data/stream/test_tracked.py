@@ -177,6 +177,7 @@ def test_another_number_of_workers() -> None:
         list(loader_of(stream, 3))
 
 
+@pytest.mark.slow
 def test_workers_that_were_started_before() -> None:
     stream = make()
     loader = loader_of(stream, 2, persistent_workers=True)

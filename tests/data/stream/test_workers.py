@@ -27,10 +27,13 @@ from tests.support.streams import (
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.errors import UnevenRanksError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create:UserWarning",
-    "ignore:'set_vital' is deprecated:UserWarning",  # torchdata's own
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:This DataLoader will create:UserWarning",
+        "ignore:'set_vital' is deprecated:UserWarning",  # torchdata's own
+    ),
+]
 
 
 @settings(max_examples=25)
