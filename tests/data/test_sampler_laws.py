@@ -41,6 +41,15 @@ def drawn(those: Any, case: Any) -> list[list[list[int]]]:
     return epochs
 
 
+def check_bytes(sizes: Any, cost: Any, budget: int, options: Any, batches: Any) -> None:
+    """No batch is over the budget, nor over what it may need on the host."""
+    limits = [(cost, budget)]
+    if "host_batch_bytes" in options:
+        limits.append(options["host_batch_bytes"])
+    for model, limit in limits:
+        assert max(batch_costs(sizes, model, batches, options["size_multiple"])) <= limit
+
+
 def batch_costs(sizes: Any, cost: Any, batches: list[list[int]], multiple: int) -> list[int]:
     """Bytes of each batch from the definition of the cost."""
     own = [-(-sizes[batch].astype(np.int64) // multiple) * multiple for batch in batches]
@@ -52,12 +61,15 @@ def batch_costs(sizes: Any, cost: Any, batches: list[list[int]], multiple: int) 
 
 @given(cases())
 def test_no_micro_batch_is_over_the_budget(case: Any) -> None:
-    """Law 1: the predicted cost of every micro-batch is within the budget; none is empty."""
+    """Law 1: the predicted cost of every micro-batch is within the budget; none is empty.
+
+    So is what it needs on the host, where that is limited too.
+    """
     sizes, cost, budget, ranks, options = case
     for batches in drawn(samplers(sizes, cost, budget, ranks, **options), case):
         assert all(batches)
         if batches:
-            assert max(batch_costs(sizes, cost, batches, options["size_multiple"])) <= budget
+            check_bytes(sizes, cost, budget, options, batches)
         assert all(len(batch) <= options.get("max_batch_size", len(batch)) for batch in batches)
 
 

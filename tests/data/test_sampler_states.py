@@ -175,6 +175,7 @@ def test_a_state_of_another_order_is_refused(other: Any, message: str) -> None:
         {"budget": 2000},
         {"cost": PaddedCost(unit_bytes=1, sample_bytes=1)},
         {"max_batch_size": 5},
+        {"host_batch_bytes": (PaddedCost(unit_bytes=8), 4000)},
         {"batch_size_multiple": 4},
         {"size_multiple": 8},
         {"window": 77},

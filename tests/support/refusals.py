@@ -68,6 +68,9 @@ def reasons_of(
     else:
         pair = int(cost.batch_bytes(2, largest))
     alone = pair > budget or options.get("max_batch_size") == 1
+    if "host_batch_bytes" in options:
+        on_host, limit = options["host_batch_bytes"]
+        alone |= int(on_host.batch_bytes(2, largest)) > limit
     return {
         "cannot be dealt evenly": ranks > 1 and alone,
         "drop_last=True leaves nothing": bool(options.get("drop_last")),

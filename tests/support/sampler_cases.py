@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.support.strategies import StairCost, problems, rules
+from tests.support.strategies import StairCost, formulas, problems, rules
 from torchbudget import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, UnevenRanksError
 
@@ -60,6 +60,10 @@ def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True) -> Any:
     # Rounding up a size may push a sample past a budget that it just fitted.
     multiple = options["size_multiple"]
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
+    if fits and not hasattr(cost, "base_bytes") and draw(st.integers(0, 3)) == 0:
+        on_host = draw(formulas(sizes.shape[1] if sizes.ndim == 2 else 1, packed=False))
+        alone = int(on_host.batch_bytes(1, largest))
+        options["host_batch_bytes"] = on_host, alone * draw(st.integers(1, 8))
     if fits:
         budget = max(budget, int(cost.batch_bytes(1, largest)))
         options |= draw(numbers_for(sizes, cost, budget, ranks, options))

@@ -34,6 +34,7 @@ from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.step_source import StepSource
 from torchbudget.protocols import ResumableSource
+from torchbudget.units import Amount
 
 
 class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
@@ -81,7 +82,9 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             several passes.
         batches_per_epoch: micro-batches of every epoch on each rank, for trainers that read `len`
             once: by splitting, spread over the windows. `"auto"`: a number that hardly any epoch
-            exceeds, from the first 10 to 100 epochs. One that does raises before its first batch.
+            exceeds. One that does raises before its first batch.
+        host_batch_bytes: the cost of a micro-batch on the host, and what it may not exceed, such as
+            `(PaddedCost(unit_bytes=16), "64MiB")` for two fields of int64. See `loader_options`.
         micro_batches_per_step: micro-batches of every full step on each rank, for trainers that
             accumulate a constant number, likewise; the last step, where it has fewer samples, has
             at most as many.
@@ -106,11 +109,9 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
     per sample beside `sizes`. `len` counts the whole epoch once. With `batches_per_epoch` or
     `micro_batches_per_step` each epoch is counted before its first batch, O(samples), unless it
-    goes on from a state; and for `"auto"` as many epochs as have 30 million samples, at least 10
-    and at most 100, are counted once, when `len` or the first batch is asked for.
+    goes on from a state; for `"auto"` those of 30 million samples, 10 to 100, are counted once.
 
-    After an epoch's last micro-batch the sampler goes on to the next epoch by itself; `set_epoch`
-    chooses one.
+    After an epoch's last micro-batch the next epoch follows; `set_epoch` chooses one.
 
     >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
     >>> tokens = PaddedCost(unit_bytes=1)  # a budget in tokens, padding included
@@ -140,6 +141,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         num_samples: int | None = None,
         batches_per_epoch: int | Literal["auto"] | None = None,
         micro_batches_per_step: int | None = None,
+        host_batch_bytes: tuple[CostModel, Amount] | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         agree: bool = False,
@@ -157,6 +159,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             max_batch_size=max_batch_size,
             batch_size_multiple=batch_size_multiple,
             balance=balance,
+            host_batch_bytes=host_batch_bytes,
         )
         check_cost(rules, table.values)
         order = Order(
@@ -393,6 +396,5 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         return {**self.__dict__, "_iterator": None, "_tracked": None, "_looping": False}
 
     def _finish(self, iterator: PlanIterator) -> None:
-        """Go on to the next epoch after an epoch's end."""
-        if iterator is self._iterator:
+        if iterator is self._iterator:  # the next epoch follows
             self._cursor = Cursor(epoch=iterator.began.epoch + 1)

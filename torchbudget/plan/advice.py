@@ -88,7 +88,11 @@ def _changes(
     if shares.left_over > _EMPTY:
         yield from _fuller_windows(plan, found, windows)
     if shares.limited > _EMPTY:
-        for name, without in (("max_batch_size", None), ("batch_size_multiple", 1)):
+        for name, without in (
+            ("max_batch_size", None),
+            ("batch_size_multiple", 1),
+            ("host_batch_bytes", None),
+        ):
             options: dict[str, Any] = {name: without}
             trial = plan.changed(rules=replace(rules, **options))
             reason = f"{name}={getattr(rules, name)} keeps samples out that would fit"

@@ -33,23 +33,30 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any]) -> None:
     largest = sizes.max(axis=0, keepdims=True)
     some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest])
     padded = rules.padded(some)
-    models = {"cost": rules.cost} | ({} if rules.balance is None else {"balance": rules.balance})
-    for name, model in models.items():
-        _check_shapes(name, model, padded, rules.budget_bytes)
+    models = [*rules.limits]
+    if rules.balance is not None:
+        models.append(("balance", rules.balance, rules.budget_bytes))
+    for name, model, limit in models:
+        _check_shapes(name, model, padded, limit)
     if rules.packing is not None:
         _answer("cost.item_bytes", rules.packing.item_bytes, padded, shape=(len(padded),))
         return  # samples are added one by one
     most = _MOST if rules.max_batch_size is None else rules.max_batch_size
-    n = np.minimum(rules.cost.capacity(padded, rules.budget_bytes), most)
+    for name, model, limit in rules.limits:
+        _check_capacity(name, model, padded, limit, most)
+
+
+def _check_capacity(name: str, model: CostModel, padded: IntArray, limit: int, most: int) -> None:
+    n = np.minimum(model.capacity(padded, limit), most)
     some_fit = n >= 1
     n, padded = n[some_fit], padded[some_fit]
-    needed = rules.cost.batch_bytes(n, padded)
-    over = np.flatnonzero(needed > rules.budget_bytes)
+    needed = model.batch_bytes(n, padded)
+    over = np.flatnonzero(needed > limit)
     if over.size:
         first = over[0]
         raise CostError(
-            f"cost.capacity says that {n[first]} samples of size {padded[first].tolist()} fit "
-            f"{format_bytes(rules.budget_bytes)}, but cost.batch_bytes says that they need "
+            f"{name}.capacity says that {n[first]} samples of size {padded[first].tolist()} fit "
+            f"{format_bytes(limit)}, but {name}.batch_bytes says that they need "
             f"{format_bytes(int(needed[first]))}: capacity must be the largest n with "
             "batch_bytes(n, padded_size) <= budget_bytes"
         )

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
@@ -39,7 +39,7 @@ def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> 
         OversizeError: also if every sample is over the budget with `"skip"`.
     """
     check_oversize(oversize)
-    if _fit(rules, sizes.largest).all():
+    if (rules.exceeded_alone(sizes.largest) < 0).all():
         return _NONE
     over = oversized(sizes.values, rules, oversize, lambda place: f"index {place}")
     if over.size == len(sizes):
@@ -70,20 +70,24 @@ def oversized(
     Raises:
         OversizeError: a sample is over the budget with `"raise"`.
     """
-    if oversize == "alone" or (sizes.ndim == 1 and _fit(rules, sizes.max(initial=0)).all()):
+    if oversize == "alone":
+        return _NONE
+    if sizes.ndim == 1 and rules.exceeded_alone(sizes.max(initial=0)) < 0:
         return _NONE  # along one axis the cost is monotone
     found = [
-        first + np.flatnonzero(~_fit(rules, sizes[first : first + _CHUNK]))
+        first + np.flatnonzero(rules.exceeded_alone(sizes[first : first + _CHUNK]) >= 0)
         for first in range(0, len(sizes), _CHUNK)
     ]
     over = np.concatenate([_NONE, *found])
     if not over.size:
         return over
     worst = sizes[over[0]]
+    name, model, limit = rules.limits[int(rules.exceeded_alone(worst))]
+    what = "the budget" if name == "cost" else name
     message = (
-        f"{over.size:,} of {len(sizes):,} samples are over the budget alone, the first at "
-        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(rules, worst)} of "
-        f"{format_bytes(rules.budget_bytes)}"
+        f"{over.size:,} of {len(sizes):,} samples are over {what} alone, the first at "
+        f"{called(int(over[0]))}: size {worst.tolist()} {_needs(model, rules.padded(worst))} of "
+        f"{format_bytes(limit)}"
     )
     model_bytes = rules.model_bytes(worst)
     if rules.budget_bytes < model_bytes < MAX_BYTES:
@@ -94,22 +98,17 @@ def oversized(
         )
     if oversize == "raise":
         raise OversizeError(
-            f"{message}; raise the budget, shorten those samples, or choose oversize='skip' or "
-            "'alone'"
+            f"{message}; raise {what}, shorten those samples, or choose oversize='skip' or 'alone'"
         )
     _log.warning("%s; they are skipped", message)
     return over
 
 
-def _needs(rules: BatchRules, size: npt.NDArray[Any]) -> str:
+def _needs(model: CostModel, padded: IntArray) -> str:
     try:
-        alone = int(rules.cost.batch_bytes(1, rules.padded(size)))
+        alone = int(model.batch_bytes(1, padded))
     except CostError as error:
         return f"has a cost that cannot be computed ({error})"
     if alone == MAX_BYTES:
         return "is beyond what was measured for the cost, under a budget"
     return f"needs {format_bytes(alone)}"
-
-
-def _fit(rules: BatchRules, sizes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    return np.asarray(rules.cost.capacity(rules.padded(sizes), rules.budget_bytes) >= 1)

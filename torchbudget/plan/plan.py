@@ -13,7 +13,7 @@ from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.advice import advise
 from torchbudget.plan.cursor import BoolArray, Cursor
-from torchbudget.plan.fingerprint import Plain, cost_fingerprint
+from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.numbers import Allotment, spare_of
 from torchbudget.plan.report import PlanReport, plan_report
 from torchbudget.plan.solver import Reach, WindowKey, run_costs, solve
@@ -55,7 +55,10 @@ class Plan(EpochWindows):
     def dealing(self) -> Plain:
         """What must be the same for a window to be cut and dealt the same way."""
         rules, largest = self.rules, self.sizes.largest
-        balance = rules.balance
+        balance, on_host = rules.balance, rules.host_batch_bytes
+        host_batch = None
+        if on_host is not None:
+            host_batch = fingerprint(cost_fingerprint(on_host[0], largest), str(on_host[1]))
         return {
             "cost": cost_fingerprint(rules.cost, largest),
             "budget_bytes": rules.budget_bytes,
@@ -69,6 +72,7 @@ class Plan(EpochWindows):
             "micro_batches_per_step": self.numbers.per_step,
             "ranks": self.ranks.number,
             "balance": None if balance is None else cost_fingerprint(balance, largest),
+            "host_batch_bytes": host_batch,
         }
 
     def spans(self, cursor: Cursor) -> Iterator[Span]:

@@ -12,7 +12,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, optional
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.units import MAX_BYTES
+from torchbudget.units import MAX_BYTES, parse_bytes
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
@@ -30,6 +30,8 @@ class BatchRules:
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
         balance: what ranks are to have equal sums of, such as time; `None`: the cost.
+        host_batch_bytes: what a micro-batch needs on the host, and what that may not exceed;
+            `None`: anything.
 
     Raises:
         OptionError: one is none of its kind, or a pair of them cannot hold.
@@ -41,6 +43,7 @@ class BatchRules:
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
     balance: CostModel | None = None
+    host_batch_bytes: tuple[CostModel, int] | None = None
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +55,11 @@ class BatchRules:
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
         if self.packing is not None and self.balance is not None:
             raise OptionError("packed batches are balanced by their cost; leave balance as it is")
+        if self.packing is not None and self.host_batch_bytes is not None:
+            raise OptionError(
+                "packed batches take as many bytes on the host as the budget lets them: lower it, "
+                "and leave host_batch_bytes out"
+            )
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
                 f"max_batch_size={self.max_batch_size} is below "
@@ -63,17 +71,34 @@ class BatchRules:
                 f"leave it at 1, got {self.batch_size_multiple}"
             )
 
+    @property
+    def limits(self) -> list[tuple[str, CostModel, int]]:
+        """Name, cost model and bytes of all that no micro-batch may exceed."""
+        found = [("cost", self.cost, self.budget_bytes)]
+        if self.host_batch_bytes is not None:
+            found.append(("host_batch_bytes", *self.host_batch_bytes))
+        return found
+
     @classmethod
-    def of(cls, cost: CostModel, budget: MemoryBudget | int | str, **options: Any) -> BatchRules:
+    def of(
+        cls,
+        cost: CostModel,
+        budget: MemoryBudget | int | str,
+        *,
+        host_batch_bytes: Any = None,
+        **options: Any,
+    ) -> BatchRules:
         """The rules with a budget and options as users give them.
 
         Raises:
-            BudgetError: the budget does not limit the device.
+            BudgetError: the budget does not limit the device; or the limit of `host_batch_bytes`
+                is no amount of bytes.
         """
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
             raise BudgetError(f"the budget must limit the device, got {budget!r}")
-        return cls(cost=cost, budget_bytes=device_bytes, **options)
+        on_host = None if host_batch_bytes is None else _on_host(host_batch_bytes)
+        return cls(cost=cost, budget_bytes=device_bytes, host_batch_bytes=on_host, **options)
 
     @property
     def packing(self) -> AdditiveCost | None:
@@ -121,8 +146,18 @@ class BatchRules:
             sizes: before rounding, shape `(…)` or `(…, d)`.
             budget_bytes: shape `(…)`, broadcast.
         """
-        n = np.maximum(self.cost.capacity(self.padded(sizes), budget_bytes), 1)
+        padded = self.padded(sizes)
+        n = np.maximum(self.cost.capacity(padded, budget_bytes), 1)
+        if self.host_batch_bytes is not None:
+            model, limit = self.host_batch_bytes
+            n = np.minimum(n, np.maximum(model.capacity(padded, limit), 1))
         return n if self.max_batch_size is None else np.minimum(n, self.max_batch_size)
+
+    def exceeded_alone(self, sizes: npt.NDArray[Any]) -> IntArray:
+        """Which of `limits` a sample alone exceeds, the first one, −1: none; shape `(…)`."""
+        padded = self.padded(sizes)
+        fits = [model.capacity(padded, limit) >= 1 for _, model, limit in self.limits]
+        return np.where(np.all(fits, axis=0), -1, np.argmin(fits, axis=0))
 
     def rounded(self, n: IntArray) -> IntArray:
         """Numbers of samples, rounded down to `batch_size_multiple` where they reach it."""
@@ -141,3 +176,14 @@ class BatchRules:
             capacities = self.capacity(np.arange(largest + 1), self.budget_bytes)
             self._table[:] = [self.rounded(capacities)]
         return self._table[0]
+
+
+def _on_host(given: Any) -> tuple[CostModel, int]:
+    """What `host_batch_bytes` says, checked."""
+    pair = isinstance(given, tuple) and len(given) == 2
+    if not pair or isinstance(given[0], type) or not isinstance(given[0], CostModel):
+        raise OptionError(
+            "host_batch_bytes must be the cost of a batch on the host and its limit, such as "
+            f"(PaddedCost(unit_bytes=16), '64MiB'), got {given!r}"
+        )
+    return given[0], parse_bytes(given[1])

@@ -105,7 +105,7 @@ def test_a_stream_is_not_read_here() -> None:
 
 def test_it_refuses_with_the_smallest_budget_that_would_do() -> None:
     """That budget is then accepted, and leaves no worker."""
-    with pytest.raises(BudgetError, match="even without workers") as refused:
+    with pytest.raises(BudgetError, match=r"even without workers.* host_batch_bytes=") as refused:
         options(tb.MemoryBudget(host="10MiB"))
     least = int(str(refused.value).partition("MemoryBudget(host=")[2].partition(")")[0])
     chosen = options(tb.MemoryBudget(host=int(least * 1.02)))

@@ -291,7 +291,7 @@ def _too_small(needs: HostBytes, limits: HostLimits) -> BudgetError:
         f"even without workers the loader needs more than the host's budget of "
         f"{format_bytes(limits.host_bytes)}: the smallest that would do is "
         f"MemoryBudget(host={least}), {format_bytes(least)}. Free memory, make micro-batches "
-        f"smaller (max_batch_size=, or a smaller device budget), or raise it:\n"
+        f"smaller (the sampler's host_batch_bytes=), or raise it:\n"
         f"{needs.table(limits.host_bytes)}"
     )
 
