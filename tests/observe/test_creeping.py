@@ -94,6 +94,7 @@ def training(how: str, folder: Path, limit: float) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
 def test_a_leak_under_a_hard_limit(tmp_path: Path) -> None:
     """1 MiB a batch, 30 % of the budget in all: alone it dies at 5 % more than the budget.

@@ -113,6 +113,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_peak_of_a_tree_is_the_control_groups(method: str, tmp_path: Path) -> None:
     """Within 3 % of rss and shmem of a group that holds only the job, with real workers.

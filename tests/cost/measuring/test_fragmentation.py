@@ -121,6 +121,7 @@ def test_an_epoch_of_mixed_shapes_stays_within_the_budget(
     assert cost.measured_on["allocator"] == f"native, {kind}"
 
 
+@pytest.mark.slow
 def test_what_a_failed_probe_had_reached_is_aimed_at(
     on_cuda: Callable[..., ModelledDevice],
 ) -> None:

@@ -187,6 +187,7 @@ class Counting(torch.optim.SGD):
             parameter.sub_(parameter.grad * self.decay / state["count"])
 
 
+@pytest.mark.slow
 def test_many_parameters() -> None:
     """The optimizer's state is restored, of however many parameters."""
 

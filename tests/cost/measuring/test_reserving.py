@@ -101,6 +101,7 @@ def test_the_first_traced_step_asks_for_its_batch_too() -> None:
     assert first.made == second.made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["expandable_segments:True", ""])
 def test_an_epoch_through_the_allocator_stays_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, settings: str

@@ -55,6 +55,7 @@ def own_shared_memory(mib: int) -> list[str]:
     return [] if tried.returncode else command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.data}-{cell.start}")
 def test_the_tree_stays_within_the_budget_and_fills_it(cell, tmp_path) -> None:
     """Never above the budget; and every sample comes in every epoch.
