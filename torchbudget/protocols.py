@@ -53,8 +53,10 @@ class Replannable(Protocol):
 class BatchMonitor(Protocol):
     """What measures each batch of a training, such as a `MemoryMonitor`."""
 
-    def batch(self, n: int, size: Sequence[int], /) -> AbstractContextManager[object]:
-        """Measure a batch of so many samples and of this padded size, inside the context."""
+    def batch(
+        self, n: int | None = None, size: Sequence[int] | None = None, /
+    ) -> AbstractContextManager[object]:
+        """Measure a batch inside the context: its samples and its padded size, if it has one."""
         ...
 
 

@@ -25,6 +25,7 @@ from torchbudget import (
 from torchbudget.errors import MeasureWarning, OptionError
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.observe.lines import read_records
+from torchbudget.observe.recorded_run import recorded_runs
 from torchbudget.random_state import RandomState
 from torchbudget.units import MiB
 
@@ -105,14 +106,33 @@ def test_without_a_leak_nothing_is_changed(tmp_path: Path) -> None:
     assert before.cpu.equal(after.cpu)
 
 
-def test_batches_that_do_not_know_their_padded_size_are_refused() -> None:
-    training = Training()
-    batches = [{"x": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.zeros(2, 3).long()}]
-    with MemoryMonitor() as monitor, pytest.raises(OptionError, match="padded_size"):
+def batches_without_sizes() -> list[dict[str, torch.Tensor]]:
+    return [{"x": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.zeros(2, 3).long()}] * 3
+
+
+def test_batches_of_any_type_are_measured(tmp_path: Path) -> None:
+    training, path = Training(), tmp_path / "run.jsonl"
+    with MemoryMonitor(path=path) as monitor:
         train_epoch(
-            training.model, batches, loss_of, training.accumulator, weight=lambda _: 1,
-            monitor=monitor,
+            training.model, batches_without_sizes(), loss_of, training.accumulator,
+            weight=lambda _: 1, monitor=monitor,
         )  # fmt: skip
+    batches = [record for record in read_records(path) if record["event"] == "batch"]
+    assert len(batches) == 3
+    assert all(record["bytes"] > 0 and "size" not in record for record in batches)
+    assert [len(run.batches) for run in recorded_runs(path)] == [3]
+
+
+def test_only_padded_batches_correct_a_sampler() -> None:
+    run = Creeping(leaks=False, resident_bytes=process_memory(shares=False).resident_bytes)
+    with MemoryMonitor(replan=run.sampler) as monitor:
+        with pytest.raises(OptionError, match="padded size of each batch"):
+            train_epoch(
+                run.model, batches_without_sizes(), loss_of, Training().accumulator,
+                weight=lambda _: 1, monitor=monitor,
+            )  # fmt: skip
+        with pytest.raises(OptionError, match="got 3 and None"), monitor.batch(3):
+            pass
 
 
 def test_only_a_measured_cost_is_corrected() -> None:

@@ -188,7 +188,9 @@ class MemoryMonitor:
         return sample
 
     @contextmanager
-    def batch(self, n: int, size: int | Sequence[int]) -> Iterator[Peak]:
+    def batch(
+        self, n: int | None = None, size: int | Sequence[int] | None = None
+    ) -> Iterator[Peak]:
         """Measure what a batch takes, inside the context: its forward, backward and step.
 
         It is written to the file. With `replan=sampler`, the sampler's cost observes it, and after
@@ -197,14 +199,16 @@ class MemoryMonitor:
         must have such a monitor, since they agree on it.
 
         Args:
-            n: samples of the batch.
+            n: samples of the batch; `None` for one that has no padded size, which no sampler's
+                cost observes.
             size: its padded size.
 
         Yields:
             What was measured; filled in when the context ends.
 
         Raises:
-            OptionError: the monitor is not running in this process, or it watches another one.
+            OptionError: the monitor is not running in this process, or it watches another one; or
+                it corrects a sampler, and the batch has no padded size.
 
         Warns:
             MeasureWarning: as `MeasuredCost.observe`.
@@ -212,25 +216,32 @@ class MemoryMonitor:
         self._check_running()
         if self._pid is not None:
             raise OptionError("batches of another process cannot be measured: leave out pid")
+        if (n is None) != (size is None) or (n is None and self._sampler is not None):
+            raise OptionError(
+                "replan=… needs the samples and the padded size of each batch, such as "
+                f"batch.num_samples and batch.padded_size of a PaddedBatch, got {n!r} and {size!r}"
+            )
         with peak_memory(self._batch_device(), synchronize=False) as peak:
             yield peak
         self._batches += 1
         self._write_batch(n, size, peak)
-        if self._sampler is not None:
+        if self._sampler is not None and n is not None and size is not None:
             self._sampler.cost.observe(n, size, peak)
             if self._batches % self._replan_batches == 0:
                 self._sampler.replan()
         self._outputs.raise_again()
 
-    def _write_batch(self, n: int, size: int | Sequence[int], peak: Peak) -> None:
+    def _write_batch(self, n: int | None, size: int | Sequence[int] | None, peak: Peak) -> None:
         # The further it goes, the fewer of them, so that the file stays small.
         if self._batches % 10 ** max(0, len(str(self._batches)) - 4):
             return
-        sizes = [int(one) for one in size] if isinstance(size, Sequence) else [int(size)]
-        record = {"time_s": self._recorder.now_s(), "n": int(n), "size": sizes, "bytes": peak.bytes}
-        if self._sampler is not None:
-            padded = sizes if len(sizes) > 1 else sizes[0]
-            record["predicted_bytes"] = int(self._sampler.cost.batch_bytes(n, padded))
+        record: dict[str, Any] = {"time_s": self._recorder.now_s(), "bytes": peak.bytes}
+        if n is not None and size is not None:
+            sizes = [int(one) for one in size] if isinstance(size, Sequence) else [int(size)]
+            record |= {"n": int(n), "size": sizes}
+            if self._sampler is not None:
+                padded = sizes if len(sizes) > 1 else sizes[0]
+                record["predicted_bytes"] = int(self._sampler.cost.batch_bytes(n, padded))
         self._outputs.write("batch", record)
 
     def report(self) -> MonitorReport:

@@ -25,7 +25,8 @@ class RecordedRun:
         begin: what it began with: pid, rank, budget, time.
         samples: that were written, in order, by names of `MemorySample`.
         snapshots: likewise, each with its `name`.
-        batches: with `n`, `size`, `bytes` and, of a measured cost, `predicted_bytes`.
+        batches: with `bytes`; `n` and `size` of padded ones, and `predicted_bytes` of a measured
+            cost.
         limits: that use came near to.
         end: what the monitor wrote when it ended; `None`: it was killed, or runs still.
     """

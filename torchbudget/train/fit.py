@@ -84,7 +84,8 @@ def fit(
         device_limit: a budget that torch's allocator is limited to first, on the model's device, by
             `limit_device_memory`; `None`: it is not.
         monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
-            training, which must know its `padded_size`, and with `replan=` corrects the sampler.
+            training, and with `replan=`, of batches that know their `padded_size`, corrects the
+            sampler.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:

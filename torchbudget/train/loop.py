@@ -49,15 +49,15 @@ def train_epoch(
         when_begun: called after `iter(loader)`, before its first batch.
         when_stepped: called with each step and the number of batches done, `None` after the last
             one; if what it returns is true, the epoch ends there.
-        monitor: a `MemoryMonitor` that is running: it measures every batch, which must know its
-            `padded_size`. With `replan=` all ranks need one.
+        monitor: a `MemoryMonitor` that is running: it measures every batch. With `replan=` all
+            ranks need one, and batches must know their `padded_size`.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
         The steps that were taken.
 
     Raises:
-        OptionError: there is a monitor, and a batch does not know its padded size.
+        OptionError: a monitor with `replan=`, and a batch that does not know its padded size.
     """
     steps: list[Step] = []
 
@@ -88,7 +88,7 @@ def _measured(batch: Any, monitor: BatchMonitor | None) -> AbstractContextManage
     if monitor is None:
         return nullcontext()
     if not isinstance(batch, SplittablePaddedBatch):
-        raise OptionError("monitor=… needs batches that know their padded_size: a PaddedBatch")
+        return monitor.batch()
     return monitor.batch(batch.num_samples, batch.padded_size)
 
 
