@@ -16,6 +16,7 @@ from torchbudget.machine.host import host_memory, shared_memory
 from torchbudget.machine.limits import free_descriptors, usable_processors
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.machine.process_limits import process_limits
+from torchbudget.tables import aligned
 from torchbudget.units import format_bytes, parse_bytes
 
 _DESCRIPTION = """\
@@ -114,10 +115,7 @@ def _lines(
         )
         for what, pool in pools
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
+    yield from aligned(rows)
     yield f"the host is limited by: {facts['host_limited_by']}"
     yield f"processors: {facts['processors']}; files to open: {facts['free_descriptors']:,}"
     yield f"budget: {budget}"

@@ -12,6 +12,7 @@ from torchbudget.commands import pages
 from torchbudget.commands.answer import Answer, UsageError, as_json
 from torchbudget.observe.recorded_run import RecordedRun, recorded_runs
 from torchbudget.observe.report import ROW_TITLES
+from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 if TYPE_CHECKING:
@@ -61,13 +62,8 @@ def run(options: argparse.Namespace) -> Answer:
     if options.json:
         return Answer(text=as_json(_plain(last)), failed=failed)
     more = [f"runs in this file: {len(runs)}, of which this is the last"] if len(runs) > 1 else []
-    rows = _rows(last)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return Answer(text="\n".join([*lines, *_remarks(last), *more]), failed=failed)
+    lines = [*aligned(_rows(last)), *_remarks(last), *more]
+    return Answer(text="\n".join(lines), failed=failed)
 
 
 def _rows(found: RecordedRun) -> list[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from torchbudget.machine.cgroups import GroupEvents
 from torchbudget.observe.limits import MemoryLimit
 from torchbudget.observe.sample import MemorySample
+from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 _NOTICED: Final = 0.02  # a share of a process's memory
@@ -74,12 +75,7 @@ class MonitorReport:
             values = [getattr(sample, name) for _, sample in columns]
             if any(value is not None for value in values):
                 rows.append([title, *("" if v is None else format_bytes(v) for v in values)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, *self._notes()])
+        return "\n".join([*aligned(rows), *self._notes()])
 
     def _notes(self) -> list[str]:
         notes = [

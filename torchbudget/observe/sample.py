@@ -169,9 +169,12 @@ class MemoryReader:
         return not torch.cuda.is_initialized() and builds == (None, None)
 
     def _peak(self, process: ProcessMemory) -> int | None:
-        if self._is_own:
-            return None if self._resident is None else self._resident.most()[0]
-        return process.peak_resident_bytes
+        if not self._is_own:
+            return process.peak_resident_bytes
+        if self._resident is None:
+            return None
+        # The kernel counts pages on each processor: its mark may lag behind by some of them.
+        return max(self._resident.most()[0], process.resident_bytes)
 
     def _read_pools(self) -> dict[str, MemoryPool]:
         pools = {"machine": machine_memory()}

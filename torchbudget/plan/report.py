@@ -16,6 +16,7 @@ from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.plan.solver import Block
 from torchbudget.plan.tally import BatchFigures, Tally
+from torchbudget.tables import aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +93,8 @@ class PlanReport:
 
     def __str__(self) -> str:
         """A table for people, where the budget goes, and what would help."""
-        rows = self.rows
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ]
-        lines += [*self.remarks, *(f"advice: {advice}" for advice in self.advice)]
-        return "\n".join(line.rstrip() for line in lines)
+        advice = (f"advice: {advice}" for advice in self.advice)
+        return "\n".join([*aligned(self.rows), *self.remarks, *advice])
 
 
 _ROWS: Final[dict[str, Callable[[BatchFigures], str]]] = {

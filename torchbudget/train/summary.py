@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 
@@ -65,12 +66,7 @@ class MemorySummary:
             )
             for one in (*self.modules, self.total)
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for name, kind, *numbers in rows:
-            cells = [cell.rjust(width) for cell, width in zip(numbers, widths[2:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), kind.ljust(widths[1]), *cells]))
-        return "\n".join(lines)
+        return "\n".join(aligned(rows, right=2))
 
 
 def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 
@@ -35,8 +36,7 @@ class HostBytes:
     def table(self, budget_bytes: int | None = None) -> str:
         """A line for each part and the total, against a budget where one is given."""
         rows = [*self.parts, ("total", self.total_bytes)]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name.ljust(width)}  {format_bytes(size):>10}" for name, size in rows]
+        lines = aligned([(name, format_bytes(size)) for name, size in rows], right=1)
         if budget_bytes is not None:
             lines[-1] += f"  {self.total_bytes / budget_bytes:.1%} of {format_bytes(budget_bytes)}"
         lines.append(
