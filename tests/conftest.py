@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-import torch
 import torch.utils.data._utils as loader_utils
 from hypothesis import HealthCheck, Phase, settings
 
@@ -26,10 +25,6 @@ settings.register_profile(
     "quick", parent=settings.get_profile("default"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("TORCHBUDGET_HYPOTHESIS", "default"))
-
-# Several processes run tests, on as many cores: threads beyond would wait for each other.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
 
 # Errors that a test keeps leave loaders to the garbage collector, whose workers do not learn that
 # they shall end: torch waits so many seconds for each, by default five.
