@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import gc
 import os
 import tempfile
 import warnings
@@ -23,6 +24,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch._dynamo  # optimizers import it when they are first used
 from sybil import Sybil
 from sybil.document import PythonDocStringDocument
 from sybil.example import SybilFailure
@@ -50,6 +52,12 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     if file_path.is_relative_to(ROOT / "torchbudget") and file_path.suffix == ".py":
         return ExampleFile.from_parent(parent, path=file_path)
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: searching it anew at each `gc.collect()` takes 0.2 s."""
+    gc.collect()
+    gc.freeze()
 
 
 class ExampleFile(pytest.File):

@@ -7,6 +7,7 @@ of the seed, the epoch and the place alone; and the process that reads keeps its
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 from collections.abc import Iterator
@@ -163,7 +164,7 @@ def refuse_draws() -> Iterator[None]:
     after = _Place.now()
     drawn = {
         "random": before.python != after.python,
-        "numpy.random": repr(before.numpy_state) != repr(after.numpy_state),
+        "numpy.random": pickle.dumps(before.numpy_state) != pickle.dumps(after.numpy_state),
         "torch": not torch.equal(before.torch, after.torch),
     }
     if any(drawn.values()):
