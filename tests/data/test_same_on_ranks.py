@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchbudget import (
     BudgetedIterableDataset, MeasuredCost, MemoryBudget, MemoryBudgetBatchSampler, PaddedCost)
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.errors import OptionError, RankError, TorchBudgetError
 from torchbudget.integrations.positioned import PositionedLoader
 from torchdata.stateful_dataloader import StatefulDataLoader

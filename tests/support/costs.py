@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from torchbudget import MeasuredCost, PaddedCost
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
 
 
 def forms_of(cost: PaddedCost) -> tuple[Form, ...]:

@@ -7,8 +7,9 @@ import pytest
 
 from torchbudget.cost.measuring.explaining import explained
 from torchbudget.cost.measuring.shapes import Domain
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.polynomials import Term
 
 IDLE = 300 * 2**20
 # Long on one axis or both, and short on both: what runs begin with.

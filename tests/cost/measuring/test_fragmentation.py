@@ -28,7 +28,8 @@ from torchbudget import (
 from torchbudget.cost.measuring.fragmentation import note_device
 from torchbudget.cost.measuring.measure import describe_step
 from torchbudget.cost.measuring.training_state import TrainingState
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.device import DeviceMemory
 from torchbudget.units import MiB

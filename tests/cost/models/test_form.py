@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.costs import forms_of, measured
 from torchbudget import MeasuredCost, PaddedCost, TableCost
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.peaks import Peak
@@ -50,6 +51,37 @@ def test_capacity_is_exact_with_a_margin(cost: MeasuredCost, size: int, budget: 
     n = int(cost.capacity(size, budget))
     assert n == 0 or cost.batch_bytes(n, size) <= budget
     assert cost.batch_bytes(n + 1, size) > budget
+
+
+@given(st.data(), st.integers(1, 2))
+def test_the_largest_form_counts(data: st.DataObject, axes: int) -> None:
+    """Whatever the shapes that are combined: each element is what its batch alone is."""
+    powers = st.tuples(*[st.integers(0, 2)] * axes)
+    terms = st.builds(Term, st.floats(0, 1e4), st.integers(0, 2), powers)
+    forms = tuple(
+        Form(terms=tuple(some))
+        for some in data.draw(st.lists(st.lists(terms, min_size=1, max_size=4), min_size=1))
+    )
+    cost = MeasuredCost(forms=forms, margin=0)
+    numbers, budgets = np.array([[0], [3], [70]]), np.array([[10**3], [10**6], [10**9]])
+    sizes = np.array([0, 5, 300, 41]) if axes == 1 else np.array([[0, 9], [5, 5], [300, 1], [7, 8]])
+    each = [
+        [[int(form.batch_bytes(n, size)) for form in forms] for size in sizes]
+        for n in numbers[:, 0].tolist()
+    ]
+    assert cost.batch_bytes(numbers, sizes).tolist() == np.max(each, axis=2).tolist()
+    fitting = [
+        [[int(form.capacity(size, budget)) for form in forms] for size in sizes]
+        for budget in budgets[:, 0].tolist()
+    ]
+    assert cost.capacity(sizes, budgets).tolist() == np.min(fitting, axis=2).tolist()
+
+
+def test_forms_of_other_numbers_of_axes() -> None:
+    one, two = (Form(terms=(Term(1.0, 1, (1,) * axes),)) for axes in (1, 2))
+    for forms in ((), (one, two)):
+        with pytest.raises(CostError, match="forms, all of the same number of axes"):
+            MeasuredCost(forms=forms, margin=0)
 
 
 @given(costs(), st.integers(1, 100), st.integers(1, 1000))

@@ -19,7 +19,8 @@ from torchbudget.cost.measuring.fitting import PeaksFit, domain_grid, fit_peaks,
 from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.shapes import Domain, Size
 from torchbudget.cost.measuring.terms import features, powers_of, powers_of_runs
-from torchbudget.cost.models.form import FloatArray, Form
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.protocol import FloatArray
 
 # A form that misses no peak by more explains them all, or by no more than the best fit; readings of
 # one shape differ by about half as much.

@@ -37,9 +37,11 @@ from torchbudget.cost.measuring.terms import (
     powers_of_runs,
 )
 from torchbudget.cost.measuring.tracing import Trace
-from torchbudget.cost.models.form import FloatArray, Form, Term
+from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.padded import PaddedCost, cost_options
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.cost.models.protocol import FloatArray
 from torchbudget.errors import CostError
 
 # A relative error below this is explained: blocks that are rounded up, workspaces.

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from torchbudget.cost.models.form import FloatArray
+from torchbudget.cost.models.protocol import FloatArray
 
 
 def non_negative(matrix: FloatArray, target: FloatArray) -> FloatArray:

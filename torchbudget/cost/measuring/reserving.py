@@ -32,8 +32,8 @@ from torchbudget.cost.measuring.terms import (
     powers_of,
 )
 from torchbudget.cost.measuring.traced import Traced
-from torchbudget.cost.models.form import FloatArray
 from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.protocol import FloatArray
 from torchbudget.units import format_bytes
 
 Shape: TypeAlias = tuple[int, Size]

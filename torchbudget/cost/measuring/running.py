@@ -16,9 +16,11 @@ from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import ProbeOutOfMemoryError, StepRunner
 from torchbudget.cost.measuring.terms import features, plain_powers, powers_of_runs
-from torchbudget.cost.models.form import FloatArray, Form, Term
+from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.cost.models.protocol import FloatArray
 from torchbudget.errors import CostError
 from torchbudget.machine.allocators import trim_malloc
 from torchbudget.units import format_bytes

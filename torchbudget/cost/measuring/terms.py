@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.form import FloatArray
+from torchbudget.cost.models.protocol import FloatArray
 
 Columns: TypeAlias = npt.NDArray[np.intp]
 Powers: TypeAlias = tuple[int, tuple[int, ...]]

@@ -15,9 +15,10 @@ from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
 from torchbudget.cost.measuring.terms import plain_powers
 from torchbudget.cost.measuring.tracing import Trace, ValueDependentError, tracing
-from torchbudget.cost.models.form import FloatArray, Form
+from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns
+from torchbudget.cost.models.protocol import FloatArray
 from torchbudget.errors import CostError
 from torchbudget.units import MAX_BYTES, format_bytes
 

@@ -7,15 +7,15 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from torchbudget.cost.models.form import Form, Term
+from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.observations import Observations
 from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
+from torchbudget.cost.models.polynomials import Polynomials, Term
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
@@ -68,10 +68,13 @@ class MeasuredCost:
     measured_on: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     _observed: Observations = field(default_factory=Observations, repr=False)
+    _polynomials: Polynomials = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.forms:
-            raise CostError("a measured cost needs at least one form")
+        if len({form.axes for form in self.forms}) != 1:
+            raise CostError("a measured cost needs forms, all of the same number of axes")
+        terms = [form.terms for form in self.forms]
+        object.__setattr__(self, "_polynomials", Polynomials(terms))
         if not 0 <= self.margin <= MOST_MARGIN:
             raise CostError(f"margin must be 0 to {MOST_MARGIN}, got {self.margin!r}")
 
@@ -102,7 +105,7 @@ class MeasuredCost:
 
     def fitted_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """The largest of the forms, without the margin; see `CostModel.batch_bytes`."""
-        return reduce(np.maximum, (form.batch_bytes(n, padded_size) for form in self.forms))
+        return self._polynomials.batch_bytes(n, padded_size)
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
         """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing vouches for a prediction."""
@@ -133,15 +136,12 @@ class MeasuredCost:
         rest = np.minimum(budget - whole * (_PARTS + self._parts), _PARTS - 1)
         fitted = whole * _PARTS + rest
         if self.vouched is None:
-            n = self._fitted_capacity(padded_size, fitted)
+            n = self._polynomials.capacity(padded_size, fitted)
         else:
-            n = self.vouched.capacity(self._fitted_capacity, padded_size, fitted)
+            n = self.vouched.capacity(self._polynomials.capacity, padded_size, fitted)
         if self.table is not None:
             n = np.maximum(n, self.table.capacity(padded_size, budget_bytes))
         return np.where(self._is_beyond(padded_size), 0, n)
-
-    def _fitted_capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        return reduce(np.minimum, (form.capacity(padded_size, budget_bytes) for form in self.forms))
 
     def packed(self) -> PackedCost:
         """This cost for batches without padding, where `make_batch` made such ones.

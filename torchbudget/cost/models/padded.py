@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.checks import is_int
-from torchbudget.cost.models.form import FloatArray, Form
-from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, IntArray
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, FloatArray, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
 

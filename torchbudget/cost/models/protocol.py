@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 ArrayLike: TypeAlias = npt.ArrayLike
 Sizes: TypeAlias = npt.NDArray[np.integer[Any]]
 

@@ -65,8 +65,7 @@ class VouchedRange:
         A size is raised to that of each measured batch: where shorter ones reached less than longer
         ones, the longer ones vouch for more samples.
         """
-        numbers, sizes = np.array(self.numbers), np.array(self.sizes)
-        peaks = np.array(self.peak_bytes)
+        numbers, sizes, peaks = _arrays(self)
         one_axis = sizes.shape[1] == 1
         wanted = np.asarray(size, np.int64)
         wanted = wanted[..., None] if one_axis else wanted
@@ -78,6 +77,12 @@ class VouchedRange:
             most = np.where(covers, numbers, 0).max(axis=-1)
             most = np.where(most_bytes > self.floor_bytes, MAX_BYTES, most)
             yield padded[..., 0] if one_axis else padded, most_bytes, most
+
+
+@lru_cache(maxsize=64)
+def _arrays(measured: VouchedRange) -> tuple[IntArray, IntArray, IntArray]:
+    """Samples, sizes and bytes of the measured batches."""
+    return np.array(measured.numbers), np.array(measured.sizes), np.array(measured.peak_bytes)
 
 
 @lru_cache(maxsize=64)
