@@ -108,12 +108,13 @@ class Polynomials:
         length = [lengths[..., axis].astype(np.float64) for axis in range(self._axes)]
         # Sums and products of what is at least 0, in one order for all shapes: they are monotone.
         parts: FloatArray = np.zeros((*self._coefficients.shape[1:], *shape))
-        for coefficients, powers in zip(self._coefficients, self._products, strict=True):
-            product: FloatArray = np.ones(shape)
+        columns = self._coefficients.reshape(*self._coefficients.shape, *(1,) * len(shape))
+        for coefficients, powers in zip(columns, self._products, strict=True):
+            product: Any = 1.0
             for one, power in zip(length, powers, strict=True):
                 for _ in range(power):
                     product = product * one
-            parts += coefficients.reshape(*coefficients.shape, *(1,) * len(shape)) * product
+            parts += coefficients * product
         if parts.size and not parts.max() < EXACT:
             raise CostOverflowError("a batch of these sizes costs 2**53 bytes or more")
         return np.ceil(parts).astype(np.int64)
