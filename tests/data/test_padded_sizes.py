@@ -245,3 +245,14 @@ def test_every_batch_is_compared_with_its_own_plan() -> None:
 
 def test_texts_alone_have_no_padded_size() -> None:
     PaddedSizes(1).compare(PadCollate()(["a", "bc"]), [2], 2)
+
+
+@pytest.mark.parametrize(("count", "warns"), [(3, True), (100, False)])
+def test_a_long_list_is_one_of_samples(count: int, warns: bool) -> None:
+    """It is not looked through: that would take as long as to make the batch."""
+    sizes = PaddedSizes(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            sizes.compare([torch.tensor([[1, 1, 0, 0]])] * count, [2], 1)
+    assert [one.category for one in caught] == [PaddedSizeWarning] * warns

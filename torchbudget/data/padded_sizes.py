@@ -17,6 +17,7 @@ from torchbudget.plan.plan import Plan
 
 Path: TypeAlias = tuple[Any, ...]
 
+_MOST_FIELDS: Final = 64  # a longer list is one of samples
 _BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign batch is reported
 
 
@@ -72,7 +73,7 @@ class PaddedSizes:
 
     def _suspect(self, path: Path, tensor: Tensor, axis: int, longest: int) -> None:
         times = self._suspected.get(path, 0)
-        if times < 0:
+        if times < 0 or self._warned:
             return
         self._suspected[path] = times + 1 if _is_padding_beyond(tensor, axis, longest) else -1
         if self._suspected[path] == _BATCHES:
@@ -142,9 +143,19 @@ def _tensors(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from _tensors(value, (*path, key))
-    elif isinstance(batch, (tuple, list)):
+    elif isinstance(batch, (tuple, list)) and _may_hold_tensors(batch):
         for position, value in enumerate(batch):
             yield from _tensors(value, (*path, position))
+
+
+def _may_hold_tensors(sequence: Sequence[Any]) -> bool:
+    """Whether it may be one of fields, and not of samples, or of numbers or texts."""
+    return len(sequence) <= _MOST_FIELDS and any(map(_is_nested, set(map(type, sequence))))
+
+
+@lru_cache(maxsize=64)
+def _is_nested(kind: type[Any]) -> bool:
+    return issubclass(kind, (Tensor, Mapping, tuple, list))
 
 
 def _is_padding_beyond(tensor: Tensor, axis: int, longest: int) -> bool:
