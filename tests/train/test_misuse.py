@@ -146,6 +146,29 @@ def test_the_wrong_reduction_is_noticed(mean: bool) -> None:
         accumulator.backward(logits.detach().requires_grad_().mean())
 
 
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x: x.square().mean(),
+        lambda x: x.square().mean((0, 1)),
+        lambda x: nn.functional.l1_loss(x, torch.zeros_like(x)),
+        lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)).float(),
+        lambda x: x.square().mean().squeeze().view(1),
+    ],
+)
+def test_means_over_several_axes_are_noticed(loss_of: Any) -> None:
+    """As of predictions `(n, 1)`, and of a loss that was cast."""
+    model = nn.Linear(3, 1).double()
+    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with pytest.warns(ReductionWarning, match="is a mean"), accumulator.micro_batch(weight=4):
+        accumulator.backward(loss_of(model(x)))
+    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    for loss in (loss_of(model(x)) * 4, model(x).mean(1).sum(), model(x[:1]).mean()):
+        with accumulator.micro_batch(weight=4):
+            accumulator.backward(loss)
+
+
 def test_batch_normalisation_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for steps, warned in ((1, False), (2, True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 import weakref
@@ -24,6 +25,8 @@ from torchbudget.train.optimizers import STEPS_IN_BACKWARD
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
 _MEAN: Final = 1
 _SUM: Final = 2
+# The names of a grad_fn that gives the same numbers, in another dtype or shape.
+_UNCHANGED: Final = ("ToCopyBackward", "SqueezeBackward", "ViewBackward", "CloneBackward")
 
 
 class MisuseDetector:
@@ -170,17 +173,20 @@ class MisuseDetector:
         """
         if weight == 1 or loss.grad_fn is None:
             return
-        reduction = getattr(loss.grad_fn, "_saved_reduction", None)  # torch's losses have it
-        name = loss.grad_fn.name()
-        # loss.mean() and loss.sum(): only of a vector, which may be one of losses.
-        of_vector = len(getattr(loss.grad_fn, "_saved_self_sym_sizes", ())) == 1
-        if not mean and (reduction == _MEAN or (of_vector and name.startswith("MeanBackward"))):
+        node = _reduction_of(loss.grad_fn)
+        reduction = getattr(node, "_saved_reduction", None)  # torch's losses have it
+        # Of several numbers. loss.sum() only of a vector, which may be one of losses; of a matrix
+        # it may be that of weighted losses, which is a mean.
+        sizes = getattr(node, "_saved_self_sym_sizes", ())
+        is_mean = node.name().startswith("MeanBackward") and math.prod(sizes) > 1
+        is_sum = node.name().startswith("SumBackward") and len(sizes) == 1
+        if not mean and (reduction == _MEAN or is_mean):
             self._warn(
                 errors.ReductionWarning,
                 "the loss is a mean, but is taken for the sum over the micro-batch: pass "
                 'reduction="sum", or GradAccumulator(…, mean=True)',
             )
-        elif mean and (reduction == _SUM or (of_vector and name.startswith("SumBackward"))):
+        elif mean and (reduction == _SUM or is_sum):
             self._warn(
                 errors.ReductionWarning,
                 "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
@@ -276,6 +282,13 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
+
+
+def _reduction_of(node: Any) -> Any:
+    """The operation whose number a loss is, before it was cast or viewed."""
+    while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return node
 
 
 def _callers_level() -> int:
