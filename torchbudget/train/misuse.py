@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from torchbudget import errors
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD
+from torchbudget.train.step import check_scalar
 
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
 _MEAN: Final = 1
@@ -170,7 +171,11 @@ class MisuseDetector:
             loss: a scalar with its graph, whose last operation says what it is.
             mean: whether a mean is expected.
             weight: of the micro-batch; the loss of a single sample is a mean and a sum.
+
+        Raises:
+            OptionError: the loss is not a scalar tensor.
         """
+        check_scalar(loss)
         if weight == 1 or loss.grad_fn is None:
             return
         node = _reduction_of(loss.grad_fn)

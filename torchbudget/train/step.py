@@ -181,6 +181,17 @@ def _checked(weight: float | Tensor) -> float:
     return float(value)
 
 
+def check_scalar(loss: object) -> None:
+    """Raise an `OptionError` where a loss is not a tensor of one number."""
+    if not isinstance(loss, Tensor):
+        raise OptionError(
+            f"the loss must be a scalar tensor with its graph, got {type(loss).__name__}: pass the "
+            "tensor itself, not its item(), nor a tuple or an output that contains it"
+        )
+    if loss.numel() != 1:
+        raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
+
+
 def waits(tensor: Tensor) -> bool:
     """Whether reading the tensor's values waits for a device."""
     return tensor.device.type != "cpu"
