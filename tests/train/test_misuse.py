@@ -143,7 +143,7 @@ def test_the_wrong_reduction_is_noticed(mean: bool) -> None:
     with pytest.warns(ReductionWarning), accumulator.micro_batch(weight=data.weight):
         accumulator.backward(loss)
     with accumulator.micro_batch(weight=1):
-        accumulator.backward(logits.detach().requires_grad_().mean())
+        accumulator.backward(model(data.x).mean())
 
 
 @pytest.mark.parametrize(
@@ -195,3 +195,16 @@ def test_changed_parameters_are_noticed() -> None:
     model.zero_grad()
     with pytest.warns(ChangedParametersWarning):
         accumulate(accumulator, model, [Data.make(4)])
+
+
+def test_an_optimizer_of_another_model_is_noticed() -> None:
+    """As of a copy: its steps would change nothing. A step that weighs nothing is no such case."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(make_model("CNN")), model, steps=1)
+    with pytest.warns(ChangedParametersWarning, match="nothing is trained"):
+        accumulate(accumulator, model, [Data.make(4)])
+    model.zero_grad()
+    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=True)
+    with accumulator.micro_batch(weight=0):
+        accumulator.backward(loss_sum(model, Data.make(4)) / 4)
+    assert accumulator.last.skipped

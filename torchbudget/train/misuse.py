@@ -212,8 +212,13 @@ class MisuseDetector:
         self._sentinel = None
 
     @contextmanager
-    def own_step(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """The accumulator steps its optimizers inside, on these parameters."""
+    def own_step(self, parameters: Sequence[Tensor], *, has_weight: bool) -> Iterator[None]:
+        """The accumulator steps its optimizers inside, on these parameters.
+
+        Args:
+            parameters: of all optimizers.
+            has_weight: the weight of the step is not 0.
+        """
         parameters_now = [id(parameter) for parameter in parameters]
         if self._parameters not in (None, parameters_now):
             self._warn(
@@ -222,6 +227,13 @@ class MisuseDetector:
                 "GradAccumulator where model or optimizer are changed",
             )
         self._parameters = parameters_now
+        if has_weight and all(parameter.grad is None for parameter in parameters):
+            self._warn(
+                errors.ChangedParametersWarning,
+                "no parameter of the optimizer has a gradient, so that nothing is trained: it has "
+                "those of another model, such as the one that was copied or replaced after it was "
+                "made; make the optimizer of the model that is called",
+            )
         self.step_abandoned()
         self._in_own_step = True
         try:
