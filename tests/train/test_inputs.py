@@ -44,6 +44,8 @@ def test_bad_weights(weight: Any) -> None:
     accumulator = GradAccumulator(sgd(model), model, steps=2)
     with pytest.raises(OptionError, match="weight must be"), accumulator.micro_batch(weight=weight):
         pass
+    with pytest.raises(OptionError, match="weight must be"):
+        evaluate(model, [torch.ones(2, 3)], lambda *_: torch.ones(()), weight=lambda _: weight)
 
 
 @pytest.mark.parametrize("loss", [1.5, (torch.ones(()),), {"loss": torch.ones(())}, None])

@@ -17,7 +17,13 @@ from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.epoch_loader import batches_left
 from torchbudget.train.process_group import Ranks
-from torchbudget.train.step import Step, check_scalar, float64_device, in_float64
+from torchbudget.train.step import (
+    Step,
+    check_scalar,
+    checked_weight,
+    float64_device,
+    in_float64,
+)
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Weight: TypeAlias = Callable[[Any], float]
@@ -122,7 +128,7 @@ def evaluate(
         The loss; NaN where all weights are 0.
 
     Raises:
-        OptionError: a loss is not a scalar.
+        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0.
     """
     loss, weights = summed_loss(
         model, loader, criterion, weight=weight, mean=mean, device=device, group=group
@@ -148,7 +154,7 @@ def summed_loss(
     weights = 0.0
     with evaluation_mode([model]):
         for batch in loader:
-            own = float(weight(batch))
+            own = checked_weight(weight(batch))
             loss = criterion(model, moved(batch, device))
             check_scalar(loss)
             if own or not mean:  # the mean of nothing is NaN, and counts for nothing
