@@ -33,7 +33,7 @@ TorchBudgetWarning       (UserWarning)
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
 ├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
 ├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
-└── ChangedParametersWarning             the optimizer's parameters changed
+└── ChangedParametersWarning             the optimizer's parameters changed, or are another model's
 ```
 """
 
@@ -172,4 +172,4 @@ class BatchNormWarning(TorchBudgetWarning):
 
 
 class ChangedParametersWarning(TorchBudgetWarning):
-    """The optimizer's parameters changed after it was given to a `GradAccumulator`."""
+    """The optimizer's parameters changed, or are not those of the model that is trained."""

@@ -117,6 +117,9 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"weights": [1, 1, 1, -1, 1]}, OptionError, "weight 3 is -1.0"),
     ({"weights": [1, 1, 0, 1, 1]}, OptionError, "only 4 samples have a weight above 0"),
     ({"weights": ["a"] * 5}, OptionError, "weights"),
+    ({"weights": torch.ones(5, requires_grad=True)}, OptionError, "weights must be numbers"),
+    ({"sizes": torch.ones(5, requires_grad=True)}, SizesError, "expected sizes of shape"),
+    ({"sizes": torch.ones(5, device="meta")}, SizesError, "expected sizes of shape"),
     ({"num_replicas": 0}, OptionError, "num_replicas .* got 0"),
     ({"num_replicas": 2, "rank": 2}, OptionError, "rank must be below num_replicas=2, got 2"),
     ({"num_replicas": 2, "rank": -1}, OptionError, "rank must be an int of at least 0, got -1"),
@@ -182,6 +185,12 @@ def test_a_batch_is_a_list_of_ints() -> None:
     for batch in sampler_of():
         assert type(batch) is list
         assert {type(index) for index in batch} == {int}
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"window": 2**70}])
+def test_samples_that_cost_nothing(options: dict[str, Any]) -> None:
+    """As many fit as 64 bits can count, and windows of more are those of the whole epoch."""
+    assert [sorted(batch) for batch in sampler_of([0, 0, 0], **options)] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,50 @@ def test_a_tracked_loop_that_is_kept_is_no_longer_the_sampler() -> None:
     assert sampler.state_dict()["epoch"] == 2
 
 
+@forks
+@pytest.mark.parametrize("inner_is_tracked", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_inside_a_loop(workers: int, inner_is_tracked: bool) -> None:
+    """As of an evaluation: the outer loop's position, steps and epoch are as without it."""
+    plain = sampler_of(samples_per_step=50)
+    whole, steps = list(plain), list(plain.steps)
+    sampler = sampler_of(samples_per_step=50)
+    loader = loader_of(sampler, num_workers=workers)
+    states, numbers, came = [], set(), []
+    for place, batch in enumerate(sampler.tracked(loader)):
+        numbers.add(sampler.iterations)
+        assert workers or sampler.epoch == int(place + 1 == len(whole))
+        states.append(sampler.state_dict())
+        came.append(batch)
+        if place in (2, 4):
+            inner = sampler.tracked(loader) if inner_is_tracked else loader
+            assert counted(inner).total() == len(LENGTHS)
+    assert came == whole
+    assert list(sampler.steps) == steps
+    assert len(numbers) == 1
+    assert sampler.epoch == 1
+    assert states.pop()["epoch"] == 1
+    for place, state in enumerate(states, 1):
+        resumed = sampler_of(samples_per_step=50)
+        resumed.load_state_dict(state)
+        assert list(resumed) == whole[place:]
+
+
+def test_a_loop_inside_a_plain_loop() -> None:
+    """The state is that of the loop which asked for a batch last."""
+    whole = list(sampler_of())
+    sampler = sampler_of()
+    for place, _ in enumerate(loader_of(sampler), 1):
+        if place == 3:
+            list(loader_of(sampler))
+        if place == 6:
+            break
+    resumed = sampler_of()
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(resumed) == whole[6:]
+    assert list(sampler) == whole  # broken off: it begins again
+
+
 class WithoutLength(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index

@@ -255,6 +255,37 @@ def test_patience(tmp_path: Path) -> None:
         training.fit(patience=2, validation=None)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epochs": math.nan},
+        {"epochs": -1},
+        {"epochs": "2"},
+        {"patience": 0},
+        {"checkpoint_steps": 0, "folder": "never"},
+        {"checkpoint_steps": 2},
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    """Before anything is trained or written; also checkpoints that would have no folder."""
+    training, before = Training(), Training().model
+    with pytest.raises(OptionError, match=next(iter(options))):
+        training.fit(**options)
+    assert_equal(training.model, before)
+
+
+@pytest.mark.parametrize("name", ["loader", "validation"])
+def test_an_iterator_that_is_used_up_is_noticed(name: str) -> None:
+    """Later epochs would have nothing to train or to evaluate on."""
+    training = Training()
+    if name == "loader":
+        training.accumulator = GradAccumulator(training.optimizer, training.model, steps=1)
+    setattr(training, name, (batch for batch in list(training.validation)))
+    assert len(training.fit(epochs=1)) == 1
+    with pytest.raises(OptionError, match=f"{name} had no batch"):
+        training.fit(epochs=1)
+
+
 def test_a_callback_ends_it() -> None:
     seen: list[Any] = []
 

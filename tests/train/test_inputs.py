@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.large_steps import make_model, sgd
-from torchbudget import GradAccumulator
+from torchbudget import GradAccumulator, evaluate
 from torchbudget.errors import OptionError
 
 PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.1))
@@ -44,3 +44,16 @@ def test_bad_weights(weight: Any) -> None:
     accumulator = GradAccumulator(sgd(model), model, steps=2)
     with pytest.raises(OptionError, match="weight must be"), accumulator.micro_batch(weight=weight):
         pass
+    with pytest.raises(OptionError, match="weight must be"):
+        evaluate(model, [torch.ones(2, 3)], lambda *_: torch.ones(()), weight=lambda _: weight)
+
+
+@pytest.mark.parametrize("loss", [1.5, (torch.ones(()),), {"loss": torch.ones(())}, None])
+def test_losses_that_are_no_tensors(loss: Any) -> None:
+    """As of `item()`, or of a model that returns its loss among others."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+    with pytest.raises(OptionError, match="scalar tensor"), accumulator.micro_batch(weight=1):
+        accumulator.backward(loss)
+    with pytest.raises(OptionError, match="scalar tensor"):
+        evaluate(model, [torch.ones(2, 3)], lambda *_: loss)

@@ -143,7 +143,30 @@ def test_the_wrong_reduction_is_noticed(mean: bool) -> None:
     with pytest.warns(ReductionWarning), accumulator.micro_batch(weight=data.weight):
         accumulator.backward(loss)
     with accumulator.micro_batch(weight=1):
-        accumulator.backward(logits.detach().requires_grad_().mean())
+        accumulator.backward(model(data.x).mean())
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x: x.square().mean(),
+        lambda x: x.square().mean((0, 1)),
+        lambda x: nn.functional.l1_loss(x, torch.zeros_like(x)),
+        lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)).float(),
+        lambda x: x.square().mean().squeeze().view(1),
+    ],
+)
+def test_means_over_several_axes_are_noticed(loss_of: Any) -> None:
+    """As of predictions `(n, 1)`, and of a loss that was cast."""
+    model = nn.Linear(3, 1).double()
+    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with pytest.warns(ReductionWarning, match="is a mean"), accumulator.micro_batch(weight=4):
+        accumulator.backward(loss_of(model(x)))
+    accumulator = GradAccumulator(sgd(model), model, steps=1)
+    for loss in (loss_of(model(x)) * 4, model(x).mean(1).sum(), model(x[:1]).mean()):
+        with accumulator.micro_batch(weight=4):
+            accumulator.backward(loss)
 
 
 def test_batch_normalisation_is_noticed() -> None:
@@ -172,3 +195,16 @@ def test_changed_parameters_are_noticed() -> None:
     model.zero_grad()
     with pytest.warns(ChangedParametersWarning):
         accumulate(accumulator, model, [Data.make(4)])
+
+
+def test_an_optimizer_of_another_model_is_noticed() -> None:
+    """As of a copy: its steps would change nothing. A step that weighs nothing is no such case."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(make_model("CNN")), model, steps=1)
+    with pytest.warns(ChangedParametersWarning, match="nothing is trained"):
+        accumulate(accumulator, model, [Data.make(4)])
+    model.zero_grad()
+    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=True)
+    with accumulator.micro_batch(weight=0):
+        accumulator.backward(loss_sum(model, Data.make(4)) / 4)
+    assert accumulator.last.skipped

@@ -132,6 +132,24 @@ def test_workers_read_ahead(persistent: bool) -> None:
     assert sampler.epoch == 0
 
 
+def test_a_call_inside_a_loop_over_the_same_loader() -> None:
+    """The loop's position is as without it, and so is the rest of its epoch."""
+    loader = loader_of(shuffle=True)
+    sampler: Any = loader.batch_sampler
+    came = 0
+    for place, batch in enumerate(sampler.tracked(loader)):
+        came += batch.num_samples
+        if place == 2:
+            before = sampler.state_dict()
+            predict(lambda batch: batch.lengths, loader)
+            assert sampler.state_dict() == before
+        if place == 5:
+            break
+    resumed: Any = loader_of(shuffle=True).batch_sampler
+    resumed.load_state_dict(sampler.state_dict())
+    assert came + sum(map(len, resumed)) == len(LENGTHS)
+
+
 def test_one_sample() -> None:
     assert [len(one) for one in predict(Encoder(), loader_of([5]))] == [4]
 

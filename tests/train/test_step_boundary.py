@@ -19,7 +19,7 @@ from tests.support.large_steps import (
     parts_of,
     sgd,
 )
-from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost, evaluate
 from torchbudget.errors import OptionError
 from torchbudget.plan.step_source import StepSource
 from torchbudget.train.step import Pending, Planned
@@ -49,6 +49,25 @@ def test_the_samplers_plan_says_when_a_step_ends() -> None:
     assert numbers == 3 * [16, 16, 16, 2]
     assert accumulator.last.number == 12
     assert difference(model, large) <= EXACT
+
+
+def test_an_evaluation_within_an_epoch_leaves_its_steps_alone() -> None:
+    """Also over the loader that is trained on."""
+    data = Data.make(50)
+    lengths = (data.y != -100).sum(1).numpy()
+    sampler = MemoryBudgetBatchSampler(lengths, PaddedCost(unit_bytes=1), 20, samples_per_step=16)
+    loader = DataLoader(range(50), batch_sampler=sampler, collate_fn=list)
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    numbers, rows_of_step = [], 0
+    for rows in loader:
+        accumulate(accumulator, model, [data[rows]])
+        rows_of_step += len(rows)
+        if accumulator.stepped:
+            numbers.append(rows_of_step)
+            rows_of_step = 0
+            evaluate(model, loader, lambda model, rows: loss_sum(model, data[rows]), weight=len)
+    assert numbers == [16, 16, 16, 2]
 
 
 @pytest.mark.parametrize(

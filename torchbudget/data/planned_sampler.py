@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import Sampler
 
 from torchbudget.checks import optional
 from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.iterations import Iterations
 from torchbudget.data.read_once import ReadOnce
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.fingerprint import Plain
-from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
 from torchbudget.plan.step_source import ExtremeSource, IndexSource
@@ -39,7 +40,7 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
         self._order = order
         self._cursor = Cursor(epoch=0)
         self._loaded: tuple[Cursor, Mapping[str, Any]] | None = None  # the last one, of its state
-        self._iterator: PlanIterator | None = None  # the last one of this epoch
+        self._iterations = Iterations()
         self._length: tuple[Cursor, int] | None = None
         self._read_once = ReadOnce()
 
@@ -69,7 +70,7 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
 
     def _plan_for(self, number: int) -> None:
         before = self._plan
-        if self._iterator is not None:
+        if self._iterations.present is not None:
             raise OptionError(
                 f"an iteration began on num_replicas={before.ranks.number}, and torch.distributed "
                 f"has {number} ranks now, which would take other samples: start it before the "
@@ -134,6 +135,16 @@ class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
     def whole_epoch(self, dataset_length: int) -> Iterator[list[int]]:
         """Indices of each batch of the coming epoch on this rank: see `predict`."""
         return whole_epoch(self.plan, self._cursor, rank=self.rank, dataset_length=dataset_length)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """An iteration inside changes nothing for a loop around it: see `predict`."""
+        before = vars(self).copy()
+        self._iterations = Iterations(self._iterations.begun)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def report(self) -> PlanReport:
         """Fill, padding and imbalance of the coming epoch; O(samples)."""

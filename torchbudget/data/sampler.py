@@ -12,6 +12,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.data.iterations import Iterations
 from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other_numbers
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.planned_sampler import PlannedSampler, window_of
@@ -185,11 +186,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         identity = order_identity(order, table.fingerprint)
         super().__init__(plan, ranks, window=length, order=identity)
         self.cost, self._given = cost, given
-        self._tracked: tuple[PlanIterator, int] | None = None  # and how many batches of it came
-        self._looping = False  # over it: it is not closed
         self._is_loaded = False  # a state, and no iteration has begun since
         self._beginning: PlannedLoop | None = None  # the tracked loop that begins now
-        self._iterations = 0
 
     @property
     def sampler(self) -> MemoryBudgetBatchSampler:
@@ -206,7 +204,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             if self._is_loaded:
                 warn_of_discarded_state(self.epoch, epoch, within=bool(self._cursor.stop))
             self._cursor = Cursor(epoch=epoch)
-        self._iterator, self._tracked, self._looping, self._is_loaded = None, None, False, False
+        self._iterations, self._is_loaded = Iterations(self._iterations.begun), False
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the epoch from its beginning, or from the loaded position.
@@ -226,26 +224,31 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         self._read_once.check(self.epoch, self.__len__)
         if self._cursor.is_uncounted:
             warn_of_other_numbers(plan.numbers, self._cursor)
-        self._iterations += 1
         self._is_loaded = False
-        iterator = PlanIterator(plan, self._cursor, rank=self.rank, when_finished=self._finish)
-        self._iterator = iterator
+        iterator = PlanIterator(
+            plan,
+            self._cursor,
+            rank=self.rank,
+            when_asked=self._go_on,
+            when_finished=self._finish,
+        )
+        self._iterations.begin(iterator)
         return iterator if self._beginning is None else self._beginning.planned(iterator)
 
     @property
     def iterations(self) -> int:
-        """How often `iter()` was called."""
-        return self._iterations
+        """How often `iter()` was called, up to the iteration that was asked for a batch last."""
+        return self._iterations.number
 
     @property
     def steps(self) -> Iterator[int]:
         """How many micro-batches each optimizer step takes on this rank.
 
-        Of the epoch of the last `iter()`, from where it began; before the first `iter()`, and after
-        `set_epoch`, of the coming one. Steps already yielded keep their plan; later ones are
-        planned lazily.
+        Of the epoch of the last `iter()`, or of the one that was asked for a batch since, from
+        where it began; before the first `iter()`, and after `set_epoch`, of the coming one. Steps
+        already yielded keep their plan; later ones are planned lazily.
         """
-        iterator = self._iterator
+        iterator = self._iterations.present
         return self.plan.steps(self._cursor) if iterator is None else iterator.steps()
 
     def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -272,29 +275,24 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             batches = iter(loader)
         finally:
             self._beginning = None
-        iterator = self._iterator
-        if iterator is None:
+        iterator = self._iterations.present
+        found = None if iterator is None else self._iterations.find(iterator)
+        if iterator is None or found is None:
             raise StateError("the loader began no iteration of this sampler")
-        self._tracked, self._looping, done = (iterator, 0), True, 0
+        found.came, found.is_open, done = 0, True, 0
         try:
             yield None
             for done, batch in enumerate(batches, 1):
                 loop.compare(batch)
-                if self._is_tracked(iterator):
-                    # Also after a look at the sampler within the loop.
-                    self._tracked, self._iterator = (iterator, done), iterator
+                found.came = done
+                self._go_on(iterator)  # also after another loop inside this one
                 yield batch
             check_end(iterator, done)
         finally:
-            if self._is_tracked(iterator) and self._iterator is iterator:
-                self._looping = False
-                if iterator.after(done)[1].epoch == iterator.began.epoch:
-                    # It was broken off, and may have been read to its end, ahead of the loop.
-                    self._cursor = iterator.began
-
-    def _is_tracked(self, iterator: PlanIterator) -> bool:
-        """Whether no other tracked loop, and no other epoch, was begun since."""
-        return self._tracked is not None and self._tracked[0] is iterator
+            found.is_open = False
+            if self._iterations.present is iterator:
+                # Where it was broken off it may have been read to its end, ahead of the loop.
+                self._cursor = iterator.coming(done)
 
     def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
         """The position in the epoch, in plain JSON types.
@@ -309,21 +307,10 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             StateError: another loop began within a tracked one.
             SizesError: the array of sizes was changed in place.
         """
-        plan, cursor = self.plan, self._cursor
-        if self._iterator is not None:
-            if batches_done is None and self._tracked is not None:
-                iterator, done = self._tracked
-                if iterator is self._iterator:
-                    batches_done = done
-                elif self._looping:
-                    raise StateError(
-                        "another loop over this sampler began while a tracked one was open, so "
-                        "that it is unclear which one counts: save after the tracked loop's next "
-                        "batch, begin a tracked loop, or give batches_done"
-                    )
-            plan, cursor = self._iterator.after(
-                None if batches_done is None else natural("batches_done", batches_done)
-            )
+        plan, cursor, iterator = self.plan, self._cursor, self._iterations.present
+        if iterator is not None:
+            given = None if batches_done is None else natural("batches_done", batches_done)
+            plan, cursor = iterator.after(self._iterations.came() if given is None else given)
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but no batch was yielded yet")
         plan.sizes.check_unchanged(when=(cursor.epoch, cursor.start))
@@ -342,7 +329,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
         self._load(state_dict, with_margin_of(self.plan, state_dict))
-        self._iterator, self._tracked, self._looping, self._is_loaded = None, None, False, True
+        self._iterations, self._is_loaded = Iterations(self._iterations.begun), True
 
     def replan(self) -> float:
         """Plan later windows with the margin that `MeasuredCost.observe` has found.
@@ -372,7 +359,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         lost = given is not self.cost and isinstance(given, MeasuredCost) and given.was_observed
         # Observations are shared with the cost that was agreed on.
         margin = used.with_observed_margin().margin
-        after = 0 if self._iterator is None else self._iterator.windows_begun
+        iterator = self._iterations.present
+        after = 0 if iterator is None else iterator.windows_begun
         ranks = self.num_replicas
         if ranks > 1:
             margin, after, lost = largest_of_all_ranks(ranks, margin, after, lost=lost)
@@ -385,16 +373,16 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             return used.margin
         self._cursor = self._cursor.dealt_anew(self.plan.left_of(self._cursor))
         self._plan = self._plan.with_cost(used.with_margin(margin))
-        if self._iterator is not None:
-            self._iterator.replan(self._plan, after=after)
-            if self._iterator.began.epoch == self.epoch:
+        if iterator is not None:
+            iterator.replan(self._plan, after=after)
+            if iterator.began.epoch == self.epoch:
                 warn_of_other_numbers(self._plan.numbers, Cursor(epoch=self.epoch))
         return margin
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        return {**self.__dict__, "_iterator": None, "_tracked": None, "_looping": False}
+    def _go_on(self, iterator: PlanIterator) -> None:
+        if self._iterations.goes_on(iterator):
+            self._cursor = iterator.coming()
 
     def _finish(self, iterator: PlanIterator) -> None:
-        if iterator is self._iterator:  # the next epoch follows
+        if self._iterations.ends(iterator):  # the next epoch follows
             self._cursor = Cursor(epoch=iterator.began.epoch + 1)

@@ -33,6 +33,10 @@ class _Planned:
     plan: Plan
 
 
+def _ignore(_: PlanIterator) -> None:
+    """What is called where nobody asks to be."""
+
+
 class PlanIterator(Iterator[list[int]]):
     """One iteration of an epoch, from a cursor to the end.
 
@@ -43,7 +47,8 @@ class PlanIterator(Iterator[list[int]]):
         plan: of the epoch.
         began: where it begins.
         rank: whose micro-batches.
-        when_finished: called with the iterator when the last micro-batch is drawn.
+        when_asked: called with the iterator before each micro-batch that it is asked for.
+        when_finished: likewise, when the last micro-batch is drawn.
     """
 
     def __init__(
@@ -52,11 +57,13 @@ class PlanIterator(Iterator[list[int]]):
         began: Cursor,
         *,
         rank: int,
-        when_finished: Callable[[PlanIterator], None],
+        when_asked: Callable[[PlanIterator], None] = _ignore,
+        when_finished: Callable[[PlanIterator], None] = _ignore,
     ) -> None:
         self.began = began
         self._plan = plan
         self._rank = rank
+        self._when_asked = when_asked
         self._when_finished = when_finished
         self._spans = plan.spans(began)
         self._next: list[tuple[Plan, int]] = []  # plans to come, and after how many windows
@@ -88,6 +95,7 @@ class PlanIterator(Iterator[list[int]]):
         self._bounds = islice(self._bounds, self._ends[-1] - self._drawn)
 
     def __next__(self) -> list[int]:
+        self._when_asked(self)
         if self._drawn == (self._ends[-1] if self._ends else 0) and not self._finished:
             self._advance()
         bounds = next(self._bounds, None)
@@ -194,3 +202,12 @@ class PlanIterator(Iterator[list[int]]):
         if done == self._ends[window]:
             return planned.plan, planned.stretch.after(epoch, place, total)
         return planned.plan, planned.stretch.cursor(epoch, place, done - already, total)
+
+    def coming(self, batches: int | None = None) -> Cursor:
+        """Where an iteration after this one begins: over the next epoch, if this one is over.
+
+        Args:
+            batches: after that many of this iteration, as in `after`.
+        """
+        _, cursor = self.after(batches)
+        return self.began if cursor.epoch == self.began.epoch else cursor

@@ -198,5 +198,5 @@ def weights_of(weights: npt.ArrayLike | None) -> FloatArray | None:
     """
     try:
         return None if weights is None else np.asarray(weights, np.float64).copy()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor's graph
         raise OptionError(f"weights must be numbers: {error}") from error

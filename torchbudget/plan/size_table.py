@@ -50,7 +50,8 @@ class SizeTable:
         """
         try:
             values = np.asarray(sizes)
-        except ValueError as error:  # lists of different lengths
+        except (ValueError, TypeError, RuntimeError) as error:
+            # Lists of different lengths, or a tensor on a device or with a graph.
             raise SizesError(f"expected sizes of shape (N,) or (N, d): {error}") from error
         if values.ndim == 2 and values.shape[1] == 1:
             values = values[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from torchbudget.cost.models.protocol import IntArray
@@ -17,7 +18,10 @@ class StepSource(Protocol):
 
     @property
     def iterations(self) -> int:
-        """How often `iter()` was called: where it has changed, `steps` is read again."""
+        """How often `iter()` was called: where it has changed, `steps` is read again.
+
+        Where a loop goes on after another one inside it, the number of before.
+        """
 
     @property
     def steps(self) -> Iterable[int]:
@@ -47,12 +51,8 @@ class IndexSource(Protocol):
     def rank(self) -> int:
         """Of this process."""
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next `iter()` yields."""
-
-    def set_epoch(self, epoch: int, /) -> None:
-        """Make the next `iter()` yield this epoch from its beginning."""
+    def unchanged(self) -> AbstractContextManager[object]:
+        """An iteration inside changes nothing for a loop around it."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""

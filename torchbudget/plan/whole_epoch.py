@@ -51,4 +51,4 @@ def whole_epoch(plan: Plan, cursor: Cursor, *, rank: int, dataset_length: int) -
             "and would have no output: use another sampler, or call "
             f"set_epoch({cursor.epoch + 1}) first"
         )
-    return PlanIterator(plan, cursor, rank=rank, when_finished=lambda _: None)
+    return PlanIterator(plan, cursor, rank=rank)

@@ -26,6 +26,8 @@ _BLOCK_SAMPLES: Final = 2**18
 _WIDE_BLOCK_SAMPLES: Final = 2**19
 # Samples whose capacities tell how many micro-batches a window will have.
 _SURVEY: Final = 4096
+# Of a window: samples that cost nothing fit in any number, and 64 bits count the positions.
+_MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
 _AS_NEEDED: Final = Numbers()
 
@@ -84,6 +86,7 @@ class EpochWindows:
             # Epochs that are not shuffled are alike anyway: there, no window is too wide.
             positions = len(order) if order.shuffle else 4 * len(order)
             window = default_window(number, positions=positions, micro_batches=each)
+        window = min(window, _MOST_POSITIONS)
         if window < number:
             name = "samples_per_step" if ranks.even_sums else "window"
             raise OptionError(f"{name}={window} is below the number of ranks, {number}")

@@ -231,13 +231,12 @@ class GradAccumulator(AccumulatesGradients):
             options: `retain_graph`, `create_graph` and `inputs` of `torch.Tensor.backward`.
 
         Raises:
-            OptionError: it is called outside of `micro_batch`, or the loss is not a scalar.
+            OptionError: it is called outside of `micro_batch`, or the loss is not a scalar
+                tensor.
         """
         opened = self._open
         if opened is None:
             raise OptionError("backward must be inside accumulator.micro_batch(weight=…)")
-        if loss.numel() != 1:
-            raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
         self._detector.check_loss(loss, mean=self.mean, weight=opened.weight)
         factor = (opened.weight if self.mean else 1.0) / self._divisor
         if self.sharded:

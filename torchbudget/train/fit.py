@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchbudget.budget import MemoryBudget, limit_device_memory
+from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import BatchMonitor, Stateful
@@ -24,7 +25,7 @@ from torchbudget.train.agreement import failing_together, on_any_rank, on_each_r
 from torchbudget.train.batches import num_samples
 from torchbudget.train.epoch import Epoch, Tally
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
-from torchbudget.train.loop import Criterion, Weight, evaluate, train_epoch
+from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
 from torchbudget.train.run_folder import RunFolder
 from torchbudget.train.step import Step
 from torchbudget.units import Amount
@@ -72,10 +73,10 @@ def fit(
         accumulator: that steps; its optimizers, schedulers and scaler are saved.
         epochs: in all, those of earlier calls in the same folder included.
         weight: of a batch in the loss of a step. Default: its samples.
-        validation: a loader to evaluate on after each epoch.
+        validation: a loader to evaluate on after each epoch, or a list of batches.
         patience: stop after so many epochs in a row without a better validation loss.
         folder: for files; made where it does not exist; the same for all ranks.
-        checkpoint_steps: save after every so many steps, too.
+        checkpoint_steps: save after every so many steps, too; needs a folder.
         callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
             on every rank, after one that returns true on any; that is saved too. To break off and
             go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
@@ -92,17 +93,21 @@ def fit(
         The epochs, those of earlier calls in the same folder included.
 
     Raises:
-        OptionError: patience without validation; a monitor on some ranks only; checkpoints of a
-            loader whose position cannot be saved; a folder, and a model that is sharded; or a
-            sampler has not as many sizes as the data set has samples.
+        OptionError: patience without validation, or checkpoints without a folder; numbers out of
+            range; a monitor on some ranks only; checkpoints of a loader whose position cannot be
+            saved; a folder, and a model that is sharded; a sampler has not as many sizes as the
+            data set has samples; or an epoch, or its validation, has no batch.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`.
         RankError: a callback or a checkpoint failed on another rank.
         OSError: a file cannot be written; the checkpoint before it is whole.
     """
-    if patience is not None and validation is None:
+    epochs = natural("epochs", epochs)
+    if optional("patience", patience) is not None and validation is None:
         raise OptionError("patience needs validation data")
+    if optional("checkpoint_steps", checkpoint_steps) is not None and folder is None:
+        raise OptionError(f"checkpoint_steps={checkpoint_steps} needs a folder to save into")
     for one in (loader, validation):
         sampler = getattr(one, "batch_sampler", None)
         if isinstance(one, DataLoader) and isinstance(sampler, IndexSource):
@@ -136,9 +141,10 @@ def fit(
         )
         if run.stopped:
             break
+        run.check_batches("loader", run.tally.steps)
         loss = None
         if validation is not None:
-            loss = evaluate(
+            total, weights = summed_loss(
                 model,
                 run.validation_data(),
                 criterion,
@@ -147,6 +153,8 @@ def fit(
                 device=device,
                 group=accumulator.ranks.group,
             )
+            run.check_batches("validation", weights)
+            loss = total / weights
         run.end_epoch(loss)
     return run.history
 
@@ -267,6 +275,15 @@ class _Run:
             return ()
         tracked = self.folder is not None
         return EpochLoader(loader=self.loader, epoch=number, seed=self.seed, tracked=tracked)
+
+    def check_batches(self, name: str, number: float) -> None:
+        """Raise an `OptionError` where nothing of a loader counted in the present epoch."""
+        if not number:
+            raise OptionError(
+                f"{name} had no batch, or none that weighs anything, in epoch {len(self.history)}: "
+                "an iterator, such as a generator, is used up after one epoch; pass what it "
+                "iterates over, a DataLoader or a list of batches"
+            )
 
     def validation_data(self) -> Iterable[Any]:
         """What this rank is to evaluate on after the present epoch."""

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
 from torchbudget.protocols import BatchMonitor, SplittablePaddedBatch
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.epoch_loader import batches_left
 from torchbudget.train.process_group import Ranks
-from torchbudget.train.step import Step, float64_device, in_float64
+from torchbudget.train.step import (
+    Step,
+    check_scalar,
+    checked_weight,
+    float64_device,
+    in_float64,
+)
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Weight: TypeAlias = Callable[[Any], float]
@@ -96,7 +101,6 @@ def _each(batches: Iterator[Any]) -> Generator[Any, None, None]:
     yield from batches
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -124,24 +128,41 @@ def evaluate(
         The loss; NaN where all weights are 0.
 
     Raises:
-        OptionError: a loss is not a scalar.
+        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0.
     """
+    loss, weights = summed_loss(
+        model, loader, criterion, weight=weight, mean=mean, device=device, group=group
+    )
+    return loss / weights if weights else math.nan
+
+
+@torch.no_grad()
+def summed_loss(
+    model: nn.Module,
+    loader: Iterable[Any],
+    criterion: Criterion,
+    *,
+    weight: Weight,
+    mean: bool,
+    device: torch.device | str | None,
+    group: Any,
+) -> tuple[float, float]:
+    """Σ loss and Σ weight, as in `evaluate`."""
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
     weights = 0.0
     with evaluation_mode([model]):
         for batch in loader:
-            own = float(weight(batch))
+            own = checked_weight(weight(batch))
             loss = criterion(model, moved(batch, device))
-            if loss.numel() != 1:
-                raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
+            check_scalar(loss)
             if own or not mean:  # the mean of nothing is NaN, and counts for nothing
                 losses += in_float64(loss.reshape(())) * (own if mean else 1)
             weights += own
     total = torch.stack([losses, losses.new_tensor(weights)]).to(ranks.device(near))
-    loss, weighed = ranks.sum(total).tolist()
-    return loss / weighed if weighed else math.nan
+    loss, weights = ranks.sum(total).tolist()
+    return loss, weights
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 import weakref
@@ -20,10 +21,13 @@ from torch.optim import Optimizer
 
 from torchbudget import errors
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD
+from torchbudget.train.step import check_scalar
 
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
 _MEAN: Final = 1
 _SUM: Final = 2
+# The names of a grad_fn that gives the same numbers, in another dtype or shape.
+_UNCHANGED: Final = ("ToCopyBackward", "SqueezeBackward", "ViewBackward", "CloneBackward")
 
 
 class MisuseDetector:
@@ -167,20 +171,27 @@ class MisuseDetector:
             loss: a scalar with its graph, whose last operation says what it is.
             mean: whether a mean is expected.
             weight: of the micro-batch; the loss of a single sample is a mean and a sum.
+
+        Raises:
+            OptionError: the loss is not a scalar tensor.
         """
+        check_scalar(loss)
         if weight == 1 or loss.grad_fn is None:
             return
-        reduction = getattr(loss.grad_fn, "_saved_reduction", None)  # torch's losses have it
-        name = loss.grad_fn.name()
-        # loss.mean() and loss.sum(): only of a vector, which may be one of losses.
-        of_vector = len(getattr(loss.grad_fn, "_saved_self_sym_sizes", ())) == 1
-        if not mean and (reduction == _MEAN or (of_vector and name.startswith("MeanBackward"))):
+        node = _reduction_of(loss.grad_fn)
+        reduction = getattr(node, "_saved_reduction", None)  # torch's losses have it
+        # Of several numbers. loss.sum() only of a vector, which may be one of losses; of a matrix
+        # it may be that of weighted losses, which is a mean.
+        sizes = getattr(node, "_saved_self_sym_sizes", ())
+        is_mean = node.name().startswith("MeanBackward") and math.prod(sizes) > 1
+        is_sum = node.name().startswith("SumBackward") and len(sizes) == 1
+        if not mean and (reduction == _MEAN or is_mean):
             self._warn(
                 errors.ReductionWarning,
                 "the loss is a mean, but is taken for the sum over the micro-batch: pass "
                 'reduction="sum", or GradAccumulator(…, mean=True)',
             )
-        elif mean and (reduction == _SUM or (of_vector and name.startswith("SumBackward"))):
+        elif mean and (reduction == _SUM or is_sum):
             self._warn(
                 errors.ReductionWarning,
                 "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
@@ -201,8 +212,13 @@ class MisuseDetector:
         self._sentinel = None
 
     @contextmanager
-    def own_step(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """The accumulator steps its optimizers inside, on these parameters."""
+    def own_step(self, parameters: Sequence[Tensor], *, has_weight: bool) -> Iterator[None]:
+        """The accumulator steps its optimizers inside, on these parameters.
+
+        Args:
+            parameters: of all optimizers.
+            has_weight: the weight of the step is not 0.
+        """
         parameters_now = [id(parameter) for parameter in parameters]
         if self._parameters not in (None, parameters_now):
             self._warn(
@@ -211,6 +227,13 @@ class MisuseDetector:
                 "GradAccumulator where model or optimizer are changed",
             )
         self._parameters = parameters_now
+        if has_weight and all(parameter.grad is None for parameter in parameters):
+            self._warn(
+                errors.ChangedParametersWarning,
+                "no parameter of the optimizer has a gradient, so that nothing is trained: it has "
+                "those of another model, such as the one that was copied or replaced after it was "
+                "made; make the optimizer of the model that is called",
+            )
         self.step_abandoned()
         self._in_own_step = True
         try:
@@ -276,6 +299,13 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
+
+
+def _reduction_of(node: Any) -> Any:
+    """The operation whose number a loss is, before it was cast or viewed."""
+    while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return node
 
 
 def _callers_level() -> int:

@@ -66,7 +66,7 @@ def predict(
 
     The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
     `torch.inference_mode()` could not be used to train on.) Afterwards every module is in the mode
-    that it was in, and the sampler at the epoch that it was at.
+    that it was in, and the sampler where it was, also within a loop over it.
 
     With several ranks every rank must call it. If one fails, all of them raise when the others are
     done with their batches.
@@ -118,7 +118,6 @@ def predict(
     dataset: Any = loader.dataset
     with together():
         planned = sampler.whole_epoch(len(dataset))
-        epoch = sampler.epoch
     results = _Results(len(dataset))
     parcels: list[Parcel] = []
 
@@ -128,15 +127,12 @@ def predict(
         else:
             parcels.append(Parcel.of(indices, outputs))
 
-    with together():
+    with together(), sampler.unchanged():  # also where ranks have come to different places
         batches: Iterator[Any] = iter(loader)
         if progress and (host is None or host.rank == 0):
             batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
-        try:
-            with evaluation_mode(_modules_of(model)), torch.no_grad():
-                _run(model, batches, planned, split_outputs, device, keep)
-        finally:
-            sampler.set_epoch(epoch)  # also where ranks have come to different places
+        with evaluation_mode(_modules_of(model)), torch.no_grad():
+            _run(model, batches, planned, split_outputs, device, keep)
     if host is None:
         return results.whole()
     for parcel in gathered(parcels, host, first_only=gather == "first"):

@@ -106,7 +106,7 @@ class Pending:
         """
         if self.unread is None:
             return self
-        return replace(self, weight=self.weight + _checked(self.unread), unread=None)
+        return replace(self, weight=self.weight + checked_weight(self.unread), unread=None)
 
     def encode(self, steps: int, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """The state as plain types; the gradients of what is pending are copied.
@@ -171,14 +171,30 @@ class OpenMicroBatch:
         """
         if isinstance(weight, Tensor) and weight.numel() == 1 and not read and waits(weight):
             return cls(weight=0.0, unread=in_float64(weight))
-        return cls(weight=_checked(weight))
+        return cls(weight=checked_weight(weight))
 
 
-def _checked(weight: float | Tensor) -> float:
+def checked_weight(weight: float | Tensor) -> float:
+    """The weight of a micro-batch as a number; reading it may wait for a device.
+
+    Raises:
+        OptionError: it is no finite number of at least 0, nor a tensor of one.
+    """
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if not is_number(value) or not 0 <= value < math.inf:
         raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
     return float(value)
+
+
+def check_scalar(loss: object) -> None:
+    """Raise an `OptionError` where a loss is not a tensor of one number."""
+    if not isinstance(loss, Tensor):
+        raise OptionError(
+            f"the loss must be a scalar tensor with its graph, got {type(loss).__name__}: pass the "
+            "tensor itself, not its item(), nor a tuple or an output that contains it"
+        )
+    if loss.numel() != 1:
+        raise OptionError(f"the loss must be a scalar, got the shape {tuple(loss.shape)}")
 
 
 def waits(tensor: Tensor) -> bool:

@@ -83,7 +83,7 @@ class StepTaker:
         self.distributed.broadcast_buffers()
         loss = sums.sum(total.present)
         norm, skipped = None, total.weight == 0
-        with self.detector.own_step(parameters):
+        with self.detector.own_step(parameters, has_weight=not skipped):
             if not skipped:
                 factor = self.divisor / total.weight
                 norm, skipped = self.optimizers.step(factor, self.distributed.divisors())

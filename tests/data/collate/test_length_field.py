@@ -32,6 +32,15 @@ def test_a_field_of_one_fixed_shape_is_not_taken_for_the_ragged_one(collate: Any
         collate()(SAMPLES)
 
 
+def test_fields_that_differ_on_a_later_axis_are_told_apart() -> None:
+    """Of an image and a mask of another width, neither has the other's lengths."""
+    collate = PadCollate(length_axes=(0, 1))
+    alike = {"image": torch.ones(5, 3), "mask": torch.ones(5, 3)}
+    with pytest.raises(CollateError, match=r"sample 1 .*'image' has the length 4 by 2, .* 4 by 9"):
+        collate([alike, {"image": torch.ones(4, 2), "mask": torch.ones(4, 9)}])
+    assert collate([alike, alike]).lengths.tolist() == [[5, 3], [5, 3]]
+
+
 @pytest.mark.parametrize("options", [{"length_field": "ids"}, {"length_axes": {"image": ()}}])
 def test_a_padded_batch_has_the_lengths_of_the_named_field(options: dict[str, Any]) -> None:
     batch = PadCollate(**options)(SAMPLES)

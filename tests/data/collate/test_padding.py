@@ -76,15 +76,18 @@ class TestPaddingValue:
     @pytest.mark.parametrize(
         ("dtype", "value"),
         [(torch.uint8, -100), (torch.uint8, 256), (torch.int64, 0.5), (torch.int32, float("nan")),
-         (torch.bool, 2), (torch.float32, 1j), (torch.int64, float("inf"))],
+         (torch.bool, 2), (torch.float32, 1j), (torch.int64, float("inf")),
+         (torch.float16, -1e9)],
     )  # fmt: skip
     def test_a_value_that_the_dtype_cannot_hold(self, dtype: torch.dtype, value: complex) -> None:
         with pytest.raises(CollateError, match="the sample: the padding value"):
             PadCollate(padding_value=value)([torch.ones(1, dtype=dtype)])
 
     @pytest.mark.parametrize("value", [float("nan"), float("-inf"), -100, True])
-    def test_any_real_number_pads_floats(self, value: float) -> None:
-        batch = PadCollate(padding_value=value)([[1.0], [1.0, 2.0]])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_any_real_number_pads_floats(self, value: float, dtype: torch.dtype) -> None:
+        samples = [torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)]
+        batch = PadCollate(padding_value=value)(samples)
         assert batch.data[0, 1].item() == pytest.approx(float(value), nan_ok=True)
 
     def test_bfloat16_and_float8_keep_their_bits(self) -> None:

@@ -54,15 +54,20 @@ def _check_equal(paths: Sequence[FieldPath], lengths: Lengths, first: int, other
     a, b = lengths[first], lengths[other]
     if a is b or a is None or b is None:
         return
-    differs = a[:, 0] != b[:, 0]
+    axes = min(a.shape[1], b.shape[1])  # those that both have
+    differs = (a[:, :axes] != b[:, :axes]).any(axis=1)
     if differs.any():
         position = int(np.argmax(differs))
-        found = [(paths[index], int(one[position, 0])) for index, one in ((first, a), (other, b))]
+        found = [(paths[index], one[position].tolist()) for index, one in ((first, a), (other, b))]
         _fail(position, *found)
 
 
-def _fail(position: int, one: tuple[FieldPath, int], other: tuple[FieldPath, int]) -> NoReturn:
-    (path, length), (other_path, other_length) = one, other
+def _fail(
+    position: int, one: tuple[FieldPath, list[int]], other: tuple[FieldPath, list[int]]
+) -> NoReturn:
+    (path, length), (other_path, other_length) = (
+        (p, " by ".join(map(str, n))) for p, n in (one, other)
+    )
     name = other_path[0] if len(other_path) == 1 else other_path
     fixed = path[0] if len(path) == 1 else path
     raise CollateError(

@@ -320,7 +320,9 @@ def _check_fits(column: Column, value: Any) -> None:
     fits = not isinstance(value, complex)
     if dtype is torch.bool:
         fits = value in (0, 1)
-    elif fits and not dtype.is_floating_point:
+    elif fits and dtype.is_floating_point:
+        fits = not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    elif fits:
         limits = torch.iinfo(dtype)
         fits = value == value // 1 and limits.min <= value <= limits.max
     if not fits:

@@ -1,0 +1,95 @@
+"""The iterations of a sampler, and which of several that are open is the one that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torchbudget.errors import StateError
+from torchbudget.plan.iterator import PlanIterator
+
+
+@dataclass(slots=True, kw_only=True)
+class Iteration:
+    """What is known of an iteration beside where it stands.
+
+    Attributes:
+        number: of those before it, and itself.
+        came: batches that came in a tracked loop over it; `None`: it is not tracked.
+        is_open: a tracked loop over it has not ended.
+        is_over: its last batch was drawn.
+    """
+
+    number: int
+    came: int | None = None
+    is_open: bool = False
+    is_over: bool = False
+
+
+class Iterations:
+    """The iterations since a position was chosen; those before it do not count any more.
+
+    The one that was asked for a batch last is the present one: an evaluation inside a training
+    loop, over the same loader, has its own position, and the loop goes on with the loop's.
+
+    Attributes:
+        begun: how many there were, also before the position was chosen.
+        present: the one that counts.
+    """
+
+    def __init__(self, begun: int = 0) -> None:
+        self.begun = begun
+        self.present: PlanIterator | None = None
+        self._each: WeakKeyDictionary[PlanIterator, Iteration] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[Iterations], tuple[int]]:
+        # A copy begins where `iter()` would; an iteration stays with the process that iterates.
+        return Iterations, (self.begun,)
+
+    def begin(self, iterator: PlanIterator) -> None:
+        """Another one begins, and is the present one."""
+        self.begun += 1
+        self._each[iterator] = Iteration(number=self.begun)
+        self.present = iterator
+
+    def find(self, iterator: PlanIterator) -> Iteration | None:
+        """What is known of one; `None` if it does not count any more."""
+        return self._each.get(iterator)
+
+    def goes_on(self, iterator: PlanIterator) -> bool:
+        """One was asked for a batch; whether another one was the present one."""
+        changes = iterator in self._each and iterator is not self.present
+        if changes:
+            self.present = iterator
+        return changes
+
+    def ends(self, iterator: PlanIterator) -> bool:
+        """The last batch of one was drawn; whether none that began after it has more."""
+        mine = self._each.get(iterator)
+        if mine is None:
+            return False
+        mine.is_over = True
+        return all(one.is_over for one in self._each.values() if one.number > mine.number)
+
+    @property
+    def number(self) -> int:
+        """Of the present one; of the last, where there is none."""
+        present = None if self.present is None else self.find(self.present)
+        return self.begun if present is None else present.number
+
+    def came(self) -> int | None:
+        """Batches that came in a tracked loop over the present one.
+
+        Raises:
+            StateError: it is not tracked, and began within a tracked loop.
+        """
+        present = None if self.present is None else self.find(self.present)
+        if present is None or present.came is not None:
+            return None if present is None else present.came
+        if any(one.is_open for one in self._each.values()):
+            raise StateError(
+                "another loop over this sampler began while a tracked one was open, so "
+                "that it is unclear which one counts: save after the tracked loop's next "
+                "batch, begin a tracked loop, or give batches_done"
+            )
+        return None
