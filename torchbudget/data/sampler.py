@@ -16,7 +16,7 @@ from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.planned_sampler import PlannedSampler, window_of
 from torchbudget.data.same_on_ranks import agreed, check_same_on_ranks
-from torchbudget.data.sampler_loader import check_end, check_loader
+from torchbudget.data.sampler_loader import WorkersLoop, batches_that_came, check_end, check_loader
 from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, StateError
@@ -189,6 +189,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         self._looping = False  # over it: it is not closed
         self._is_loaded = False  # a state, and no iteration has begun since
         self._beginning: PlannedLoop | None = None  # the tracked loop that begins now
+        self._workers: WorkersLoop | None = None  # of the last `iter()`
         self._iterations = 0
 
     @property
@@ -229,7 +230,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         self._iterations += 1
         self._is_loaded = False
         iterator = PlanIterator(plan, self._cursor, rank=self.rank, when_finished=self._finish)
-        self._iterator = iterator
+        self._iterator, self._workers = iterator, WorkersLoop.of_caller()
         return iterator if self._beginning is None else self._beginning.planned(iterator)
 
     @property
@@ -302,25 +303,19 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         Args:
             batches_done: of the current loop: a plain `DataLoader`'s workers read ahead of it, so
                 only the loop knows. Default: those that came in `tracked(loader)`, else those
-                yielded, which is right without workers and in `StatefulDataLoader`.
+                yielded, without workers or in a `StatefulDataLoader`.
 
         Raises:
             OptionError: `batches_done` is more than were yielded.
-            StateError: another loop began within a tracked one.
+            StateError: another loop began within a tracked one, or workers read ahead of the loop.
             SizesError: the array of sizes was changed in place.
         """
         plan, cursor = self.plan, self._cursor
         if self._iterator is not None:
-            if batches_done is None and self._tracked is not None:
-                iterator, done = self._tracked
-                if iterator is self._iterator:
-                    batches_done = done
-                elif self._looping:
-                    raise StateError(
-                        "another loop over this sampler began while a tracked one was open, so "
-                        "that it is unclear which one counts: save after the tracked loop's next "
-                        "batch, begin a tracked loop, or give batches_done"
-                    )
+            if batches_done is None:
+                batches_done = batches_that_came(
+                    self._iterator, self._tracked, looping=self._looping, workers=self._workers
+                )
             plan, cursor = self._iterator.after(
                 None if batches_done is None else natural("batches_done", batches_done)
             )
@@ -393,7 +388,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        return {**self.__dict__, "_iterator": None, "_tracked": None, "_looping": False}
+        kept = {"_iterator": None, "_tracked": None, "_looping": False, "_workers": None}
+        return self.__dict__ | kept
 
     def _finish(self, iterator: PlanIterator) -> None:
         if iterator is self._iterator:  # the next epoch follows

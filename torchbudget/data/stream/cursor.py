@@ -107,14 +107,10 @@ class StreamState:
             }
             for cursor, dealing in zip(self.cursors, self.dealings, strict=True)
         )
-        plain = {
-            "epoch": self.epoch,
-            "turn": self.turn,
-            "goes_on_by": "seeking" if seeks else "skipping",
-            "workers": workers,
-        }
+        shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
+        plain = shown | {"turn": self.turn, "workers": workers}
         name = _name_of_rank(self.dealings[0])
-        return plain if name is None else {"epoch": self.epoch, name: (plain,)}
+        return plain if name is None else shown | {name: (plain,)}
 
     @classmethod
     def of_plain(cls, state: Any, order: Plain) -> StreamState:
@@ -182,8 +178,8 @@ class StreamState:
 
 def _name_of_rank(dealing: Plain) -> str | None:
     """What the state of one rank is called; `None` where all ranks stand in one place."""
-    rank, ranks = dealing["rank"], dealing["ranks"]
-    return None if rank is None else f"rank {rank} of {ranks}"
+    rank = dealing["rank"]
+    return None if rank is None else f"rank {rank} of {dealing['ranks']}"
 
 
 def _of_one_rank(state: Mapping[str, Any]) -> Any:
