@@ -17,6 +17,7 @@ BENCHMARKS = ROOT / "examples" / "benchmarks"
 TINY = {
     "planning": "--samples 2000 --repetitions 1",
     "first_batch": "--samples 20000",
+    "plan_large": "--least-samples 20000 --most-samples 20000 --most-ranks 8",
     "few_samples": "--samples 1000 --repetitions 1",
     "padding": "--samples 5000 --peer-samples 300",
     "ranks": "--samples 4096 --few 4096 --most-ranks 2",

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, clocks, figures of batches, tables and JSON."""
+"""What the benchmarks share: arguments, clocks, children, figures of batches, tables and JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,8 @@ import numpy.typing as npt
 T = TypeVar("T")
 Sizes: TypeAlias = npt.NDArray[Any]
 Batches: TypeAlias = list[list[int]]
+
+_BLOCK = 10_000_000
 
 
 def options(doc: str | None, **defaults: int) -> argparse.Namespace:
@@ -109,6 +113,53 @@ def ratio(mine: list[Elapsed], theirs: list[Elapsed], clock: str = "wall_s") -> 
     return statistics.median(
         getattr(a, clock) / max(getattr(b, clock), 1e-9) for a, b in zip(mine, theirs, strict=True)
     )
+
+
+# ---------------------------------------------------------------------- sizes and children
+
+
+def write_sizes(path: Path, samples: int) -> None:
+    """Tile a random block, so that making the file does not take longer than the benchmark."""
+    block = lognormal(min(samples, _BLOCK), 3.2, 0.8, 1, 1024).astype(np.uint16)
+    with path.open("wb") as file:
+        for first in range(0, samples, len(block)):
+            file.write(block[: samples - first].tobytes())
+
+
+def anonymous_bytes(process: int) -> int | None:
+    """Resident anonymous memory, or `None` where the system does not report it."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return None
+    lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return int(lines["RssAnon"].split()[0]) * 1024 if "RssAnon" in lines else None
+
+
+def watched(*command: str) -> dict[str, Any]:
+    """Run a Python script as a child; what it printed as JSON, and its memory.
+
+    The child prints that it is ready once all is imported, and waits for a line. `beyond_bytes` is
+    its peak of anonymous memory beyond that of then, seen every 2 ms; `None` where it is unknown.
+    """
+    with subprocess.Popen(
+        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        before = anonymous_bytes(process.pid)
+        peak = before or 0
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while True:
+            try:
+                process.wait(0.002)
+                break
+            except subprocess.TimeoutExpired:
+                peak = max(peak, anonymous_bytes(process.pid) or 0)
+        found: dict[str, Any] = json.loads(process.stdout.read())
+    return found | {"beyond_bytes": None if before is None else peak - before}
 
 
 # ---------------------------------------------------------------------- figures of batches

@@ -35,7 +35,6 @@ checked to be the next one.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -43,21 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import Results, lognormal, median, options, timed
+from _common import Results, median, options, timed, watched, write_sizes
 
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 
-BLOCK = 10_000_000
 FRESH = 5
 AGAIN = 10
-
-
-def write_sizes(path: Path, samples: int) -> None:
-    """Tile a random block, so that making the file does not take longer than the benchmark."""
-    block = lognormal(min(samples, BLOCK), 3.2, 0.8, 1, 1024).astype(np.uint16)
-    with path.open("wb") as file:
-        for first in range(0, samples, len(block)):
-            file.write(block[: samples - first].tobytes())
 
 
 def child(path: Path) -> None:
@@ -113,40 +103,6 @@ def child(path: Path) -> None:
     print(json.dumps(found), flush=True)
 
 
-def anonymous_bytes(process: int) -> int | None:
-    """Resident anonymous memory, or `None` where the system does not report it."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return None
-    lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    return int(lines["RssAnon"].split()[0]) * 1024 if "RssAnon" in lines else None
-
-
-def watch(path: Path) -> dict[str, Any]:
-    """Run the child; what it printed, and its peak of anonymous memory beyond that of its start."""
-    command = [sys.executable, __file__, "--child", str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        before = anonymous_bytes(process.pid)
-        peak = before or 0
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        while True:
-            try:
-                process.wait(0.002)
-                break
-            except subprocess.TimeoutExpired:
-                peak = max(peak, anonymous_bytes(process.pid) or 0)
-        found: dict[str, Any] = json.loads(process.stdout.read())
-    found["beyond_bytes"] = None if before is None else peak - before
-    return found
-
-
 def main() -> None:
     if "--child" in sys.argv:
         child(Path(sys.argv[-1]))
@@ -155,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sizes.bin"
         write_sizes(path, arguments.samples)
-        found = watch(path)
+        found = watched(__file__, "--child", str(path))
 
     results = Results({"what": "", "fresh": ",.2f", "again": ",.2f", "unit": ""})
     results.row(what="samples", fresh=f"{arguments.samples:,}")

@@ -19,6 +19,7 @@ ALL = (
     "train_text_compared",
     "planning",
     "first_batch",
+    "plan_large",
     "few_samples",
     "padding",
     "ranks",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.resuming import as_pickle, check_every_stop, counted_state
 from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
+from tests.support.tracked_streams import make
 from torchbudget.errors import OptionError, StateError
 
 
@@ -21,16 +24,42 @@ def test_the_state_of_a_loop_whose_workers_run_ahead() -> None:
     whole = check_every_stop(sampler_of, loop=loop, save=counted_state, every=4)
     assert whole == list(sampler_of())
     sampler = sampler_of()
-    next(iter(loop(sampler)))
-    ahead = sampler_of()
-    ahead.load_state_dict(sampler.state_dict())
-    assert ahead.batches_left < len(whole) - 1
-    sampler = sampler_of()
     for _ in loop(sampler):
         pass
     ended = sampler_of()
     ended.load_state_dict(sampler.state_dict(batches_done=len(whole)))
     assert ended.epoch == 1
+
+
+@forks
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_state_that_would_lose_what_workers_have_read_is_refused(persistent: bool) -> None:
+    """In a loop that counts nothing; when it is over, nothing is ahead."""
+    sampler = sampler_of()
+    loader = loader_of(sampler, num_workers=2, persistent_workers=persistent)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(StateError, match=r"ahead of what the loop has taken.*tracked"):
+        sampler.state_dict()
+    assert sampler.state_dict(batches_done=1)["done"] == 1
+    del batches
+    with pytest.raises(StateError, match="ahead of what the loop has taken"):
+        sampler.state_dict()
+    sampler.set_epoch(0)
+    assert sampler.state_dict()["done"] == 0
+    for _ in loader:
+        pass
+    assert sampler.state_dict()["epoch"] == 1
+
+
+def test_iterating_keeps_nothing_of_the_caller_alive() -> None:
+    """What the caller lets go is freed, although sampler and stream ask who iterates."""
+    for source in (sampler_of(), make()):
+        batch = torch.zeros(1)
+        gone = weakref.ref(batch)
+        iter(source)
+        del batch
+        assert gone() is None
 
 
 @forks

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.samplers import LENGTHS, sampler_of
+from tests.support.tracked_streams import SIZES
 from torchbudget.errors import UnevenRanksError
 
 IS_THOROUGH = os.environ.get("TORCHBUDGET_HYPOTHESIS") == "thorough"
@@ -100,7 +101,6 @@ def test_stories_of_kills_and_restarts(block: int) -> None:
 SCRIPT = """
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -109,77 +109,111 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
+from tests.support import samplers, streams
+from tests.support.tracked_streams import make
+from torchbudget.errors import StateMismatchError
 
-folder, files, chapter, after_s, workers, budget = sys.argv[1:]
+folder, files, chapter, after_s, kind, workers, budget, at_windows = sys.argv[1:]
 dist.init_process_group("gloo")
-rank, saved = dist.get_rank(), Path(files, "saved.json")
-sampler = sampler_of(budget=int(budget), samples_per_step=50)
-if saved.exists():
-    sampler.load_state_dict(json.loads(saved.read_text())["state"])
-dist.barrier()
+rank, saved, workers = dist.get_rank(), Path(files, "saved.json"), int(workers)
+start = {"ranks": dist.get_world_size(), "workers": workers, "budget": int(budget)}
+if kind == "sampler":
+    source = samplers.sampler_of(budget=int(budget), samples_per_step=50)
+    loader = samplers.loader_of(source, num_workers=workers)
+else:
+    source = make(kind, budget=int(budget), window=32)
+    loader = streams.loader_of(source, workers)
 
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_to_be_saved(done):
+    if at_windows == "False":
+        return done % 3 == 0
+    return not any(worker["rounds"] for worker in source.state_dict().get("workers", ()))
+
+
 def run():
-    done = 0
-    with Path(files, f"{chapter}.{rank}.jsonl").open("w") as log:
-        while (epoch := sampler.epoch) < 2:
-            for batch in sampler.tracked(loader_of(sampler, num_workers=int(workers))):
-                done += 1
-                log.write(json.dumps([done, epoch, batch]) + "\\n")
-                log.flush()
-                time.sleep(0.01)  # a step
-                dist.barrier()
-                if rank == 0 and done % 3 == 0:
-                    save(done)
+    done, log = 0, Path(files, f"{chapter}.{rank}.jsonl").open("w")
+    if saved.exists():
+        source.load_state_dict(json.loads(saved.read_text())["state"])
+    while (epoch := source.epoch) < 2:
+        for batch in source.tracked(loader):
+            done += 1
+            numbers = [one if kind == "sampler" else one[0] for one in batch]
+            log.write(json.dumps([done, epoch, numbers]) + "\\n")
+            log.flush()
+            time.sleep(0.01)  # a step
+            dist.barrier()
+            if rank == 0 and is_to_be_saved(done):
+                save(done)
     dist.barrier()
     if rank == 0:
         save(done)
 
 
 def save(done):
-    saved.with_suffix(".part").write_text(
-        json.dumps({"chapter": chapter, "done": done, "state": sampler.state_dict()}))
+    state = {"chapter": chapter, "done": done, "start": start, "state": source.state_dict()}
+    saved.with_suffix(".part").write_text(json.dumps(state))
     saved.with_suffix(".part").replace(saved)
 
 
+refused = None
 if float(after_s):
     timer = threading.Timer(float(after_s), die)
     timer.daemon = True
     timer.start()
     try:
         run()
+    except StateMismatchError as error:
+        Path(files, f"{chapter}.refused").write_text(str(error))
     finally:  # the end comes even if the other ranks were first
         die()
 run()
 Path(folder, f"{rank}.json").write_text("null")
 """
+STORIES = range(20 if IS_THOROUGH else 1)
+KINDS = ("iterable", "map", "shards")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("seed", range(20 if IS_THOROUGH else 2))
-def test_stories_of_real_processes(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["sampler", "stream"])
+@pytest.mark.parametrize("seed", STORIES)
+def test_stories_of_real_processes(
+    source: str, seed: int, tmp_path: Path, record_property: Any
+) -> None:
     """Ranks with workers, killed by SIGKILL at a random moment, and started as other ranks.
 
-    Other numbers of ranks and workers, another budget; the position is `tracked`'s.
+    Other numbers of ranks and workers, another budget; the position is `tracked`'s. A stream may
+    refuse those within a window: the last start is then one that it was saved under.
     """
     chance = random.Random(seed)
+    kind = source if source == "sampler" else KINDS[seed % len(KINDS)]
+    at_windows, saved = bool(seed % 2), tmp_path / "saved.json"
     counts: dict[str, int] = {}
+    starts: list[Any] = []
     for chapter in range(4):
-        ranks, is_last = chance.choice([1, 2, 3]), chapter == 3
-        after_s = 0 if is_last else round(chance.uniform(0.1, 1.5), 2)
+        start = {
+            "ranks": chance.choice([1, 2, 3]),
+            "workers": chance.choice([0, 2]),
+            "budget": chance.choice([400, 1000]),
+        }
+        is_last, after_s = chapter == 3, round(chance.uniform(0.3, 1.5), 2)
+        if is_last and source == "stream" and saved.exists():
+            start = json.loads(saved.read_text())["start"]
         folder = tmp_path / str(chapter)
         folder.mkdir()
-        killed = () if is_last else range(ranks)
-        arguments = [tmp_path, chapter, after_s, chance.choice([0, 2]), chance.choice([400, 1000])]
-        run_ranks(SCRIPT, folder, ranks, *arguments, killed=killed)
-        if (saved := tmp_path / "saved.json").exists():
+        killed = () if is_last else range(start["ranks"])
+        arguments = [tmp_path, chapter, 0 if is_last else after_s, kind]
+        arguments += [start["workers"], start["budget"], at_windows]
+        run_ranks(SCRIPT, folder, start["ranks"], *arguments, killed=killed)
+        if saved.exists():
             found = json.loads(saved.read_text())
             counts[found["chapter"]] = found["done"]
+        starts.append([*start.values(), (tmp_path / f"{chapter}.refused").exists()])
+    samples = len(LENGTHS if source == "sampler" else SIZES)
     came = [Counter[int](), Counter[int]()]
     for chapter_name, done in counts.items():
         for log in tmp_path.glob(f"{chapter_name}.*.jsonl"):
@@ -187,4 +221,5 @@ def test_stories_of_real_processes(seed: int, tmp_path: Path) -> None:
                 number, epoch, batch = json.loads(line)
                 if number <= done:
                     came[epoch].update(batch)
-    assert came == [Counter(range(len(LENGTHS)))] * 2
+    record_property("story", f"{kind}, at_windows={at_windows}: {starts}")
+    assert came == [Counter(range(samples))] * 2

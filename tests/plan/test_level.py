@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import PaddedCost
+from torchbudget.plan import dealing
 from torchbudget.plan.cut import SortedWindows
 from torchbudget.plan.dealing import _Level, deal_steps, level
 from torchbudget.plan.rules import BatchRules
@@ -63,11 +65,15 @@ def test_a_level_is_a_better_cut_within_the_budget(
     assert work_of(cuts)[numbers].sum(axis=0).max() < before
 
 
+@pytest.mark.parametrize("together", [1, 2**18])
 @given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 3), st.floats(0, 1))
-def test_ranks_are_filled_up_to_a_level(seed: int, ranks: int, rounds: int, share: float) -> None:
+def test_ranks_are_filled_up_to_a_level(
+    together: int, seed: int, ranks: int, rounds: int, share: float
+) -> None:
     """From the rank with the most room on, each takes as many of the longest samples as fit.
 
     At least one, and it leaves one for each later rank; if samples remain, the level is too low.
+    How many runs are computed together makes no difference.
     """
     rng = np.random.default_rng(seed)
     sizes = -np.sort(-rng.integers(1, 12, ranks * (rounds + 6)))
@@ -86,7 +92,8 @@ def test_ranks_are_filled_up_to_a_level(seed: int, ranks: int, rounds: int, shar
         needed = cost.batch_bytes(numbers, np.full(most, tail[at]))
         fits = int(np.count_nonzero((needed <= 40) & (needed + done <= top)))
         bounds.append(at + max(fits, 1))
-    found = _Level(sizes, starts, rules, ranks)._bounds(top)
+    with mock.patch.object(dealing, "_RUNS_AT_ONCE", together):
+        found = _Level(sizes, starts, rules, ranks)._bounds(top)
     assert found == (bounds if bounds[-1] == len(tail) else None)
 
 

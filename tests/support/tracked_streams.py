@@ -16,9 +16,10 @@ SIZES = np.random.default_rng(2).integers(1, 60, 400)
 
 def make(kind: str = "iterable", **options: Any) -> BudgetedIterableDataset:
     options = {"size": size_of, "window": 64, "collate_fn": same} | options
+    budget = options.pop("budget", 300)
     if kind == "splits itself":
         options["split"] = "workers"
-    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, 300, **options)
+    return BudgetedIterableDataset(source_of(kind, SIZES, [30, 31, 200]), TOKENS, budget, **options)
 
 
 def samples_of(batches: list[Any]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from torchbudget.data.sampler_loader import WorkersLoop
 from torchbudget.errors import StateError
 from torchbudget.plan.iterator import PlanIterator
 
@@ -18,12 +19,14 @@ class Iteration:
         came: batches that came in a tracked loop over it; `None`: it is not tracked.
         is_open: a tracked loop over it has not ended.
         is_over: its last batch was drawn.
+        workers: the loop of a loader whose workers read ahead of it; `None`: another one.
     """
 
     number: int
     came: int | None = None
     is_open: bool = False
     is_over: bool = False
+    workers: WorkersLoop | None = None
 
 
 class Iterations:
@@ -46,10 +49,10 @@ class Iterations:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         return Iterations, (self.begun,)
 
-    def begin(self, iterator: PlanIterator) -> None:
+    def begin(self, iterator: PlanIterator, workers: WorkersLoop | None) -> None:
         """Another one begins, and is the present one."""
         self.begun += 1
-        self._each[iterator] = Iteration(number=self.begun)
+        self._each[iterator] = Iteration(number=self.begun, workers=workers)
         self.present = iterator
 
     def find(self, iterator: PlanIterator) -> Iteration | None:
@@ -78,13 +81,14 @@ class Iterations:
         return self.begun if present is None else present.number
 
     def came(self) -> int | None:
-        """Batches that came in a tracked loop over the present one.
+        """Batches of the present one that came to its loop; `None`: all that were drawn.
 
         Raises:
-            StateError: it is not tracked, and began within a tracked loop.
+            StateError: it is not tracked, and began within a tracked loop, or workers read ahead
+                of its loop.
         """
         present = None if self.present is None else self.find(self.present)
-        if present is None or present.came is not None:
+        if self.present is None or present is None or present.came is not None:
             return None if present is None else present.came
         if any(one.is_open for one in self._each.values()):
             raise StateError(
@@ -92,4 +96,6 @@ class Iterations:
                 "that it is unclear which one counts: save after the tracked loop's next "
                 "batch, begin a tracked loop, or give batches_done"
             )
+        if present.workers is not None:
+            present.workers.check_not_ahead(self.present)
         return None

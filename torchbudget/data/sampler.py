@@ -17,7 +17,7 @@ from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.planned_sampler import PlannedSampler, window_of
 from torchbudget.data.same_on_ranks import agreed, check_same_on_ranks
-from torchbudget.data.sampler_loader import check_end, check_loader
+from torchbudget.data.sampler_loader import WorkersLoop, check_end, check_loader
 from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, StateError
@@ -232,7 +232,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             when_asked=self._go_on,
             when_finished=self._finish,
         )
-        self._iterations.begin(iterator)
+        self._iterations.begin(iterator, WorkersLoop.of_caller())
         return iterator if self._beginning is None else self._beginning.planned(iterator)
 
     @property
@@ -300,11 +300,11 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         Args:
             batches_done: of the current loop: a plain `DataLoader`'s workers read ahead of it, so
                 only the loop knows. Default: those that came in `tracked(loader)`, else those
-                yielded, which is right without workers and in `StatefulDataLoader`.
+                yielded, without workers or in a `StatefulDataLoader`.
 
         Raises:
             OptionError: `batches_done` is more than were yielded.
-            StateError: another loop began within a tracked one.
+            StateError: another loop began within a tracked one, or workers read ahead of the loop.
             SizesError: the array of sizes was changed in place.
         """
         plan, cursor, iterator = self.plan, self._cursor, self._iterations.present

@@ -1,10 +1,14 @@
-"""What a tracked loop over a sampler's `DataLoader` needs of that loader."""
+"""What a sampler needs of the `DataLoader` whose batches it makes: how far its loop has come."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Any
 
-from torchbudget.errors import OptionError, SampleError
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.step_source import IndexSource
 
@@ -34,3 +38,39 @@ def check_end(iterator: PlanIterator, done: int) -> None:
             f"the loader ended after {done} batches of epoch {epoch}, which has more: its data set "
             "or its collate_fn raised StopIteration, as next() does on an iterator that has no more"
         )
+
+
+class WorkersLoop:
+    """The loop of a plain `DataLoader` whose workers read ahead of it.
+
+    It is known from the frame that calls `iter(sampler)`, and is not kept alive.
+
+    Args:
+        loop: the iterator of the loader.
+    """
+
+    def __init__(self, loop: _MultiProcessingDataLoaderIter) -> None:
+        self._loop = weakref.ref(loop)
+
+    @classmethod
+    def of_caller(cls) -> WorkersLoop | None:
+        """The loop that calls the caller of this method; `None`: another one."""
+        frame = sys._getframe(2)
+        if frame.f_globals.get("__name__") != _MultiProcessingDataLoaderIter.__module__:
+            return None  # before Python 3.13 `f_locals` keeps a caller's values alive
+        loop = frame.f_locals.get("self")
+        return cls(loop) if isinstance(loop, _MultiProcessingDataLoaderIter) else None
+
+    def check_not_ahead(self, iterator: PlanIterator) -> None:
+        """Raise a `StateError` where batches were drawn that may not have come to the loop."""
+        loop, drawn = self._loop(), iterator.drawn
+        if loop is not None:
+            came = loop._num_yielded
+        else:  # it ended, or was broken off
+            came = drawn if iterator.after(None)[1].epoch != iterator.began.epoch else 0
+        if came < drawn:
+            raise StateError(
+                f"workers of the DataLoader have read {drawn} batches, ahead of what the loop has "
+                "taken: loop over sampler.tracked(loader), use a StatefulDataLoader, or give "
+                "batches_done"
+            )

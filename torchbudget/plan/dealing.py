@@ -22,6 +22,9 @@ _EXCHANGES: Final = 12
 # sums are even without them.
 _EXCHANGE_ROUNDS: Final = 64
 _HALVINGS: Final = 12
+# Runs of the tail, one for each rank and distinct size, that are computed together: 4,096 ranks and
+# lengths up to 100,000 would take gigabytes.
+_RUNS_AT_ONCE: Final = 2**18
 # Budgets between the lowest that gives few enough micro-batches and the whole one, under which the
 # micro-batches of the longest samples are cut: which one leaves the least uneven, none can tell.
 _HEADS: Final = 3
@@ -314,7 +317,7 @@ class _Level:
         self._order = np.argsort(self._sums, kind="stable")
         tail = sizes[starts[-1] :]
         new = np.append(True, tail[1:] != tail[:-1])
-        self._which = np.cumsum(new) - 1
+        self._which = np.cumsum(new, dtype=np.int32)  # from 1 on
         self._values = rules.padded(tail[new])
         self._fits = rules.capacity(tail[new], rules.budget_bytes)
 
@@ -346,13 +349,16 @@ class _Level:
 
     def _bounds(self, top: int) -> list[int] | None:
         """Where the ranks' runs of the tail start under a level, and its end; `None`: too low."""
-        room = self._model.capacity(self._values, (top - self._sums[self._order])[:, None])
-        longest = self._rules.rounded(np.maximum(np.minimum(room, self._fits), 1))
         bounds, length = [0], len(self._which)
-        for rank in range(self._ranks):
-            at = bounds[-1]
-            left = length - at - (self._ranks - 1 - rank)  # every later rank has a sample, too
-            bounds.append(at + min(int(longest[rank, self._which[at]]), left))
+        together = max(_RUNS_AT_ONCE // len(self._values), 1)
+        for first in range(0, self._ranks, together):
+            room = top - self._sums[self._order[first : first + together]]
+            fits = np.minimum(self._model.capacity(self._values, room[:, None]), self._fits)
+            longest = self._rules.rounded(np.maximum(fits, 1))
+            for rank, runs in enumerate(longest, first):
+                at = bounds[-1]
+                left = length - at - (self._ranks - 1 - rank)  # every later rank has a sample, too
+                bounds.append(at + min(int(runs[self._which[at] - 1]), left))
         return bounds if bounds[-1] == length else None
 
 

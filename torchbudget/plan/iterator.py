@@ -76,6 +76,11 @@ class PlanIterator(Iterator[list[int]]):
         self._indices: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     @property
+    def drawn(self) -> int:
+        """How many micro-batches were drawn."""
+        return self._drawn
+
+    @property
     def windows_begun(self) -> int:
         """In how many windows a micro-batch was drawn, at least 1."""
         return bisect_right(self._ends, self._drawn - 1) + 1

@@ -90,23 +90,27 @@ class StreamState:
         Args:
             order: what must be the same for positions to mean the same samples.
             seeks: whether the source goes on by its own state, or is skipped through.
+
+        Where each rank stands elsewhere, the state is named after its rank, so that those of all
+        ranks have their place in one checkpoint.
         """
-        return {
-            "epoch": self.epoch,
-            "turn": self.turn,
-            "goes_on_by": "seeking" if seeks else "skipping",
-            "workers": [
-                {
-                    **cursor.encode(None, order, dealing),
-                    "first_epoch": cursor.first_epoch,
-                    "pass": cursor.number,
-                    "to_come": cursor.to_come,
-                    "finished": cursor.finished,
-                    "source": cursor.source,
-                }
-                for cursor, dealing in zip(self.cursors, self.dealings, strict=True)
-            ],
-        }
+        # A tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads as
+        # many workers as the stream has that loads, and of each value that of any one rank.
+        workers = tuple(
+            {
+                **cursor.encode(None, order, dealing),
+                "first_epoch": cursor.first_epoch,
+                "pass": cursor.number,
+                "to_come": cursor.to_come,
+                "finished": cursor.finished,
+                "source": cursor.source,
+            }
+            for cursor, dealing in zip(self.cursors, self.dealings, strict=True)
+        )
+        shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
+        plain = shown | {"turn": self.turn, "workers": workers}
+        name = _name_of_rank(self.dealings[0])
+        return plain if name is None else shown | {name: (plain,)}
 
     @classmethod
     def of_plain(cls, state: Any, order: Plain) -> StreamState:
@@ -116,10 +120,12 @@ class StreamState:
             StateError: it is malformed.
             StateMismatchError: it belongs to another stream or version.
         """
+        if isinstance(state, Mapping) and "workers" not in state:
+            state = _of_one_rank(state)
         if not isinstance(state, Mapping) or not state.get("workers"):
             raise StateError("expected what BudgetedIterableDataset.state_dict() returned")
         workers, turn = state["workers"], state.get("turn", -1)
-        if not isinstance(workers, list) or turn not in range(len(workers)):
+        if not isinstance(workers, (list, tuple)) or turn not in range(len(workers)):
             raise StateError(f"the state is malformed: turn {turn!r} of workers {workers!r}")
         cursors = [cls._worker_of_plain(worker, order) for worker in workers]
         if {cursor.epoch for cursor in cursors} != {state.get("epoch")}:
@@ -170,6 +176,25 @@ class StreamState:
         return cursor
 
 
+def _name_of_rank(dealing: Plain) -> str | None:
+    """What the state of one rank is called; `None` where all ranks stand in one place."""
+    rank = dealing["rank"]
+    return None if rank is None else f"rank {rank} of {dealing['ranks']}"
+
+
+def _of_one_rank(state: Mapping[str, Any]) -> Any:
+    """The state under a rank's name.
+
+    Raises:
+        StateError: it has those of several.
+    """
+    named = [name for name in state if str(name).startswith("rank ")]
+    if len(named) > 1:
+        raise StateError(f"the state has several ranks' positions, pass that of one: {named}")
+    value = state[named[0]] if named else None
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else None
+
+
 def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:
     """Whether a process can go on from a cursor that was saved under another dealing.
 
@@ -198,7 +223,8 @@ def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:
             f"the state is that of worker {saved['worker']} of {saved['workers']}, here is "
             f"worker {mine['worker']} of {mine['workers']}"
         )
-    if mine["split"] == "ranks" and saved["ranks"] != mine["ranks"]:
+    if mine["split"] == "ranks" and any(saved[name] != mine[name] for name in ("ranks", "rank")):
         raise StateMismatchError(
-            f"each of {saved['ranks']} ranks had a part of the source, here are {mine['ranks']}"
+            f"each of {saved['ranks']} ranks had a part of the source, and this is the state of "
+            f"rank {saved['rank']}; here is rank {mine['rank']} of {mine['ranks']}"
         )

@@ -22,8 +22,13 @@ from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
-from torchbudget.data.stream.tracking import TrackedLoop, check_loader, stamped_batches
-from torchbudget.errors import OptionError, RepeatedSamplesWarning, StateError
+from torchbudget.data.stream.tracking import (
+    TrackedLoop,
+    check_loader,
+    check_not_collated_again,
+    stamped_batches,
+)
+from torchbudget.errors import RepeatedSamplesWarning, StateError
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.protocols import ResumableSource
 
@@ -108,11 +113,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: as in `tracked`.
         """
-        if sys._getframe(1).f_locals.get("auto_collation"):  # the fetcher of a DataLoader
-            raise OptionError(
-                "this stream yields whole batches, which the DataLoader would collate again: pass "
-                "batch_size=None to the DataLoader"
-            )
+        check_not_collated_again(sys._getframe(1))
         info = get_worker_info()
         if info is None:
             return self._begin_loop(0, 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any, Final
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import fetch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
@@ -166,4 +168,19 @@ def check_loader(loader: Any, stream: Any) -> None:
         raise StateError(
             "the workers of this loader were started by a loop that was not tracked: use "
             "tracked(loader) from its first loop on"
+        )
+
+
+def check_not_collated_again(caller: FrameType) -> None:
+    """Check that the fetcher of a `DataLoader` that iterates a stream leaves its batches alone.
+
+    Raises:
+        OptionError: the loader has a `batch_size`.
+    """
+    # Before Python 3.13 `f_locals` keeps a caller's values alive: a user's are not looked at.
+    is_fetcher = caller.f_globals.get("__name__") == fetch.__name__
+    if is_fetcher and caller.f_locals.get("auto_collation"):
+        raise OptionError(
+            "this stream yields whole batches, which the DataLoader would collate again: pass "
+            "batch_size=None to the DataLoader"
         )
