@@ -111,10 +111,10 @@ import torch.distributed as dist
 
 from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
 
-folder, files, chapter, after_s, workers, budget = sys.argv[1:]
+folder, files, chapter, after_s, workers, budget, options = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, saved = dist.get_rank(), Path(files, "saved.json")
-sampler = sampler_of(budget=int(budget), samples_per_step=50)
+sampler = sampler_of(budget=int(budget), **json.loads(options))
 if saved.exists():
     sampler.load_state_dict(json.loads(saved.read_text())["state"])
 dist.barrier()
@@ -160,6 +160,30 @@ Path(folder, f"{rank}.json").write_text("null")
 """
 
 
+def tell(chance: random.Random, folder: Path, *, chapters: int = 4, **options: Any) -> None:
+    """One story of ranks that are processes; `options` of the sampler."""
+    counts: dict[str, int] = {}
+    for chapter in range(chapters):
+        ranks, is_last = chance.choice([1, 2, 3]), chapter == chapters - 1
+        after_s = 0 if is_last else round(chance.uniform(0.1, 1.5), 2)
+        own = folder / str(chapter)
+        own.mkdir()
+        killed = () if is_last else range(ranks)
+        arguments = [folder, chapter, after_s, chance.choice([0, 2]), chance.choice([400, 1000])]
+        run_ranks(SCRIPT, own, ranks, *arguments, json.dumps(options), killed=killed)
+        if (saved := folder / "saved.json").exists():
+            found = json.loads(saved.read_text())
+            counts[found["chapter"]] = found["done"]
+    came = [Counter[int](), Counter[int]()]
+    for chapter_name, done in counts.items():
+        for log in folder.glob(f"{chapter_name}.*.jsonl"):
+            for line in log.read_text().splitlines():
+                number, epoch, batch = json.loads(line)
+                if number <= done:
+                    came[epoch].update(batch)
+    assert came == [Counter(range(len(LENGTHS)))] * 2
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("seed", range(20 if IS_THOROUGH else 2))
 def test_stories_of_real_processes(seed: int, tmp_path: Path) -> None:
@@ -167,24 +191,4 @@ def test_stories_of_real_processes(seed: int, tmp_path: Path) -> None:
 
     Other numbers of ranks and workers, another budget; the position is `tracked`'s.
     """
-    chance = random.Random(seed)
-    counts: dict[str, int] = {}
-    for chapter in range(4):
-        ranks, is_last = chance.choice([1, 2, 3]), chapter == 3
-        after_s = 0 if is_last else round(chance.uniform(0.1, 1.5), 2)
-        folder = tmp_path / str(chapter)
-        folder.mkdir()
-        killed = () if is_last else range(ranks)
-        arguments = [tmp_path, chapter, after_s, chance.choice([0, 2]), chance.choice([400, 1000])]
-        run_ranks(SCRIPT, folder, ranks, *arguments, killed=killed)
-        if (saved := tmp_path / "saved.json").exists():
-            found = json.loads(saved.read_text())
-            counts[found["chapter"]] = found["done"]
-    came = [Counter[int](), Counter[int]()]
-    for chapter_name, done in counts.items():
-        for log in tmp_path.glob(f"{chapter_name}.*.jsonl"):
-            for line in log.read_text().splitlines():
-                number, epoch, batch = json.loads(line)
-                if number <= done:
-                    came[epoch].update(batch)
-    assert came == [Counter(range(len(LENGTHS)))] * 2
+    tell(random.Random(seed), tmp_path, samples_per_step=50)

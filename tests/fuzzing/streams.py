@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.fuzzing.drawing import drawn
+from tests.fuzzing.faults import FUSE, Fault, Killed, check_is_made, fused
 from tests.support.oracles import stated_bytes
 from tests.support.refusals import Refused, accepted
 from tests.support.resuming import as_json
@@ -83,35 +84,6 @@ def copies(number: int, names: list[str]) -> int:
 
 
 # ---------------------------------------------------------------------- faults
-
-
-class Fault(Exception):  # noqa: N818  (made by a test)
-    """A read, a transform or a collate failed."""
-
-
-class Killed(BaseException):  # noqa: N818
-    """The process ended there, or was interrupted."""
-
-
-class Fuse:
-    """Fails at one of the calls that reach it."""
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.kind: type[BaseException] = Fault
-
-    def __call__(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise self.kind
-
-
-FUSE = Fuse()
-
-
-def fused(sample: Any) -> Any:
-    FUSE()
-    return sample
 
 
 def fused_collate(samples: list[Any]) -> list[Any]:
@@ -335,9 +307,7 @@ def faults(case: StreamCase, rank: int, worker: int, epochs: list[Any]) -> Count
                     done, taken = done + taken, 0
                     assert done == len(whole), "the rest is too short"
         except (Fault, Killed, SampleError) as error:
-            causes = (Fault, Killed)
-            if not isinstance(error, causes) and not isinstance(error.__cause__, causes):
-                raise
+            check_is_made(error)
             told["faults"] += 1
     FUSE.left = 0
     return told
