@@ -9,7 +9,7 @@ class Fault(Exception):  # noqa: N818  (made by a test)
     """A call failed."""
 
 
-class Killed(BaseException):  # noqa: N818  (made by a test)
+class Killed(BaseException):
     """The process ended there, or was interrupted."""
 
 

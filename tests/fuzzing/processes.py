@@ -48,7 +48,7 @@ def steps(chance: random.Random, folder: Path) -> Counter[str]:
 
 
 def streams(chance: random.Random, folder: Path) -> Counter[str]:
-    """Workers that are forked or spawned, of which one is killed; each loop goes on from a state."""
+    """Workers that are forked or spawned, and killed; each loop goes on from a state."""
     case, told = StreamCase(chance), Counter[str]()
     case.workers, case.ranks = chance.choice([1, 2, 3]), min(case.ranks, 2)
     case.apart &= case.ranks > 1

@@ -12,7 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +169,8 @@ class Chain:
         self.done = 0 if ended else self.done + number
         changes = self.choose()
         if not changes and not ended:
-            rest = ([*begun, *loop] for begun, loop in zip(ahead or repeat([]), loops))
-            self.following = list(rest)
+            begun = ahead or [[]] * len(loops)
+            self.following = [[*first, *rest] for first, rest in zip(begun, loops, strict=True)]
 
     def check_batches(self, batches: list[Any], budget: int) -> None:
         """None is empty, over a budget, or of too many samples."""

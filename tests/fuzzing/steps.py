@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,16 @@ class Accumulation:
         self.saves = not self.sharded and self.rule != "sampler" and chance.random() < 0.4
         self.large = Scaled(self.name)
         self.theirs = OPTIMIZERS[self.optimizer](self.large.parameters())
-        self.data = [Data.make(chance.randint(1, 24), chance.randrange(10**6)) for _ in range(STEPS)]
-        self.told: Counter[str] = Counter({f"{wrapping}": 1, f"rule: {self.rule}": 1})
+        self.data = [
+            Data.make(chance.randint(1, 24), chance.randrange(10**6)) for _ in range(STEPS)
+        ]
+        self.ending = self.rule_options()
+        self.told: Counter[str] = Counter({wrapping: 1, f"rule: {self.rule}": 1})
 
     def make(self) -> tuple[nn.Module, list[torch.optim.Optimizer], GradAccumulator]:
         """What is called, what steps it, and what accumulates."""
-        model: nn.Module = Checkpointed(self.name) if self.wrapping == "checkpointed" else Scaled(
-            self.name
+        model: nn.Module = (
+            Checkpointed(self.name) if self.wrapping == "checkpointed" else Scaled(self.name)
         )
         called = given = model
         optimize = OPTIMIZERS[self.optimizer]
@@ -127,11 +130,11 @@ class Accumulation:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if self.scales else None
         accumulator = GradAccumulator(
             optimizers, given, mean=self.mean, max_norm=self.max_norm, scaler=scaler,
-            divisor=self.divisor, **self.options(),
+            divisor=self.divisor, **self.ending,
         )  # fmt: skip
         return called, optimizers, accumulator
 
-    def options(self) -> dict[str, Any]:
+    def rule_options(self) -> dict[str, Any]:
         """What ends the steps."""
         if self.rule == "steps":
             self.parts = self.chance.randint(1, min(map(len, self.data)))
@@ -172,13 +175,14 @@ class Accumulation:
             for place, piece in enumerate(step):
                 if self.saves and self.chance.random() < 0.2:
                     self.go_on_from_a_state()
-                assert place == 0 or not self.accumulator.stepped, "a step ended early"
+                assert not place or not self.accumulator.stepped, "a step ended early"
                 self.accumulate(piece, last=place == len(step) - 1)
             if self.rule == "by hand":
                 ended = self.chance.choice([self.accumulator.step, self.accumulator.flush])
                 ended()
             last = self.accumulator.last
-            assert self.accumulator.stepped and last is not None, "the step did not end"
+            assert self.accumulator.stepped, "the step did not end"
+            assert last is not None
             assert last.weight == data.weight, "the weight of the step"
             assert last.micro_batches == len(step), "the micro-batches of the step"
             assert self.difference() <= EXACT, f"{self.difference()} from the large batch's step"
@@ -190,9 +194,11 @@ class Accumulation:
         for data in self.data:
             rows = list(range(len(data)))
             self.chance.shuffle(rows)
-            parts = self.parts if self.rule == "steps" else self.chance.randint(1, min(len(rows), 8))
+            parts = (
+                self.parts if self.rule == "steps" else self.chance.randint(1, min(len(rows), 8))
+            )
             ends = [0, *sorted(self.chance.sample(range(1, len(rows)), parts - 1)), len(rows)]
-            pieces = [data[rows[a:b]] for a, b in zip(ends, ends[1:])]
+            pieces = [data[rows[a:b]] for a, b in pairwise(ends)]
             if self.rule == "weight":  # it ends where the last label is
                 pieces.sort(key=lambda piece: piece.weight == 0, reverse=True)
             yield pieces
@@ -233,15 +239,10 @@ class Accumulation:
         """In a new model, with new optimizers."""
         state = copy.deepcopy(self.accumulator.training_state())
         model = copy.deepcopy(self.called.state_dict())
-        stepped = self.accumulator.stepped
-        chance, self.chance = self.chance, random.Random(0)  # the rule stays as it was
-        data, parts = self.data, getattr(self, "parts", 0)
         self.called, self.optimizers, self.accumulator = self.make()
-        self.chance, self.data, self.parts = chance, data, parts
         self.called.load_state_dict(model)
         self.accumulator.load_training_state(state)
         self.told["resumed"] += 1
-        assert not self.accumulator.stepped or stepped
 
     def difference(self) -> float:
         """Relative difference of all parameters from the large batch's."""

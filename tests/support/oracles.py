@@ -100,7 +100,9 @@ def stated_bytes(cost: Any, sizes: npt.NDArray[Any]) -> float:
     if padded:
         lengths = np.tile(lengths.max(axis=0), (len(lengths), 1))
     axes = lengths.shape[1]
-    pair = np.reshape(np.asarray(cost.pair_bytes, np.float64) + np.zeros((axes, axes)), (axes, axes))
+    pair = np.reshape(
+        np.asarray(cost.pair_bytes, np.float64) + np.zeros((axes, axes)), (axes, axes)
+    )
     unit = np.reshape(cost.unit_bytes, axes).astype(np.float64)
     items = cost.sample_bytes + lengths @ unit + np.einsum("ki,ij,kj->k", lengths, pair, lengths)
     whole = float(cost.fixed_bytes + items.sum())

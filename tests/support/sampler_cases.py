@@ -49,9 +49,7 @@ def without_draws(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True, most: int = 150
-) -> Any:
+def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True, most: int = 150) -> Any:
     sizes, cost, budget = draw(problems(most=most, fits=fits))
     if sizes.ndim == 1 and draw(st.integers(0, 4)) == 0:
         cost = StairCost(draw(st.integers(1, 100)))
