@@ -160,7 +160,14 @@ Path(folder, f"{rank}.json").write_text("null")
 """
 
 
-def tell(chance: random.Random, folder: Path, *, chapters: int = 4, **options: Any) -> None:
+def tell(
+    chance: random.Random,
+    folder: Path,
+    *,
+    chapters: int = 4,
+    within_s: float = 240,
+    **options: Any,
+) -> None:
     """One story of ranks that are processes; `options` of the sampler."""
     counts: dict[str, int] = {}
     for chapter in range(chapters):
@@ -170,7 +177,8 @@ def tell(chance: random.Random, folder: Path, *, chapters: int = 4, **options: A
         own.mkdir()
         killed = () if is_last else range(ranks)
         arguments = [folder, chapter, after_s, chance.choice([0, 2]), chance.choice([400, 1000])]
-        run_ranks(SCRIPT, own, ranks, *arguments, json.dumps(options), killed=killed)
+        arguments.append(json.dumps(options))
+        run_ranks(SCRIPT, own, ranks, *arguments, killed=killed, within_s=within_s)
         if (saved := folder / "saved.json").exists():
             found = json.loads(saved.read_text())
             counts[found["chapter"]] = found["done"]

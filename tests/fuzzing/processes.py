@@ -30,7 +30,7 @@ def samplers(chance: random.Random, folder: Path) -> Counter[str]:
     options: dict[str, Any] = {"seed": chance.randrange(2**30), "shuffle": chance.random() < 0.8}
     options[chance.choice(["samples_per_step", "window"])] = chance.choice([10, 50, 120])
     chapters = chance.choice([2, 3])
-    tell(chance, folder, chapters=chapters, **options)
+    tell(chance, folder, chapters=chapters, within_s=WITHIN_S, **options)
     return Counter(starts=chapters)
 
 
@@ -49,7 +49,7 @@ def steps(chance: random.Random, folder: Path) -> Counter[str]:
 
 def streams(chance: random.Random, folder: Path) -> Counter[str]:
     """Workers that are forked or spawned, and killed; each loop goes on from a state."""
-    case, told = StreamCase(chance), Counter[str]()
+    case, told = StreamCase(chance, samples=(100, 150)), Counter[str]()
     case.workers, case.ranks = chance.choice([1, 2, 3]), min(case.ranks, 2)
     case.apart &= case.ranks > 1
     method = chance.choice(["fork"] * 12 + ["forkserver"] * 5 + ["spawn"])
@@ -61,7 +61,7 @@ def streams(chance: random.Random, folder: Path) -> Counter[str]:
         options: dict[str, Any] = {"num_workers": case.workers, "multiprocessing_context": context}
         return stream.tracked(DataLoader(stream, batch_size=None, **options))
 
-    reasons = case.reasons(case.ranks, case.workers, 0)
+    reasons = case.reasons(case.ranks, case.workers, len(case.sizes))
     ranks = [
         accepted(lambda rank=rank: list(loop(case.make(rank=rank))), reasons)
         for rank in range(case.ranks)

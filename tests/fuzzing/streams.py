@@ -107,13 +107,15 @@ class FusedSource:
 class StreamCase:
     """A stream's arguments, and what must come of it."""
 
-    def __init__(self, chance: random.Random, *, kinds: tuple[str, ...] = KINDS) -> None:
+    def __init__(
+        self, chance: random.Random, *, samples: tuple[int, ...] = (10, 20, 40, 100)
+    ) -> None:
         self.chance = chance
         self.oversize = chance.choice(["raise", "raise", "raise", "skip", "alone"])
-        most = chance.choice([10, 20, 40, 100])
+        most = chance.choice(samples)
         sizes, cost, budget = drawn(problems(most=most, fits=self.oversize == "raise"), chance)
         self.sizes, self.cost, self.budget = sizes, cost, max(budget, 1)
-        self.kind = chance.choice(kinds)
+        self.kind = chance.choice(KINDS)
         self.cuts = [chance.randint(0, 200) for _ in range(chance.randint(0, 4))]
         self.ranks, self.workers = chance.choice([1, 1, 2, 3, 5]), chance.choice([1, 1, 2, 3])
         if self.kind == "splits itself":
