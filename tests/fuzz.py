@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -135,15 +135,16 @@ def table_of(lines: list[dict[str, Any]]) -> str:
 
 
 def prepare() -> None:
-    """Make the packages known to this process and to those that it starts."""
+    """Make the packages known to this process and to those that it starts; end as by Ctrl-C."""
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     importlib.import_module("tests.conftest")  # what processes import before they begin
     logging.getLogger("torchbudget").setLevel(logging.ERROR)  # it warns of oversize samples
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def main() -> None:
-    """Check the cases that are not in the record, and print the table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the cases that are not in the record, and print the table; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,17 +154,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--only", help="repeat one case, such as samplers:17 or fits:p3")
-    options = parser.parse_args()
-    prepare()
+    options = parser.parse_args(arguments)
     if options.only:
         kind, _, number = options.only.partition(":")
         case = Case(kind, int(number.lstrip("p")), number.startswith("p"), options.seed)
         print(dict(case.run()))
-        return
+        return 0
     old = options.record.read_text().splitlines() if options.record.exists() else []
     lines = [one for one in map(json.loads, old) if one["seed"] == options.seed]
     known = {(one["kind"], one["number"], one["real"]) for one in lines}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with options.record.open("a") as record:
             for case in cases_of(options.kind, options.seed, options.cases, options.processes):
@@ -176,8 +175,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped", flush=True)
     print(table_of(lines))
-    sys.exit(any(one["outcome"] == "violation" for one in lines))
+    return int(any(one["outcome"] == "violation" for one in lines))
 
 
 if __name__ == "__main__":
-    main()
+    prepare()
+    sys.exit(main())

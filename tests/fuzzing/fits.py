@@ -173,6 +173,7 @@ def check(chance: random.Random, folder: Path) -> Counter[str]:
                 found = part.train(where)
         except (Killed, Exception) as error:  # noqa: BLE001  (what it is made into)
             check_is_made(error)
+            part.accumulator.state_dict()  # or else it warns of what no step took
             told["faults"] += 1
             told[f"faults: {place}"] += 1
         FUSE.left = 0

@@ -123,7 +123,8 @@ class Accumulation:
             fully_shard(model)
         elif self.wrapping == "inner fsdp":
             given = fully_shard(model.inner)
-        if self.wrapping == "two optimizers":
+        if self.wrapping == "two optimizers" or (self.wrapping == "inner fsdp" and self.scales):
+            # A scaler does not unscale sharded gradients and others together.
             optimizers = [optimize(model.inner.parameters()), optimize([model.scale])]
         else:
             optimizers = [optimize(called.parameters())]
