@@ -17,7 +17,7 @@ from torchbudget.plan.iterator import PlanIterator
 from torchbudget.train.fit import _Run
 
 # Of each kind, as many as take a second or two.
-PART = {"samplers": 20, "streams": 20, "steps": 10, "fits": 4}
+PART = {"samplers": 20, "streams": 12, "steps": 8, "fits": 3}
 
 
 def outcomes(kind: str, cases: int) -> list[dict[str, Any]]:
