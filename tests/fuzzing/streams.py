@@ -283,9 +283,12 @@ def faults(case: StreamCase, rank: int, worker: int, epochs: list[Any]) -> Count
     """One process fails again and again; with what was saved, the rest is the rest."""
     chance, told, state, done = case.chance, Counter[str](), None, 0
     whole = epochs[0] if case.workers > 1 else [batch for epoch in epochs for batch in epoch]
-    fuse = chance.choice(["source", "transform", "collate"])
-    FUSE.kind = Killed if case.options.get("on_error") == "skip" else chance.choice([Fault, Killed])
-    if "threads" in case.options:
+    skips, in_threads = "on_error" in case.options, "threads" in case.options
+    # A transform that fails would be skipped, and none is killed alone in a thread.
+    places = ["source", "collate"] if skips and in_threads else ["source", "transform", "collate"]
+    fuse = chance.choice(places)
+    FUSE.kind = Killed if skips else chance.choice([Fault, Killed])
+    if in_threads:
         FUSE.kind = Fault
     share = chance.choice([0.1, 0.5, 1])
     while done < len(whole):
