@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from tests.fuzzing.drawing import drawn
 from tests.fuzzing.faults import FUSE, Fault, Killed, check_is_made, fused
@@ -23,7 +24,7 @@ from tests.support.oracles import stated_bytes
 from tests.support.refusals import Refused, accepted
 from tests.support.resuming import as_json
 from tests.support.strategies import problems
-from tests.support.streams import KINDS, OneProcess, size_of, source_of
+from tests.support.streams import KINDS, Indexed, OneProcess, size_of, source_of
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import SampleError
@@ -101,6 +102,24 @@ class FusedSource:
         return map(fused, self.source)
 
 
+class FusedIndexed(Indexed):
+    def __getitem__(self, index: int) -> Any:
+        return fused(super().__getitem__(index))
+
+
+def with_fuse(source: Any) -> Any:
+    """The same samples, of which any may fail to be read."""
+    if isinstance(source, list):
+        return [FusedSource(shard) for shard in source]
+    if isinstance(source, Indexed):
+        return FusedIndexed(source.samples)
+    if isinstance(source, IterableDataset):  # it splits itself
+        return source
+    if callable(source):
+        return lambda shard, shards: map(fused, source(shard, shards))
+    return FusedSource(source)
+
+
 # ---------------------------------------------------------------------- a case
 
 
@@ -154,8 +173,8 @@ class StreamCase:
     def make(self, *, fuse: str | None = None, **changed: Any) -> BudgetedIterableDataset:
         """A stream, whose fuse is in its source, its transforms or its collate."""
         source = source_of(self.kind, self.sizes, self.cuts)
-        if fuse == "source" and self.kind == "iterable":
-            source = FusedSource(source)
+        if fuse == "source":
+            source = with_fuse(source)
         functions = [TRANSFORMS[name] for name in self.names]
         options = {
             "num_replicas": self.ranks,
