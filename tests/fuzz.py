@@ -23,12 +23,14 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT: Final = Path(__file__).parent.parent
 KINDS: Final = ("samplers", "streams", "steps", "fits")
+STOP: Final = threading.Event()  # after the present case
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class Case:
     number: int
     real: bool
     seed: int
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Case:
+        """That of a line in the record."""
+        return cls(line["kind"], line["number"], line["real"], line["seed"])
 
     @property
     def name(self) -> str:
@@ -87,8 +95,7 @@ class Case:
         from tests.support.refusals import Refused
 
         began_s = time.monotonic()
-        line: dict[str, Any] = {"kind": self.kind, "number": self.number, "real": self.real}
-        line["seed"] = self.seed
+        line: dict[str, Any] = asdict(self)
         try:
             line |= {"outcome": "held", "checked": self.run()}
         except Refused as refused:
@@ -127,20 +134,17 @@ def table_of(lines: list[dict[str, Any]]) -> str:
         refused = Counter(f"refused: {one['why']}" for one in mine if one["outcome"] == "refused")
         told = ", ".join(f"{number:,} {name}" for name, number in (checked + refused).most_common())
         rows.append(f"{kind}: {told}")
-    for one in lines:
-        if one["outcome"] == "violation":
-            name = Case(one["kind"], one["number"], one["real"], one["seed"]).name
-            rows.append(f"\n{name}\n{one['why']}")
-    return "\n".join(rows)
+    broken = [one for one in lines if one["outcome"] == "violation"]
+    return "\n".join(rows + [f"\n{Case.of(one).name}\n{one['why']}" for one in broken])
 
 
 def prepare() -> None:
-    """Make the packages known to this process and to those that it starts; end as by Ctrl-C."""
+    """Make the packages known to this process and to those that it starts."""
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     importlib.import_module("tests.conftest")  # what processes import before they begin
     logging.getLogger("torchbudget").setLevel(logging.ERROR)  # it warns of oversize samples
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: STOP.set())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,19 +165,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(dict(case.run()))
         return 0
     old = options.record.read_text().splitlines() if options.record.exists() else []
-    lines = [one for one in map(json.loads, old) if one["seed"] == options.seed]
-    known = {(one["kind"], one["number"], one["real"]) for one in lines}
-    try:
-        with options.record.open("a") as record:
-            for case in cases_of(options.kind, options.seed, options.cases, options.processes):
-                if (case.kind, case.number, case.real) in known:
-                    continue
-                lines.append(case.outcome())
-                print(json.dumps(lines[-1]), file=record, flush=True)
-                if lines[-1]["outcome"] == "violation":
-                    print(f"violation: {case.name}", flush=True)
-    except KeyboardInterrupt:
-        print("stopped", flush=True)
+    known = {Case.of(one): one for one in map(json.loads, old) if one["seed"] == options.seed}
+    with options.record.open("a") as record, suppress(KeyboardInterrupt):
+        for case in cases_of(options.kind, options.seed, options.cases, options.processes):
+            if STOP.is_set():
+                break
+            if case in known:
+                continue
+            known[case] = line = case.outcome()
+            print(json.dumps(line), file=record, flush=True)
+            if line["outcome"] == "violation":
+                print(f"violation: {case.name}", flush=True)
+    lines = list(known.values())
     print(table_of(lines))
     return int(any(one["outcome"] == "violation" for one in lines))
 
