@@ -303,8 +303,8 @@ def faults(case: StreamCase, rank: int, worker: int, epochs: list[Any]) -> Count
     chance, told, state, done = case.chance, Counter[str](), None, 0
     whole = epochs[0] if case.workers > 1 else [batch for epoch in epochs for batch in epoch]
     skips, in_threads = "on_error" in case.options, "threads" in case.options
-    # A transform that fails would be skipped, and none is killed alone in a thread.
-    places = ["source", "collate"] if skips and in_threads else ["source", "transform", "collate"]
+    # A read or a transform that fails would be skipped, and none is killed alone in a thread.
+    places = ["collate"] if skips and in_threads else ["source", "transform", "collate"]
     fuse = chance.choice(places)
     FUSE.kind = Killed if skips else chance.choice([Fault, Killed])
     if in_threads:
