@@ -121,7 +121,7 @@ class Fitted(AnyTraining):
 def with_workers(loader: Any, workers: int) -> Any:
     """The same loader, whose batches are made in other processes."""
     options = {name: getattr(loader, name) for name in ("collate_fn", "generator")}
-    if loader.batch_size is None:
+    if loader.batch_sampler is None:
         options["batch_size"] = None
     else:
         options["batch_sampler"] = loader.batch_sampler
