@@ -8,8 +8,33 @@ in one process; and, in fewer cases, are real processes.
     python tests/fuzz.py --cases 10000 --processes 300 --seed 0 --record fuzz.jsonl
 
 The run can be stopped and started again: what is in the record is not run anew. A case is made from
-the seed, its kind and its number alone; `--only streams:17` repeats one, `--only streams:p17` one
-of real processes. It ends with exit status 1 if a law was broken.
+the seed, its kind and its number alone (and the versions of Python and hypothesis); `--only
+streams:17` repeats one, `--only streams:p17` one of real processes. It ends with exit status 1 if a
+law was broken.
+
+So far, of 10,000 and 300 cases of each kind, with seed 0:
+
+    kind                    cases  refused  violations  seconds
+    fits                    1,260        0           0      700
+    fits, processes           103        0           0      410
+    samplers                1,433      139           0      793
+    samplers, processes       104        0           0      230
+    steps                   1,261        0           0    1,139
+    steps, processes          103        0           0      215
+    streams                 1,432      192           0      578
+    streams, processes        104        5           0      677
+
+    fits: 3,280 starts, 1,781 faults, 136 killed
+    samplers: 5,715 starts, 27,642 batches
+    steps: 4,092 steps, 2,052 out of memory, 654 resumed
+    streams: 2,747 starts, 28,222 batches, 1,478 faults, 72 killed
+
+Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU. The seconds are those
+of a process with the lowest priority, beside others that kept both cores busy.
+
+Refused samplers: samples cannot be dealt evenly (57), `drop_last` leaves nothing (45), no sample
+fits the budget (24), an epoch needs more batches than were given (13). Refused streams: they cannot
+be dealt to the ranks, or the source has no samples for a worker.
 """
 
 from __future__ import annotations
