@@ -29,7 +29,7 @@ So far, of 10,000 and 300 cases of each kind, with seed 0:
     steps: 4,092 steps, 2,052 out of memory, 654 resumed
     streams: 2,747 starts, 28,222 batches, 1,478 faults, 72 killed
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU. The seconds are those
+Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU. The seconds are those
 of a process with the lowest priority, beside others that kept both cores busy.
 
 Refused samplers: samples cannot be dealt evenly (57), `drop_last` leaves nothing (45), no sample
