@@ -113,15 +113,15 @@ from tests.support import samplers, streams
 from tests.support.tracked_streams import make
 from torchbudget.errors import StateMismatchError
 
-folder, files, chapter, after_s, kind, workers, budget, at_windows = sys.argv[1:]
+folder, files, chapter, after_s, kind, workers, budget, at_windows, options = sys.argv[1:]
 dist.init_process_group("gloo")
 rank, saved, workers = dist.get_rank(), Path(files, "saved.json"), int(workers)
 start = {"ranks": dist.get_world_size(), "workers": workers, "budget": int(budget)}
 if kind == "sampler":
-    source = samplers.sampler_of(budget=int(budget), samples_per_step=50)
+    source = samplers.sampler_of(budget=int(budget), **json.loads(options))
     loader = samplers.loader_of(source, num_workers=workers)
 else:
-    source = make(kind, budget=int(budget), window=32)
+    source = make(kind, budget=int(budget), **json.loads(options))
     loader = streams.loader_of(source, workers)
 
 
@@ -142,6 +142,10 @@ def run():
     while (epoch := source.epoch) < 2:
         for batch in source.tracked(loader):
             done += 1
+            if done == 1 and float(after_s):
+                timer = threading.Timer(float(after_s), die)
+                timer.daemon = True
+                timer.start()
             numbers = [one if kind == "sampler" else one[0] for one in batch]
             log.write(json.dumps([done, epoch, numbers]) + "\\n")
             log.flush()
@@ -160,22 +164,66 @@ def save(done):
     saved.with_suffix(".part").replace(saved)
 
 
-refused = None
 if float(after_s):
-    timer = threading.Timer(float(after_s), die)
-    timer.daemon = True
-    timer.start()
     try:
         run()
     except StateMismatchError as error:
         Path(files, f"{chapter}.refused").write_text(str(error))
-    finally:  # the end comes even if the other ranks were first
+    finally:  # also where it is over before its time
         die()
 run()
 Path(folder, f"{rank}.json").write_text("null")
 """
 STORIES = range(20 if IS_THOROUGH else 1)
 KINDS = ("iterable", "map", "shards")
+
+
+def tell(
+    chance: random.Random,
+    files: Path,
+    kind: str = "sampler",
+    *,
+    at_windows: bool = False,
+    chapters: int = 4,
+    within_s: float = 240,
+    **options: Any,
+) -> list[Any]:
+    """One story of ranks that are processes; `options` of the sampler or stream.
+
+    Returns the starts: ranks, workers, the budget, and whether it was refused.
+    """
+    saved = files / "saved.json"
+    counts: dict[str, int] = {}
+    starts: list[Any] = []
+    for chapter in range(chapters):
+        start = {
+            "ranks": chance.choice([1, 2, 3]),
+            "workers": chance.choice([0, 2]),
+            "budget": chance.choice([400, 1000]),
+        }
+        is_last, after_s = chapter == chapters - 1, round(chance.uniform(0.01, 0.6), 2)
+        if is_last and kind != "sampler" and saved.exists():
+            start = json.loads(saved.read_text())["start"]
+        folder = files / str(chapter)
+        folder.mkdir()
+        killed = () if is_last else range(start["ranks"])
+        arguments = [files, chapter, 0 if is_last else after_s, kind, start["workers"]]
+        arguments += [start["budget"], at_windows, json.dumps(options)]
+        run_ranks(SCRIPT, folder, start["ranks"], *arguments, killed=killed, within_s=within_s)
+        if saved.exists():
+            found = json.loads(saved.read_text())
+            counts[found["chapter"]] = found["done"]
+        starts.append([*start.values(), (files / f"{chapter}.refused").exists()])
+    assert (files / "0.0.jsonl").read_text()  # killed within its loop
+    came = [Counter[int](), Counter[int]()]
+    for chapter_name, done in counts.items():
+        for log in files.glob(f"{chapter_name}.*.jsonl"):
+            for line in log.read_text().splitlines():
+                number, epoch, batch = json.loads(line)
+                if number <= done:
+                    came[epoch].update(batch)
+    assert came == [Counter(range(len(LENGTHS if kind == "sampler" else SIZES)))] * 2
+    return starts
 
 
 @pytest.mark.distributed
@@ -189,37 +237,7 @@ def test_stories_of_real_processes(
     Other numbers of ranks and workers, another budget; the position is `tracked`'s. A stream may
     refuse those within a window: the last start is then one that it was saved under.
     """
-    chance = random.Random(seed)
     kind = source if source == "sampler" else KINDS[seed % len(KINDS)]
-    at_windows, saved = bool(seed % 2), tmp_path / "saved.json"
-    counts: dict[str, int] = {}
-    starts: list[Any] = []
-    for chapter in range(4):
-        start = {
-            "ranks": chance.choice([1, 2, 3]),
-            "workers": chance.choice([0, 2]),
-            "budget": chance.choice([400, 1000]),
-        }
-        is_last, after_s = chapter == 3, round(chance.uniform(0.3, 1.5), 2)
-        if is_last and source == "stream" and saved.exists():
-            start = json.loads(saved.read_text())["start"]
-        folder = tmp_path / str(chapter)
-        folder.mkdir()
-        killed = () if is_last else range(start["ranks"])
-        arguments = [tmp_path, chapter, 0 if is_last else after_s, kind]
-        arguments += [start["workers"], start["budget"], at_windows]
-        run_ranks(SCRIPT, folder, start["ranks"], *arguments, killed=killed)
-        if saved.exists():
-            found = json.loads(saved.read_text())
-            counts[found["chapter"]] = found["done"]
-        starts.append([*start.values(), (tmp_path / f"{chapter}.refused").exists()])
-    samples = len(LENGTHS if source == "sampler" else SIZES)
-    came = [Counter[int](), Counter[int]()]
-    for chapter_name, done in counts.items():
-        for log in tmp_path.glob(f"{chapter_name}.*.jsonl"):
-            for line in log.read_text().splitlines():
-                number, epoch, batch = json.loads(line)
-                if number <= done:
-                    came[epoch].update(batch)
-    record_property("story", f"{kind}, at_windows={at_windows}: {starts}")
-    assert came == [Counter(range(samples))] * 2
+    options = {"samples_per_step": 50} if source == "sampler" else {"window": 32}
+    starts = tell(random.Random(seed), tmp_path, kind, at_windows=bool(seed % 2), **options)
+    record_property("story", f"{kind}, at windows {bool(seed % 2)}: {starts}")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget import PackedCost, PaddedCost
+
 
 def capacity(cost: Any, padded_size: Any, budget: int, most: int) -> int:
     """The largest n up to `most` that fits, by trying them all."""
@@ -82,3 +84,26 @@ def deviate(statistic: float, freedom: int) -> float:
     """The normal deviate of a chi-square statistic with that many degrees of freedom."""
     slack = 2 / (9 * freedom)
     return float(((statistic / freedom) ** (1 / 3) - (1 - slack)) / np.sqrt(slack))
+
+
+def stated_bytes(cost: Any, sizes: npt.NDArray[Any]) -> float:
+    """The cost of one batch, by the formula of its model where that has one.
+
+    Args:
+        cost: a cost model.
+        sizes: of the batch's samples, shape `(n,)` or `(n, d)`, rounded up already.
+    """
+    padded = isinstance(cost, PaddedCost)
+    if not padded and not isinstance(cost, PackedCost):
+        return int(cost.batch_bytes(len(sizes), sizes.max(axis=0)))
+    lengths = sizes.reshape(len(sizes), -1).astype(np.float64)
+    if padded:
+        lengths = np.tile(lengths.max(axis=0), (len(lengths), 1))
+    axes = lengths.shape[1]
+    pair = np.reshape(
+        np.asarray(cost.pair_bytes, np.float64) + np.zeros((axes, axes)), (axes, axes)
+    )
+    unit = np.reshape(cost.unit_bytes, axes).astype(np.float64)
+    items = cost.sample_bytes + lengths @ unit + np.einsum("ki,ij,kj->k", lengths, pair, lengths)
+    whole = float(cost.fixed_bytes + items.sum())
+    return max(whole, float(cost.floor_bytes)) if padded else whole

@@ -18,6 +18,31 @@ from torchbudget.errors import OptionError, SampleError, UnevenRanksError
 T = TypeVar("T")
 
 
+class Refused(Exception):  # noqa: N818  (no failure)
+    """What was asked for is refused, for a reason that the case allows."""
+
+
+def accepted(action: Callable[[], T], reasons: Mapping[str, bool]) -> T:
+    """What an action returns.
+
+    Args:
+        action: may raise an `UnevenRanksError`, `OptionError` or `SampleError`.
+        reasons: a part of the message of each refusal, and whether the case allows it.
+
+    Raises:
+        Refused: for one of the reasons that hold, which is its text.
+        AssertionError: for no reason, or for one that does not hold.
+    """
+    try:
+        return action()
+    except (UnevenRanksError, OptionError, SampleError) as error:
+        refusal = str(error)
+    allowed = [reason for reason, holds in reasons.items() if holds]
+    found = [reason for reason in allowed if reason in refusal]
+    assert found, f"{refusal}; allowed: {allowed}"
+    raise Refused(found[0])
+
+
 class Refusals:
     """Counts what laws try and what is refused, each law by itself."""
 
@@ -26,25 +51,14 @@ class Refusals:
         self._refused: Counter[str] = Counter()
 
     def accepted(self, action: Callable[[], T], reasons: Mapping[str, bool]) -> T | None:
-        """What an action returns; `None` where it is refused.
-
-        Args:
-            action: may raise an `UnevenRanksError`, `OptionError` or `SampleError`.
-            reasons: a part of the message of each refusal, and whether the case allows it.
-
-        Raises:
-            AssertionError: it was refused for no reason, or for one that does not hold.
-        """
+        """What an action returns; `None` where it is refused, for one of the reasons that hold."""
         law = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0]
         self._tried[law] += 1
         try:
-            return action()
-        except (UnevenRanksError, OptionError, SampleError) as error:
-            refusal = str(error)
-        allowed = [reason for reason, holds in reasons.items() if holds]
-        assert any(reason in refusal for reason in allowed), f"{refusal}; allowed: {allowed}"
-        self._refused[law] += 1
-        return None
+            return accepted(action, reasons)
+        except Refused:
+            self._refused[law] += 1
+            return None
 
     def check(self) -> None:
         """Most cases of every law were accepted."""

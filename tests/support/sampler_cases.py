@@ -49,8 +49,8 @@ def without_draws(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True) -> Any:
-    sizes, cost, budget = draw(problems(fits=fits))
+def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True, most: int = 150) -> Any:
+    sizes, cost, budget = draw(problems(most=most, fits=fits))
     if sizes.ndim == 1 and draw(st.integers(0, 4)) == 0:
         cost = StairCost(draw(st.integers(1, 100)))
         budget = int(cost.batch_bytes(1, sizes.max())) * draw(st.integers(1, 10))

@@ -1,0 +1,260 @@
+"""Accumulated steps of any cut, rule, wrapping and failure: each is the large batch's, in float64.
+
+What must hold: after every step the parameters are those that torch's own loop makes of the whole
+batch, to 1e-12; a step ends where its rule says, has the batch's weight and loss, and goes on from
+a state that was saved in the middle of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.large_steps import (
+    CLASSES,
+    EXACT,
+    MODELS,
+    OPTIMIZERS,
+    Data,
+    large_step,
+    make_model,
+)
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+
+STEPS = 3
+SHARDED = ("fsdp", "inner fsdp")
+WRAPPINGS = ("plain", "plain", "checkpointed", "two optimizers", "ddp", *SHARDED)
+RULES = ("by hand", "steps", "samples", "weight", "sampler", "last")
+
+
+class Scaled(nn.Module):
+    """A model, and a parameter beside it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = make_model(name)
+        self.scale = nn.Parameter(torch.full((CLASSES,), 1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class Checkpointed(Scaled):
+    """It computes the activations of the model again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) * self.scale
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of this rank alone, for what cannot be wrapped without one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        gc.collect()  # a reducer must not outlive its group
+        dist.destroy_process_group()
+
+
+def check(chance: random.Random, folder: Path) -> Counter[str]:
+    """Three steps of random data."""
+    wrapping = chance.choice(WRAPPINGS)
+    if wrapping not in ("ddp", *SHARDED):
+        return Accumulation(chance, wrapping).check()
+    with group_of_one():
+        return Accumulation(chance, wrapping).check()
+
+
+class Accumulation:
+    """A model that is trained by parts, and a copy that is trained as everybody does it."""
+
+    def __init__(self, chance: random.Random, wrapping: str) -> None:
+        self.chance, self.wrapping = chance, wrapping
+        self.sharded = wrapping in SHARDED
+        # FSDP needs every parameter to be used in every backward.
+        names = [one for one in MODELS if not (self.sharded and one in ("frozen", "tied"))]
+        self.name = chance.choice(names)
+        # AdamW divides the rounding of a gradient that is nearly zero by itself.
+        self.optimizer = "SGD" if self.name == "LSTM" else chance.choice(list(OPTIMIZERS))
+        self.rule = chance.choice([one for one in RULES if not self.sharded or one != "weight"])
+        if self.sharded and self.rule in ("by hand", "samples"):
+            self.rule = "last"
+        self.mean = chance.random() < 0.5
+        self.max_norm = chance.choice([None, 0.1, float("inf")])
+        self.scales = wrapping != "two optimizers" and chance.random() < 0.2
+        self.divisor = chance.choice([1, 1, 8, 3])
+        self.fails = 0 if self.sharded or wrapping == "ddp" else chance.choice([0, 0.2, 0.5])
+        # The plan of a sampler, which is in the middle of an epoch then, has a state of its own.
+        self.saves = not self.sharded and self.rule != "sampler" and chance.random() < 0.4
+        self.large = Scaled(self.name)
+        self.theirs = OPTIMIZERS[self.optimizer](self.large.parameters())
+        self.data = [
+            Data.make(chance.randint(1, 24), chance.randrange(10**6)) for _ in range(STEPS)
+        ]
+        self.ending = self.rule_options()
+        self.told: Counter[str] = Counter({wrapping: 1, f"rule: {self.rule}": 1})
+
+    def make(self) -> tuple[nn.Module, list[torch.optim.Optimizer], GradAccumulator]:
+        """What is called, what steps it, and what accumulates."""
+        model: nn.Module = (
+            Checkpointed(self.name) if self.wrapping == "checkpointed" else Scaled(self.name)
+        )
+        called = given = model
+        optimize = OPTIMIZERS[self.optimizer]
+        if self.wrapping == "ddp":
+            called = given = DistributedDataParallel(model)
+        elif self.wrapping == "fsdp":
+            fully_shard(model)
+        elif self.wrapping == "inner fsdp":
+            given = fully_shard(model.inner)
+        if self.wrapping == "two optimizers" or (self.wrapping == "inner fsdp" and self.scales):
+            # A scaler does not unscale sharded gradients and others together.
+            optimizers = [optimize(model.inner.parameters()), optimize([model.scale])]
+        else:
+            optimizers = [optimize(called.parameters())]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if self.scales else None
+        accumulator = GradAccumulator(
+            optimizers, given, mean=self.mean, max_norm=self.max_norm, scaler=scaler,
+            divisor=self.divisor, **self.ending,
+        )  # fmt: skip
+        return called, optimizers, accumulator
+
+    def rule_options(self) -> dict[str, Any]:
+        """What ends the steps."""
+        if self.rule == "steps":
+            self.parts = self.chance.randint(1, min(map(len, self.data)))
+            return {"steps": self.parts}
+        if self.rule == "samples":
+            self.data = [self.data[0]] * STEPS
+            return {"samples": len(self.data[0])}
+        if self.rule == "weight":
+            self.data = [self.data[0]] * STEPS
+            return {"weight": self.data[0].weight}
+        if self.rule == "sampler":
+            return {"steps": self.sampler()}
+        return {}
+
+    def sampler(self) -> MemoryBudgetBatchSampler:
+        """A plan over all data, whose windows are the steps."""
+        each = len(self.data[0])
+        whole = Data.make(STEPS * each, self.chance.randrange(10**6))
+        sizes = (whole.y != -100).sum(1).numpy()
+        self.planned = MemoryBudgetBatchSampler(
+            sizes, PaddedCost(unit_bytes=1), 7 * self.chance.randint(1, 8), samples_per_step=each,
+            seed=self.chance.randrange(10**6),
+        )  # fmt: skip
+        self.whole = whole
+        return self.planned
+
+    # ------------------------------------------------------------------ the steps
+
+    def check(self) -> Counter[str]:
+        """Each step against the large batch's."""
+        self.called, self.optimizers, self.accumulator = self.make()
+        pieces = self.of_sampler() if self.rule == "sampler" else self.of_cuts()
+        for step in pieces:
+            data = Data(torch.cat([one.x for one in step]), torch.cat([one.y for one in step]))
+            clips = self.max_norm is not None and self.max_norm < float("inf")
+            if data.weight:
+                large_step(self.large, self.theirs, data, self.max_norm if clips else None)
+            for place, piece in enumerate(step):
+                if self.saves and self.chance.random() < 0.2:
+                    self.go_on_from_a_state()
+                assert not place or not self.accumulator.stepped, "a step ended early"
+                self.accumulate(piece, last=place == len(step) - 1)
+            if self.rule == "by hand":
+                ended = self.chance.choice([self.accumulator.step, self.accumulator.flush])
+                ended()
+            last = self.accumulator.last
+            assert self.accumulator.stepped, "the step did not end"
+            assert last is not None
+            assert last.weight == data.weight, "the weight of the step"
+            assert last.micro_batches == len(step), "the micro-batches of the step"
+            assert self.difference() <= EXACT, f"{self.difference()} from the large batch's step"
+            self.told["steps"] += 1
+        return self.told
+
+    def of_cuts(self) -> Iterator[list[Data]]:
+        """The parts of each step: of any sizes, and in any order."""
+        for data in self.data:
+            rows = list(range(len(data)))
+            self.chance.shuffle(rows)
+            parts = (
+                self.parts if self.rule == "steps" else self.chance.randint(1, min(len(rows), 8))
+            )
+            ends = [0, *sorted(self.chance.sample(range(1, len(rows)), parts - 1)), len(rows)]
+            pieces = [data[rows[a:b]] for a, b in pairwise(ends)]
+            if self.rule == "weight":  # it ends where the last label is
+                pieces.sort(key=lambda piece: piece.weight == 0, reverse=True)
+            yield pieces
+
+    def of_sampler(self) -> Iterator[list[Data]]:
+        """The parts of each step as they are planned."""
+        batches = iter(self.planned)
+        for number in list(self.planned.steps):
+            yield [self.whole[next(batches)] for _ in range(number)]
+
+    def accumulate(self, piece: Data, *, last: bool) -> None:
+        """One micro-batch, in whose forward or backward memory may run out."""
+        left = [self.chance.random() < self.fails, self.chance.random() < 0.3]
+
+        def micro_batch(batch: Any) -> None:
+            part = Data(*batch)
+            options = {"samples": len(part)} if self.rule == "samples" else {}
+            ends = self.rule == "last" and last
+            with self.accumulator.micro_batch(part.weight, last=ends, **options):
+                loss = sum_of(self.called, part)
+                if left[0] and len(part) > 1 and left[1]:
+                    left[0] = False
+                    raise MemoryError
+                self.accumulator.backward(loss / max(part.weight, 1) if self.mean else loss)
+                if left[0] and len(part) > 1:
+                    left[0] = False
+                    raise MemoryError
+
+        batch = (piece.x, piece.y)
+        if self.sharded or not (self.fails or self.chance.random() < 0.3):
+            left[0] = False
+            micro_batch(batch)
+        else:
+            self.told["out of memory"] += left[0]
+            self.accumulator.run_or_split(micro_batch, batch)
+
+    def go_on_from_a_state(self) -> None:
+        """In a new model, with new optimizers."""
+        state = copy.deepcopy(self.accumulator.training_state())
+        model = copy.deepcopy(self.called.state_dict())
+        self.called, self.optimizers, self.accumulator = self.make()
+        self.called.load_state_dict(model)
+        self.accumulator.load_training_state(state)
+        self.told["resumed"] += 1
+
+    def difference(self) -> float:
+        """Relative difference of all parameters from the large batch's."""
+        worst = 0.0
+        for one, other in zip(self.called.parameters(), self.large.parameters(), strict=True):
+            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+            norm = float(other.detach().norm()) + 1e-30
+            worst = max(worst, float((whole - other).detach().norm()) / norm)
+        return worst
+
+
+def sum_of(model: nn.Module, data: Data) -> Tensor:
+    logits = model(data.x).flatten(0, 1)
+    return F.cross_entropy(logits, data.y.flatten(), reduction="sum")
