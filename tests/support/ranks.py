@@ -67,7 +67,8 @@ def run_ranks(
         ranks: their number.
         arguments: follow as text.
         killed: ranks that the script kills; the result of each is `None`. The others must end by
-            `os._exit`, since `leave` waits for all.
+            `os._exit`, since `leave` waits for all. If all are killed, the first one's end is
+            that of the others.
         within_s: until they say where they are, and are killed; below pytest's own limit.
 
     Raises:
@@ -86,7 +87,7 @@ def run_ranks(
         process.start()
     survivors = [process for rank, process in enumerate(processes) if rank not in killed]
     try:
-        if not _have_ended(survivors, timeout_s=within_s):
+        if not _have_ended(survivors or processes, timeout_s=within_s):
             _ask_where(processes)
     finally:
         for process in processes:
