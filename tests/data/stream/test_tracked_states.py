@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.resuming import as_pickle
 from tests.support.streams import loader_of, tracked_loop
-from tests.support.tracked_streams import begun_at, epochs_of, make
+from tests.support.tracked_streams import begun_at, epochs_of, make, samples_of
 from torchbudget.errors import DiscardedStateWarning, StateError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -178,6 +178,20 @@ def test_a_look_within_a_tracked_loop(workers: int) -> None:
     assert isinstance(next(iter(stream)), list)
     with pytest.raises(StateError, match="unclear which one counts"):
         stream.state_dict()
+    taken.append(next(batches))
+    following = make()
+    following.load_state_dict(stream.state_dict())
+    assert taken + list(loader_of(following, workers)) == whole
+
+
+@pytest.mark.parametrize(("workers", "tracked"), [(0, False), (0, True), (2, True)])
+def test_a_whole_loop_inside_a_loop(workers: int, tracked: bool) -> None:
+    """As of an evaluation: from its next batch on, the stream stands where the outer loop does."""
+    stream, whole = make(), list(loader_of(make(), workers))
+    loader = loader_of(stream, workers)
+    batches = stream.tracked(loader) if tracked else iter(loader)
+    taken = list(islice(batches, 9))
+    assert samples_of(list(loader)) == samples_of(whole)
     taken.append(next(batches))
     following = make()
     following.load_state_dict(stream.state_dict())

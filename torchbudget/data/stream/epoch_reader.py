@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,18 @@ class _Round:
     batches: list[_MicroBatch]
 
 
+@dataclass  # without slots, since readers refer to it weakly: they end where it is dropped
+class Loops:
+    """The loops of a process since an epoch was chosen; those before it do not count any more.
+
+    Attributes:
+        present: the reader of the one that was asked for a batch last; of a loop inside another
+            one, until that one goes on.
+    """
+
+    present: EpochReader | None = None
+
+
 class EpochReader(Iterator[Any]):
     """The micro-batches of one process, from a cursor to the end of its epoch.
 
@@ -65,6 +78,8 @@ class EpochReader(Iterator[Any]):
         epoch: that it reads.
         finished: whether the epoch's last micro-batch was read.
         stamps: yield each batch with the cursor after it.
+        loops: a weak reference to those among which it is the present one when it is asked for a
+            batch.
         windows: that it reads.
     """
 
@@ -73,6 +88,7 @@ class EpochReader(Iterator[Any]):
     ) -> None:
         self.slot = slot
         self.stamps = False
+        self.loops: Callable[[], Loops | None] = NoneType
         self._settings = settings
         self._progress = progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
@@ -103,6 +119,9 @@ class EpochReader(Iterator[Any]):
         )
 
     def __next__(self) -> Any:
+        loops = self.loops()
+        if loops is not None:
+            loops.present = self
         found = batch = None
         if not self.finished:
             if self._batches is None:
@@ -242,3 +261,9 @@ def _done(begun: StreamCursor, start: StreamCursor) -> int:
     """How many rounds were done before, of the samples that begin at a cursor."""
     same = (begun.number, begun.start) == (start.number, start.start)
     return start.rounds if same else 0
+
+
+def raising(error: Exception) -> Iterator[Any]:
+    """An iterator that raises at its first batch."""
+    yield from ()
+    raise error

@@ -18,7 +18,7 @@ from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.data.stream.asked_settings import AskedSettings
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
-from torchbudget.data.stream.epoch_reader import EpochReader
+from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
@@ -48,7 +48,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self._progress = Progress()
         self._changes = 0  # of the epoch or the state, as far as this copy knows them
         self._state: StreamState | None = None  # at which its epoch begins
-        self._reader: EpochReader | None = None  # the last one of this process
+        self._loops = Loops()  # of this process
         self._readers: weakref.WeakSet[EpochReader] = weakref.WeakSet()
         self._process = os.getpid()
         self._tracked: TrackedLoop | None = None  # the last one
@@ -69,7 +69,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _settings(self) -> Settings:
         # By this process: a loop's workers asked for themselves when it began.
         mine = self._process == os.getpid()
-        begun = mine and (self._reader is not None or self._tracked is not None)
+        begun = mine and (self._loops.present is not None or self._tracked is not None)
         return self._asked.now(begun=begun, loaded=self._loaded() is not None)
 
     @property
@@ -83,7 +83,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
         source goes on where the last epoch ended.
         """
-        reader = self._reader
+        reader = self._loops.present
         if natural("epoch", epoch) != self.epoch:
             state = self._loaded()
             unused = reader is None and not self._progress.last_loop
@@ -91,14 +91,14 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 warn_of_discarded_state(self.epoch, epoch, within=not state.is_beginning)
             self._begin_at(epoch, None)
         elif reader is not None and reader.epoch == epoch:
-            self._reader = self._reader_at(reader.slot, reader.began)
+            self._loops = Loops(self._reader_at(reader.slot, reader.began))
         self._tracked = None
         self._progress.last_loop = 0
         self._progress.forget_skipped()
 
     def _begin_at(self, epoch: int, state: StreamState | None) -> None:
         """Make all processes begin the epoch, or at the state."""
-        self._state, self._reader, self._tracked = state, None, None
+        self._state, self._loops, self._tracked = state, Loops(), None
         if get_worker_info() is None:
             self._changes = self._progress.change(epoch, loaded=state is not None)
         else:  # of a StatefulDataLoader: each of its workers has a state of its own
@@ -121,12 +121,12 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return self._begin_loop(info.id, info.num_workers)
         except Exception as error:  # noqa: BLE001  (it is raised later)
             # A worker that persists dies of what `iter` raises, and passes on what `next` does.
-            return _raising(error)
+            return raising(error)
 
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
         self.check_ranks()
         self._heed_other_processes()
-        progress, reader = self._progress, self._reader
+        progress, reader = self._progress, self._loops.present
         epoch = progress.advance()
         if reader is not None and reader.epoch == epoch:
             reader = self._reader_at(reader.slot, reader.began)
@@ -137,7 +137,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         loop, in_worker = self._tracked_loop(), get_worker_info() is not None
         reader.stamps = bool(loop)
         self._readers.add(reader)
-        self._reader = reader
+        reader.loops, self._loops.present = weakref.ref(self._loops), reader
         progress.last_loop = loop or (-1 if in_worker else 0)
         return reader
 
@@ -167,14 +167,14 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             StateError: it loaded a state, which this one does not have.
         """
         if self._process != os.getpid():  # of the process from which this one was forked
-            self._reader, self._process = None, os.getpid()
+            self._loops, self._process = Loops(), os.getpid()
         if self._changes != self._progress.changes:
             if self._progress.was_loaded:
                 raise StateError(
                     "these workers persist, and a state was loaded after they started: load it "
                     "before the first loop over the DataLoader"
                 )
-            self._state, self._reader = None, None
+            self._state, self._loops = None, Loops()
             self._changes = self._progress.changes
 
     def _loaded(self) -> StreamState | None:
@@ -296,7 +296,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         return self._position().to_plain(settings.order, seeks=settings.source.has_states)
 
     def _position(self) -> StreamState:
-        in_worker, reader, loop = get_worker_info() is not None, self._reader, self._tracked
+        in_worker, reader, loop = get_worker_info() is not None, self._loops.present, self._tracked
         last = 0 if in_worker else self._progress.last_loop
         if loop is not None and last == loop.number:
             return self._state_after(loop)
@@ -388,13 +388,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         check_sharded_once(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         progress = self._progress.passed_on()
-        kept = {"_reader": None, "_readers": None, "_tracked": None, "_progress": progress}
+        kept = {"_loops": Loops(), "_readers": None, "_tracked": None, "_progress": progress}
         return {**self.__dict__, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _readers=weakref.WeakSet())
-
-
-def _raising(error: Exception) -> Iterator[Any]:
-    yield from ()
-    raise error
