@@ -61,7 +61,7 @@ class Iterations:
 
     def goes_on(self, iterator: PlanIterator) -> bool:
         """One was asked for a batch; whether another one was the present one."""
-        changes = iterator in self._each and iterator is not self.present
+        changes = iterator is not self.present and iterator in self._each
         if changes:
             self.present = iterator
         return changes
