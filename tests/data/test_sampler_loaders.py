@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.support.samplers import forks, loader_of, sampler_of
+from torchbudget.errors import OptionError
 
 
 def test_there_is_no_batch_size() -> None:
@@ -29,6 +31,15 @@ def test_frameworks_reach_it_through_sampler() -> None:
     assert sampler.sampler is sampler
     loader_of(sampler).batch_sampler.sampler.set_epoch(4)
     assert sampler.epoch == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_as_a_sampler_of_samples_it_is_refused(workers: int) -> None:
+    """`sampler=` instead of `batch_sampler=`: its batches would be batched again."""
+    options: dict[str, Any] = {"sampler": sampler_of(), "num_workers": workers}
+    for more in ({}, {"batch_size": 4}, {"batch_size": 4, "drop_last": True}):
+        with pytest.raises(OptionError, match="as batch_sampler=, not as sampler="):
+            next(iter(DataLoader(range(1000), **options, **more)))  # type: ignore[arg-type]
 
 
 @forks

@@ -17,7 +17,12 @@ from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other
 from torchbudget.data.padded_sizes import PlannedLoop
 from torchbudget.data.planned_sampler import PlannedSampler, window_of
 from torchbudget.data.same_on_ranks import agreed, check_same_on_ranks
-from torchbudget.data.sampler_loader import WorkersLoop, check_end, check_loader
+from torchbudget.data.sampler_loader import (
+    WorkersLoop,
+    check_end,
+    check_loader,
+    check_not_batched_again,
+)
 from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, StateError
@@ -211,13 +216,15 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
-            OptionError: the epoch needs more micro-batches than it is to have; or a framework has
-                read `len` once, and this epoch has more.
+            OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; the epoch needs
+                more micro-batches than it is to have; or a framework has read `len` once, and this
+                epoch has more.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
                 in the main thread, where `num_replicas` was not given.
         """
+        check_not_batched_again()
         check_sharded_once(self.num_replicas)
         plan = self.plan
         check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing | self._cursor.position)

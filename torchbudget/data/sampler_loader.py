@@ -6,6 +6,7 @@ import sys
 import weakref
 from typing import Any
 
+from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchbudget.errors import OptionError, SampleError, StateError
@@ -28,6 +29,20 @@ def check_loader(loader: Any, sampler: IndexSource) -> None:
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise OptionError("with in_order=False it is unknown which batches came: use in_order=True")
     sampler.check_dataset(loader.dataset)
+
+
+def check_not_batched_again() -> None:
+    """Check that what iterates the sampler that calls is no `BatchSampler` of torch.
+
+    Raises:
+        OptionError: the loader was given the sampler as `sampler=`.
+    """
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") == BatchSampler.__module__:
+        raise OptionError(
+            "this sampler yields whole batches, which torch's BatchSampler would batch again: pass "
+            "it to the DataLoader as batch_sampler=, not as sampler="
+        )
 
 
 def check_end(iterator: PlanIterator, done: int) -> None:
