@@ -84,6 +84,20 @@ def test_forms_of_other_numbers_of_axes() -> None:
             MeasuredCost(forms=forms, margin=0)
 
 
+@given(costs(), st.lists(st.integers(0, 5500), max_size=6), st.lists(st.integers(0, 2**40)))
+def test_many_at_once_are_each_alone(
+    cost: MeasuredCost, sizes: list[int], budgets: list[int]
+) -> None:
+    """Sizes × budgets, of a cost that holds as far as measured batches have reached, too."""
+    found = cost.capacity(np.array(sizes, int), np.array(budgets, int)[:, None])
+    assert found.shape == (len(budgets), len(sizes))
+    each = [[int(cost.capacity(size, budget)) for size in sizes] for budget in budgets]
+    assert found.tolist() == each
+    numbers = np.array([1, 3, 200])[:, None]
+    each = [[int(cost.batch_bytes(n, size)) for size in sizes] for n in (1, 3, 200)]
+    assert cost.batch_bytes(numbers, np.array(sizes, int)).tolist() == each
+
+
 @given(costs(), st.integers(1, 100), st.integers(1, 1000))
 def test_the_margin_is_added(cost: MeasuredCost, n: int, size: int) -> None:
     cost = replace(cost, vouched=None, table=None)
