@@ -56,6 +56,8 @@ class PaddedSizes:
         if _knows_rounding(type(batch)):  # type: ignore[arg-type]  # types are hashable
             self._compare_own(batch.rounding(self._size_multiple), planned)
             return
+        if isinstance(batch, (tuple, list)) and not _may_hold_tensors(batch):
+            return  # most often, and in a third of the time
         longest = max(planned, default=2**63)  # nothing is padded: nothing is too long
         for path, tensor in _tensors(batch):
             for axis, length in enumerate(tensor.shape):
