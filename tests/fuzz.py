@@ -15,25 +15,25 @@ law was broken.
 So far, of 10,000 and 300 cases of each kind, with seed 0:
 
     kind                    cases  refused  violations  seconds
-    fits                    1,260        0           0      700
+    fits                    1,542        0           0    1,025
     fits, processes           103        0           0      410
-    samplers                1,433      139           0      793
+    samplers                1,542      150           0      831
     samplers, processes       104        0           0      230
-    steps                   1,261        0           0    1,139
+    steps                   1,542        0           0    1,644
     steps, processes          103        0           0      215
-    streams                 1,432      192           0      578
+    streams                 1,542      205           0      605
     streams, processes        104        5           0      677
 
-    fits: 3,280 starts, 1,781 faults, 136 killed
-    samplers: 5,715 starts, 27,642 batches
-    steps: 4,092 steps, 2,052 out of memory, 654 resumed
-    streams: 2,747 starts, 28,222 batches, 1,478 faults, 72 killed
+    fits: 3,942 starts, 2,161 faults, 136 killed
+    samplers: 6,139 starts, 29,442 batches, 1,188 killed
+    steps: 4,935 steps, 2,542 out of memory, 794 resumed
+    streams: 2,960 starts, 30,372 batches, 1,611 faults, 72 killed
 
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU. The seconds are those
 of a process with the lowest priority, beside others that kept both cores busy.
 
-Refused samplers: samples cannot be dealt evenly (57), `drop_last` leaves nothing (45), no sample
-fits the budget (24), an epoch needs more batches than were given (13). Refused streams: they cannot
+Refused samplers: samples cannot be dealt evenly (63), `drop_last` leaves nothing (49), no sample
+fits the budget (24), an epoch needs more batches than were given (14). Refused streams: they cannot
 be dealt to the ranks, or the source has no samples for a worker.
 """
 
