@@ -142,13 +142,13 @@ def run():
     while (epoch := source.epoch) < 2:
         for batch in source.tracked(loader):
             done += 1
+            numbers = [one if kind == "sampler" else one[0] for one in batch]
+            log.write(json.dumps([done, epoch, numbers]) + "\\n")
+            log.flush()
             if done == 1 and float(after_s):
                 timer = threading.Timer(float(after_s), die)
                 timer.daemon = True
                 timer.start()
-            numbers = [one if kind == "sampler" else one[0] for one in batch]
-            log.write(json.dumps([done, epoch, numbers]) + "\\n")
-            log.flush()
             time.sleep(0.01)  # a step
             dist.barrier()
             if rank == 0 and is_to_be_saved(done):
@@ -214,7 +214,7 @@ def tell(
             found = json.loads(saved.read_text())
             counts[found["chapter"]] = found["done"]
         starts.append([*start.values(), (files / f"{chapter}.refused").exists()])
-    assert (files / "0.0.jsonl").read_text()  # killed within its loop
+    assert any(log.read_text() for log in files.glob("0.*.jsonl"))  # killed within their loops
     came = [Counter[int](), Counter[int]()]
     for chapter_name, done in counts.items():
         for log in files.glob(f"{chapter_name}.*.jsonl"):

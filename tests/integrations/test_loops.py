@@ -31,7 +31,7 @@ def last_line(framework: str, *arguments: object, ranks: int = 2) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
