@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.samplers import sampler_of
+from tests.support.samplers import loader_of, sampler_of
 from torchbudget.errors import DiscardedStateWarning, OptionError
 
 
@@ -60,16 +60,36 @@ def test_a_broken_epoch_starts_again() -> None:
 
 
 def test_an_earlier_loop_does_not_disturb_a_later_one() -> None:
-    """Two iterators are independent; only the later one's end ends the epoch."""
+    """Two iterators are independent; the one that was asked for a batch last counts."""
     sampler = sampler_of()
     expected = list(sampler_of())
     earlier = iter(sampler)
     next(earlier)
     later = iter(sampler)
     assert list(earlier) == expected[1:]
-    assert sampler.epoch == 0
-    assert list(later) == expected
     assert sampler.epoch == 1
+    assert next(later) == expected[0]
+    assert sampler.epoch == 0
+    assert list(later) == expected[1:]
+    assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_look_that_is_kept_does_not_hold_the_epoch(workers: int) -> None:
+    """A loop ends its epoch although another one, begun within it, is still open."""
+    sampler = sampler_of()
+    loader = loader_of(sampler, num_workers=workers)
+    kept, epochs = [], []
+    for epoch in range(3):
+        assert sampler.epoch == epoch
+        batches = []
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == 3:
+                kept.append(iter(loader))
+                next(kept[-1])
+        epochs.append(batches)
+    assert len({str(batches) for batches in epochs}) == 3
 
 
 def test_set_epoch_in_mid_epoch_counts_from_the_next_loop() -> None:

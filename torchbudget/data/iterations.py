@@ -18,14 +18,12 @@ class Iteration:
         number: of those before it, and itself.
         came: batches that came in a tracked loop over it; `None`: it is not tracked.
         is_open: a tracked loop over it has not ended.
-        is_over: its last batch was drawn.
         workers: the loop of a loader whose workers read ahead of it; `None`: another one.
     """
 
     number: int
     came: int | None = None
     is_open: bool = False
-    is_over: bool = False
     workers: WorkersLoop | None = None
 
 
@@ -65,14 +63,6 @@ class Iterations:
         if changes:
             self.present = iterator
         return changes
-
-    def ends(self, iterator: PlanIterator) -> bool:
-        """The last batch of one was drawn; whether none that began after it has more."""
-        mine = self._each.get(iterator)
-        if mine is None:
-            return False
-        mine.is_over = True
-        return all(one.is_over for one in self._each.values() if one.number > mine.number)
 
     @property
     def number(self) -> int:

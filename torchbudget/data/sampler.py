@@ -391,5 +391,5 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             self._cursor = iterator.coming()
 
     def _finish(self, iterator: PlanIterator) -> None:
-        if self._iterations.ends(iterator):  # the next epoch follows
+        if self._iterations.find(iterator) is not None:  # the next epoch follows
             self._cursor = Cursor(epoch=iterator.began.epoch + 1)

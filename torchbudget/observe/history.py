@@ -41,8 +41,8 @@ class History:
             return None
         self._closed += 1
         self._in_next = 0
-        kept: Any = row.copy()
-        return kept  # type: ignore[no-any-return]
+        kept: npt.NDArray[np.float64] = row.copy()
+        return kept
 
     def _halve(self) -> None:
         half = len(self._rows) // 2

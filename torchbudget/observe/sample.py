@@ -74,11 +74,11 @@ class MemorySample:
     @classmethod
     def of_row(cls, row: Any) -> MemorySample:
         """The sample of such a row."""
-        numbers = {
+        numbers: dict[str, Any] = {
             name: None if np.isnan(value) else int(value)
             for name, value in zip(COLUMNS[1:], row[1:], strict=True)
         }
-        return cls(time_s=float(row[0]), **numbers)  # type: ignore[arg-type]
+        return cls(time_s=float(row[0]), **numbers)
 
     def known(self) -> dict[str, float]:
         """The numbers that are not `None`, by name."""

@@ -29,17 +29,16 @@ class Rounds(NamedTuple):
         places: of the samples, shape `(S,)`.
         starts: where each micro-batch begins among them.
         stops: where it ends.
-        padded_sizes: of each, on every axis, shape `(micro-batches, d)`; of packed ones, none, with
-            d = 0; `None` where nothing is planned.
+        padded_sizes: of each, on every axis; of packed ones, none; `None` where nothing is planned.
     """
 
     places: IntArray
     starts: list[int]
     stops: list[int]
-    padded_sizes: IntArray | None = None
+    padded_sizes: list[list[int]] | None = None
 
 
-NO_ROUNDS: Final = Rounds(np.empty(0, np.int64), [], [])
+_NONE: Final = Rounds(np.empty(0, np.int64), [], [])
 
 
 class Grouping(Protocol):
@@ -126,13 +125,13 @@ class ByCost:
             stays = without_last(self.rules, sizes, self.ranks)
             places, sizes = places[stays], sizes[stays]
         if not len(sizes):
-            return NO_ROUNDS
+            return _NONE
         if len(sizes) < self.ranks.number:
             raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks.number} ranks")
         block = solve(self.rules, sizes[None], self.ranks, key)
-        padded = np.empty((len(block.starts), 0), np.int64)
+        padded: list[list[int]] = [[]] * len(block.starts)
         if self.rules.packing is None:
-            padded = self.rules.padded(block.padded()).reshape(len(block.starts), -1)
+            padded = self.rules.padded(block.padded()).reshape(len(block.starts), -1).tolist()
         starts, stops = block.starts.tolist(), block.stops.tolist()
         return Rounds(places[block.samples], starts, stops, padded)
 

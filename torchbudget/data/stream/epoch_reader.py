@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.tracking import StampedBatch, collated
 from torchbudget.data.stream.windows import BufferedSamples, Windows
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.grouping import NO_ROUNDS, Rounds
 from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
 
@@ -34,40 +34,6 @@ class _MicroBatch(NamedTuple):
 
     samples: list[Any]
     padded_size: list[int] | None
-
-
-class _MicroBatches:
-    """Those of a window: of the first round's ranks, then of the next round's.
-
-    Each is made when it is asked for. Thousands of lists at a time would have Python search all
-    objects of the process for garbage, which takes longer than to cut the window.
-
-    Args:
-        samples: in the order of the rounds.
-        rounds: where they are cut.
-    """
-
-    __slots__ = ("_rounds", "_samples")
-
-    def __init__(self, samples: list[Any], rounds: Rounds) -> None:
-        self._samples, self._rounds = samples, rounds
-
-    def __len__(self) -> int:
-        return len(self._rounds.starts)
-
-    def __getitem__(self, number: int) -> _MicroBatch:
-        rounds = self._rounds
-        samples = self._samples[rounds.starts[number] : rounds.stops[number]]
-        padded = rounds.padded_sizes
-        return _MicroBatch(samples, None if padded is None else padded[number].tolist())
-
-    def of_rank(self, rank: int, ranks: int) -> list[_MicroBatch]:
-        """Those of one rank."""
-        return [self[number] for number in range(rank, len(self), ranks)]
-
-    def of_last_round(self, ranks: int) -> list[_MicroBatch]:
-        """Those of all ranks."""
-        return [self[number] for number in range(len(self) - ranks, len(self))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +194,10 @@ class EpochReader(Iterator[Any]):
             for done in range(1 + _done(begun, start), number):
                 yield begun, done, rounds[(done - 1) * ranks + rank]
             if ranks > 1:
-                last = _Round(begun, number - 1, rounds.of_last_round(ranks))
+                last = _Round(begun, number - 1, rounds[-ranks:])
             elif buffered.following is not None:
-                yield buffered.following, 0, rounds[len(rounds) - 1]
-            del rounds
+                yield buffered.following, 0, rounds[-1]
+            rounds.clear()
         end = start.next_pass()
         if uneven is None or self._settings.drop_last:
             if last is not None:
@@ -241,20 +207,20 @@ class EpochReader(Iterator[Any]):
         if last is not None:
             begun, before = last.cursor, last.number
             samples = [sample for batch in last.batches for sample in batch.samples] + samples
-        joined = self._rounds(BufferedSamples(begun, samples)).of_rank(rank, ranks)
+        joined = self._rounds(BufferedSamples(begun, samples))[rank::ranks]
         for done, batch in enumerate(joined, before + 1):
             if done > _done(begun, start):
                 yield begun, done, batch
 
-    def _rounds(self, buffered: BufferedSamples) -> _MicroBatches:
-        """The micro-batches.
+    def _rounds(self, buffered: BufferedSamples) -> list[_MicroBatch]:
+        """The micro-batches: those of a round's ranks, then those of the next round.
 
         Raises:
             UnevenRanksError: they cannot be dealt evenly.
         """
         settings, samples, cursor = self._settings, buffered.samples, buffered.cursor
         if not samples:
-            return _MicroBatches([], NO_ROUNDS)
+            return []
         if settings.sized and buffered.sizes is None:
             buffered.sizes = sizes_of_all(samples, settings.size, cursor.start)
         key = WindowKey(
@@ -269,7 +235,11 @@ class EpochReader(Iterator[Any]):
         )
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places].tolist()
-        return _MicroBatches(arranged, rounds)
+        padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
+        return [
+            _MicroBatch(arranged[start:stop], padded_size)
+            for start, stop, padded_size in zip(rounds.starts, rounds.stops, padded, strict=False)
+        ]
 
     def _joined(self, uneven: BufferedSamples, following: BufferedSamples) -> BufferedSamples:
         """Samples that cannot be dealt evenly, with those after them."""
