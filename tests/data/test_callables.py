@@ -213,6 +213,7 @@ print(callable_fingerprint(Upper({{"gh", "ij", "kl"}})))
 """
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Under another hash seed, in another file and at another line; sets have no order."""
     found = set()

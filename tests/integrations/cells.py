@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,12 +13,15 @@ from torch.utils.data import DataLoader
 
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost
 
+RecordProperty: TypeAlias = Callable[[str, object], None]
+
 # Windows and a budget of which each epoch has a batch more than the one before, on 1 and 2 ranks.
 OPTIONS = {"window": 24, "seed": 3}
 BUDGET = 600
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 203), 1, 400).astype(np.int64).tolist()
 EPOCHS = 3
 STOP = 5  # batches into the second epoch
+MATRIX = Path(__file__).parents[2] / "docs" / "frameworks_matrix.md"
 CELLS = [(source, workers) for source in ("sampler", "stream") for workers in (0, 2)]
 
 
@@ -74,6 +78,40 @@ def check_story(of_ranks: list[dict[str, Any]]) -> None:
     for one in of_ranks:
         assert len({str(epoch) for epoch in one["whole"]}) == EPOCHS
         assert one["stopped"] + one["resumed"] == [*chain(*one["whole"])]
+
+
+def check_rows(
+    found: list[dict[str, Any]], rows: dict[str, str], record_property: RecordProperty
+) -> None:
+    """The story of each cell holds, and is a cell of the matrix in the docs.
+
+    Args:
+        found: of each rank, what came in each cell, by name.
+        rows: what follows source and workers in such a name, and its row in the matrix.
+        record_property: pytest's, of which the matrix is written.
+    """
+    assert {name_of(*cell, setting) for cell in CELLS for setting in rows} <= {*found[0]}
+    for setting, row in rows.items():
+        for cell in CELLS:
+            check_story([one[name_of(*cell, setting)] for one in found])
+            record_property(name_of(len(found), *cell, row), "✓")
+    written = section_of(len(found), MATRIX.read_text())
+    assert [row for row in rows.values() if matrix_row(row) not in written] == []
+
+
+def matrix_row(row: str) -> str:
+    """A line of the matrix all of whose cells hold."""
+    return f"| {row} |{' ✓ |' * len(CELLS)}\n"
+
+
+def section_of(processes: int, matrix: str) -> str:
+    """The lines of the matrix about a number of processes."""
+    return matrix.partition(heading_of(processes))[2].partition("| **")[0]
+
+
+def heading_of(processes: int) -> str:
+    """The line above them."""
+    return f"| **{processes} process{'es' * (processes > 1)}** |{' |' * len(CELLS)}\n"
 
 
 def assert_epochs_grow(of_rank: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.cells import assert_epochs_grow, check_story
+from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_rows
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -129,14 +129,20 @@ except OptionError as error:
 
 @pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_sample_comes_once_under_each_option(ranks: int, tmp_path: Path) -> None:
+def test_every_sample_comes_once_under_each_option(
+    ranks: int, tmp_path: Path, record_property: RecordProperty
+) -> None:
     """Epochs, `save_state`, `load_state` and `skip_first_batches`; what dispatches is refused."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 21
     assert_epochs_grow(found[0]["sampler, 0, {}"])
-    for name in found[0]:
-        outcomes = [one[name] for one in found]
-        if name == "dispatch_batches":
-            assert all(text.startswith("dispatch_batches=True has") for text in outcomes)
-        else:
-            check_story(outcomes)
+    for one in found:
+        assert one["dispatch_batches"].startswith("dispatch_batches=True has")
+    rows = {
+        "{}": "Accelerate: default",
+        "{'even_batches': False}": "Accelerate: `even_batches=False`",
+        "{'split_batches': True}": "Accelerate: `split_batches=True`",
+        "skip_first_batches": "Accelerate: `skip_first_batches`",
+        "StatefulDataLoader": "Accelerate: `StatefulDataLoader`",
+    }
+    check_rows(found, rows, record_property)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.cells import assert_epochs_grow, check_story
+from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_rows
 from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.peer,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
     ),
@@ -221,10 +222,16 @@ for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
 
 @pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_sample_comes_once_in_fit(ranks: int, tmp_path: Path) -> None:
+def test_every_sample_comes_once_in_fit(
+    ranks: int, tmp_path: Path, record_property: RecordProperty
+) -> None:
     """Loaders made before and in `fit`, epochs of any length, checkpoints within an epoch."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 12
     assert_epochs_grow(found[0]["sampler, 0, DataLoader, in fit"])
-    for name in found[0]:
-        check_story([one[name] for one in found])
+    rows = {
+        "DataLoader, before fit": "Lightning: loader made before `fit`",
+        "DataLoader, in fit": "Lightning: loader made in `fit`",
+        "StatefulDataLoader, in fit": "Lightning: `StatefulDataLoader`",
+    }
+    check_rows(found, rows, record_property)

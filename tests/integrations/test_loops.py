@@ -47,8 +47,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(framework: str, tmp_pat
     """To the last digit: it takes the same steps of the same samples."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed")
     script = framework.removeprefix("torch.").replace(".", "_")
     whole = last_line(script, tmp_path / "whole")
     stopped = last_line(script, tmp_path / "stopped", "--stop", 5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.cells import assert_epochs_grow, check_story
+from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_rows
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -95,10 +95,16 @@ for by, kind in (("DDP", DataLoader), ("FSDP2", DataLoader), ("DDP", StatefulDat
 
 @pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_sample_comes_once_in_a_loop_of_ones_own(ranks: int, tmp_path: Path) -> None:
+def test_every_sample_comes_once_in_a_loop_of_ones_own(
+    ranks: int, tmp_path: Path, record_property: RecordProperty
+) -> None:
     """DDP, FSDP2 and `StatefulDataLoader`, whose states go through JSON."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 12
     assert_epochs_grow(found[0]["sampler, 0, DDP, DataLoader"])
-    for name in found[0]:
-        check_story([one[name] for one in found])
+    rows = {
+        "DDP, DataLoader": "own loop: DDP",
+        "FSDP2, DataLoader": "own loop: FSDP2",
+        "DDP, StatefulDataLoader": "own loop: `StatefulDataLoader`",
+    }
+    check_rows(found, rows, record_property)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.cells import check_story
+from tests.integrations.cells import RecordProperty, check_rows
 from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.peer,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None
         or importlib.util.find_spec("accelerate") is None,
@@ -245,14 +246,19 @@ for takes_number in (True, False):
 
 @pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_sample_comes_once_in_train(ranks: int, tmp_path: Path) -> None:
+def test_every_sample_comes_once_in_train(
+    ranks: int, tmp_path: Path, record_property: RecordProperty
+) -> None:
     """Steps of the plan, checkpoints within an epoch, and losses divided by the step's labels."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
     assert len(found[0]) == 8
     for name in found[0]:
-        of_ranks = [one[name] for one in found]
-        check_story(of_ranks)
-        check_gradients(of_ranks)
+        check_gradients([one[name] for one in found])
+    rows = {
+        "True": "Trainer: model takes `num_items_in_batch`",
+        "False": "Trainer: model does not take it",
+    }
+    check_rows(found, rows, record_property)
 
 
 def check_gradients(of_ranks: list[dict[str, Any]]) -> None:

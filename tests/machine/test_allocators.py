@@ -35,6 +35,7 @@ print(*(os.environ.get(name) for name in {VARIABLES}))
 """
 
 
+@pytest.mark.slow
 def test_what_the_environment_says_already_stays():
     segments = "expandable_segments:True"
     assert printed_by(PRINT) == [f"32 {segments} {segments}"]

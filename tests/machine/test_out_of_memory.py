@@ -82,6 +82,7 @@ print(*sorted(seen))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+@pytest.mark.slow
 def test_what_onednn_says_under_a_limit() -> None:
     """An LSTM under limits of the data segment: whoever fails, it is recognised."""
     done = subprocess.run(

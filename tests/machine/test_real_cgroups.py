@@ -166,6 +166,7 @@ print("lives")
 
 
 @pytest.mark.parametrize(("fraction", "code"), [(0.95, 0), (1.05, -signal.SIGKILL)])
+@pytest.mark.slow
 def test_the_budget_is_where_the_kernel_kills(tmp_path, fraction, code):
     """A process that takes 95 % of what was found lives, and one that takes 105 % is killed."""
     with memory_group(MiB(768)) as group, group.python(FILL, fraction, tmp_path / "f") as process:

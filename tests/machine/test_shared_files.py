@@ -73,7 +73,7 @@ def test_other_shared_memory_hides_nothing(path: Path) -> None:
 def test_a_file_that_several_processes_have_open_counts_once(path: Path) -> None:
     """Those of other names, and of processes that have ended, do not count."""
     renamed = path.rename(path.with_name(f"of-another-{os.getpid()}"))
-    wait = [sys.executable, "-c", "print('ready', flush=True); input()"]
+    wait = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
     try:
         with renamed.open("rb") as file, subprocess.Popen(wait, stdin=file, stdout=-1) as child:
             assert child.stdout is not None

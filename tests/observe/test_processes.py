@@ -28,6 +28,7 @@ def in_child(monitor: MemoryMonitor) -> None:
         own.snapshot("child")
 
 
+@pytest.mark.slow
 def test_processes_that_are_forked_while_it_reads_are_not_stuck(tmp_path: Path) -> None:
     """Of 100 children, each forked wherever the thread stands, all run and end; none writes."""
     context = multiprocessing.get_context("fork")

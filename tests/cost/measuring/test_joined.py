@@ -133,6 +133,7 @@ Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(said))
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_no_rank_waits_for_one_that_failed(tmp_path: Path) -> None:
     """All raise: the one that failed its own error, the other one with its number and its text."""
     first, second = run_ranks(ONE_FAILS, tmp_path, 2)

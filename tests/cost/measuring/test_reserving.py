@@ -62,6 +62,7 @@ def predict(case: Training, budget: int | None, **options: Any) -> MeasuredCost:
     )
 
 
+@pytest.mark.slow
 def test_requests_of_other_shapes_are_those_that_a_trace_shows() -> None:
     """Each storage is a polynomial of the shape, to a thousandth of all that the step allocates."""
     case = CASES["decoder, scores kept"]()

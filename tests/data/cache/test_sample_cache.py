@@ -61,7 +61,13 @@ def test_bytes_are_never_over(sizes: list[int], budget: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "context"), [(0.25, "fork"), (0.5, "spawn"), (1.0, "forkserver"), (0.5, "fork")]
+    ("share", "context"),
+    [
+        (0.25, "fork"),
+        pytest.param(0.5, "spawn", marks=pytest.mark.slow),
+        (1.0, "forkserver"),
+        (0.5, "fork"),
+    ],
 )
 def test_workers_share_it(share: float, context: str) -> None:
     """In later epochs the hit rate is the kept share within 2 %, over all workers.
@@ -164,7 +170,7 @@ def ask_for_all(cache: SampleCache) -> None:
         cache[index]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_every_process_counts(context: str) -> None:
     """Those of a pool too, which no `DataLoader` has numbered."""
     cache = SampleCache(Reads([50] * 300), "2MiB")

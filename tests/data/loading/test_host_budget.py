@@ -80,6 +80,7 @@ LARGE = Cell(
 )
 
 
+@pytest.mark.slow
 def test_in_a_control_group_of_the_budget(tmp_path) -> None:
     """With the budget as the limit of its group, a training by our options ends."""
     cell = replace(LARGE, folder=str(tmp_path), host_mib=640, workers=8)
@@ -106,6 +107,7 @@ def test_a_plain_setting_is_killed_in_that_group(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("plain", [None, (4, 4)])
+@pytest.mark.slow
 def test_with_64_mib_of_shared_memory(plain, tmp_path) -> None:
     """As in a container: ours ends, and the plain setting finds it full."""
     before = own_shared_memory(64)

@@ -69,7 +69,7 @@ def test_a_stock_loader_takes_them(trial_s) -> None:
         assert chosen["prefetch_factor"] == 8
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_nothing_here_is_changed(start) -> None:
     """No sample is read in this process, no generator moves, and the sampler stays in its place."""
     dataset, ours = Counted(), sampler()

@@ -46,7 +46,9 @@ def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
     )
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
     """Three epochs with `set_epoch`, each of all samples once, and each another order."""
@@ -321,6 +323,7 @@ def crops(sample: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("transform", [crop, transforms.expand(crops)])
+@pytest.mark.slow
 def test_crops_do_not_keep_the_whole_alive(transform: Any) -> None:
     """In the resident memory of a real worker: 1.2 times the look-ahead, and one sample.
 

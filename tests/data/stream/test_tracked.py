@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
     """The rest equals the rest, in its order, and again from a state within the rest."""
