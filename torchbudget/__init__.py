@@ -4,8 +4,9 @@ from torchbudget import errors, readers, transforms
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.cost.measuring.measure import describe_step, measure_cost
 from torchbudget.cost.measuring.tracing import trace_peak_bytes
+from torchbudget.cost.models.cost_file import load_cost
 from torchbudget.cost.models.dense import DenseCost
-from torchbudget.cost.models.measured import MeasuredCost, load_cost
+from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost

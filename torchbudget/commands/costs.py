@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchbudget.commands.answer import UsageError
-from torchbudget.cost.models.measured import load_cost
+from torchbudget.cost.models.cost_file import load_cost
 from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.errors import BudgetError, CostError

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.cost.models.protocol import CostModel, IntArray, MadeForBudget
 from torchbudget.errors import CostError, SizesError, TorchBudgetError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import format_bytes
@@ -29,6 +29,9 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any]) -> None:
         CostError: it takes no arrays; does not return whole bytes, one for each size; or its
             capacity does not fit the budget by its own `batch_bytes`.
         SizesError: it takes sizes of another number of axes.
+
+    Warns:
+        MeasureWarning: it was predicted for another budget.
     """
     largest = sizes.max(axis=0, keepdims=True)
     some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest])
@@ -38,6 +41,9 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any]) -> None:
         models.append(("balance", rules.balance, rules.budget_bytes))
     for name, model, limit in models:
         _check_shapes(name, model, padded, limit)
+    for _, model, limit in rules.limits:
+        if isinstance(model, MadeForBudget):
+            model.check_budget(limit)
     if rules.packing is not None:
         _answer("cost.item_bytes", rules.packing.item_bytes, padded, shape=(len(padded),))
         return  # samples are added one by one

@@ -111,6 +111,7 @@ def test_an_epoch_through_the_allocator_stays_within_the_budget(
     monkeypatch.setenv(ALLOC_CONF, settings)
     case, budget = perceptron(), MiB(1500)
     cost = predict(case, budget)
+    assert cost.predicted_for == budget
     sizes = np.random.default_rng(1).integers(4, 257, 4000)
     order = [
         (len(indices), (int(sizes[indices].max()),))

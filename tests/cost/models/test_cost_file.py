@@ -64,12 +64,13 @@ def test_forms_time_and_probes_are_saved(tmp_path: Path) -> None:
             time_form=PaddedCost(sample_bytes=3),
             probes=probes,
             notes=("a note",),
+            predicted_for=2**30,
         )
         cost.save(tmp_path / "cost.json")
         loaded = load_cost(tmp_path / "cost.json")
         assert (loaded.forms, loaded.vouched, loaded.table) == (forms, far, rows)
         assert (loaded.margin, loaded.time, loaded.probes) == (0.1, cost.time, probes)
-        assert loaded.notes == cost.notes
+        assert (loaded.notes, loaded.predicted_for) == (cost.notes, 2**30)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.costs import forms_of, measured
-from torchbudget import MeasuredCost, PaddedCost, TableCost
+from torchbudget import (
+    BudgetedIterableDataset,
+    MeasuredCost,
+    MemoryBudgetBatchSampler,
+    PaddedCost,
+    TableCost,
+    plan_step,
+)
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.vouched import VouchedRange
@@ -178,6 +185,21 @@ def test_what_is_not_packed() -> None:
     for term in (Term(1, 0, (1,)), Term(1, 2, (0,))):
         with pytest.raises(CostError, match="terms without n, in n²"):
             MeasuredCost(forms=(Form(terms=(term,)),), margin=0).packed()
+
+
+@pytest.mark.parametrize("budget", ["800kB", "1200kB"])
+def test_another_budget_than_was_predicted_for(budget: str) -> None:
+    """Batches that fill it leave other gaps: every sampler and stream, and every step, says so."""
+    cost, sizes = replace(measured(), predicted_for=10**6), np.full(50, 10)
+    MemoryBudgetBatchSampler(sizes, cost, "1.05MB")  # warnings are errors here
+    replace(cost, predicted_for=None).check_budget(1)
+    with pytest.warns(MeasureWarning, match=r"for a budget of 977 KiB: what CUDA's .*predict it"):
+        MemoryBudgetBatchSampler(sizes, cost, budget)
+    with pytest.warns(MeasureWarning, match="was predicted for a budget"):
+        plan_step(sizes, cost, budget)
+    stream = BudgetedIterableDataset([sizes.tolist()], cost, budget, size=int, collate_fn=list)
+    with pytest.warns(MeasureWarning, match="was predicted for a budget"):
+        assert sum(map(len, stream)) == 50
 
 
 def test_a_larger_margin_raises_the_table_too() -> None:

@@ -144,6 +144,7 @@ def measure_cost(
         cost,
         time_form=fit_time(cost.probes),
         measured_on=describe_step(step) | (_predicted_on() if predicted else {}),
+        predicted_for=room if predicted else None,
         notes=(*subject.notes, *state.notes()),
     )
 

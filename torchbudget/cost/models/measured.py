@@ -1,4 +1,4 @@
-"""A cost that was measured on a training step, what training shows of it, its file and report."""
+"""A cost that was measured on a training step, what training shows of it, and its report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.observations import Observations
 from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
-from torchbudget.cost.models.polynomials import Polynomials, Term
+from torchbudget.cost.models.polynomials import Polynomials
 from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
@@ -34,7 +34,9 @@ _PARTS: Final = 2**14
 MOST_MARGIN: Final = 1000
 # What a margin grows by when an allocation failed.
 _FAILED: Final = 0.02
-_FORMAT: Final = 3  # of files
+# A budget that differs by a larger share from the one that was predicted for is another one.
+_SAME_BUDGET: Final = 0.1
+FORMAT: Final = 3  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>8}  {}"  # of reports
 
 
@@ -56,6 +58,8 @@ class MeasuredCost:
         probes: what was measured.
         measured_on: model, device, torch and more, by name.
         notes: what the user should know of how it was measured.
+        predicted_for: the budget for whose batches an allocator's gaps were predicted, in bytes;
+            `None`: nothing of this cost depends on a budget.
     """
 
     forms: tuple[Form, ...]
@@ -67,6 +71,7 @@ class MeasuredCost:
     probes: tuple[Probe, ...] = ()
     measured_on: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    predicted_for: int | None = None
     _observed: Observations = field(default_factory=Observations, repr=False)
     _polynomials: Polynomials = field(init=False, repr=False)
 
@@ -142,6 +147,24 @@ class MeasuredCost:
         if self.table is not None:
             n = np.maximum(n, self.table.capacity(padded_size, budget_bytes))
         return np.where(self._is_beyond(padded_size), 0, n)
+
+    def check_budget(self, budget_bytes: int) -> None:
+        """See `MadeForBudget`.
+
+        Warns:
+            MeasureWarning: batches that fill it are of other sizes than those whose gaps were
+                predicted.
+        """
+        made_for = self.predicted_for
+        if made_for is None or abs(budget_bytes - made_for) <= _SAME_BUDGET * made_for:
+            return
+        warnings.warn(
+            f"this cost was predicted for a budget of {format_bytes(made_for)}: what CUDA's "
+            f"allocator reserves beside the batches that fill {format_bytes(budget_bytes)} is "
+            "unknown; predict it with that budget, or measure it on the device",
+            MeasureWarning,
+            stacklevel=2,
+        )
 
     def packed(self) -> PackedCost:
         """This cost for batches without padding, where `make_batch` made such ones.
@@ -245,7 +268,7 @@ class MeasuredCost:
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with what it was measured on; `load_cost` reads it."""
         attributes = {k: value for k, value in asdict(self).items() if not k.startswith("_")}
-        written = {"format": _FORMAT, **attributes}
+        written = {"format": FORMAT, **attributes}
         Path(path).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
     def errors(self) -> list[float]:
@@ -312,70 +335,3 @@ class MeasuredCost:
         right.set(xlabel="measured, MiB", ylabel="error, %", xscale="log")
         left.legend()
         return figure
-
-
-def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
-    """Read a cost that `MeasuredCost.save` wrote.
-
-    Args:
-        path: of the file.
-        measured_on: what it is to be used on, as `describe_step(step)` returns it.
-
-    Raises:
-        CostError: the file is not a saved cost, or its format is another one.
-
-    Warns:
-        MeasureWarning: it was measured on something else; names what differs.
-    """
-    try:
-        read = json.loads(Path(path).read_text("utf-8"))
-        cost = _from_file(read) if read["format"] == _FORMAT else None
-    except (KeyError, TypeError, ValueError) as error:
-        raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
-    if cost is None:
-        raise CostError(f"{path}: format {read['format']!r} is not {_FORMAT}; measure again")
-    differing = [
-        f"{name}: {cost.measured_on.get(name)!r} then, {now!r} now"
-        for name, now in (measured_on or {}).items()
-        if cost.measured_on.get(name) != now
-    ]
-    if differing:
-        warnings.warn(
-            f"{path} was measured on something else: {'; '.join(differing)}",
-            MeasureWarning,
-            stacklevel=2,
-        )
-    return cost
-
-
-def _from_file(read: dict[str, Any]) -> MeasuredCost:
-    """The cost of what a file contains."""
-    table, vouched, time_form = (read[name] for name in ("table", "vouched", "time_form"))
-    largest = read["largest"]
-    return MeasuredCost(
-        forms=tuple(
-            Form(
-                terms=tuple(
-                    Term(**term | {"sizes": tuple(term["sizes"])}) for term in form["terms"]
-                )
-            )
-            for form in read["forms"]
-        ),
-        margin=read["margin"],
-        largest=None if largest is None else tuple(largest),
-        vouched=None if vouched is None else VouchedRange(**_tuples(vouched)),
-        table=None if table is None else TableCost(**_tuples(table)),
-        time_form=None if time_form is None else PaddedCost(**time_form),
-        probes=tuple(Probe(**p | {"size": tuple(p["size"])}) for p in read["probes"]),
-        measured_on=read["measured_on"],
-        notes=tuple(read["notes"]),
-    )
-
-
-def _tuples(columns: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(tuple(one) if isinstance(one, list) else one for one in column)
-        if isinstance(column, list)
-        else column
-        for name, column in columns.items()
-    }

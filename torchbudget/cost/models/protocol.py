@@ -47,6 +47,14 @@ class CostModel(Protocol):
         """
 
 
+@runtime_checkable
+class MadeForBudget(Protocol):
+    """A cost that holds under about one budget, and says so where another one is planned with."""
+
+    def check_budget(self, budget_bytes: int) -> None:
+        """Warn of a budget, in bytes, for which it was not made."""
+
+
 class AdditiveCost(ABC):
     """A `CostModel` of batches without padding: a base, and a share of each sample.
 
