@@ -107,6 +107,33 @@ def test_a_stateful_loader_goes_on_at_every_batch(workers: int, options: Any) ->
     assert len(whole) > 50
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.filterwarnings("ignore:epoch . starts over:torchbudget.errors.RepeatedSamplesWarning")
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("sharded", "options"), [(True, {}), (False, {}), (True, {"batches_per_epoch": 9})]
+)
+def test_a_stateful_loader_goes_on_between_epochs(
+    sharded: bool, options: Any, persistent: bool
+) -> None:
+    """All workers begin the next epoch, though none was asked for a batch of the last one."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    sizes = SIZES[:150]
+    source = shards_of(sizes, [30, 60]) if sharded else Numbered(sizes)
+
+    def loader() -> Any:
+        stream = make(source, **options)
+        return stateful(stream, batch_size=None, num_workers=2, persistent_workers=persistent)
+
+    uninterrupted = loader()
+    epochs = [list(uninterrupted) for _ in range(3)]
+    for done in (1, 2):
+        stopped, resumed = loader(), loader()
+        assert [list(stopped) for _ in range(done)] == epochs[:done]
+        resumed.load_state_dict(as_pickle(stopped.state_dict()))
+        assert [list(resumed) for _ in range(done, 3)] == epochs[done:]
+
+
 # ---------------------------------------------------------------------- transforms, threads
 
 

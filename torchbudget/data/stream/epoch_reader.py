@@ -93,6 +93,7 @@ class EpochReader(Iterator[Any]):
         self._progress = progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
         self._batches: Generator[tuple[StreamCursor, int, _MicroBatch]] | None = None
+        self._found: tuple[StreamCursor, int, _MicroBatch] | None = None  # read, not asked for yet
         self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
         self.go_on(cursor)
 
@@ -122,20 +123,15 @@ class EpochReader(Iterator[Any]):
         loops = self.loops()
         if loops is not None:
             loops.present = self
-        found = batch = None
-        if not self.finished:
-            if self._batches is None:
-                self._batches = self._read(self.cursor)
-            try:
-                found = next(self._batches, None)
-                if found is not None:
-                    batch = self._collated(found[2])
-            except BaseException:
-                self._batches = None  # the next call meets the same error, and not the epoch's end
-                raise
+        found = self._take()
         if found is None:
             self._end_epoch()
             raise StopIteration
+        try:
+            batch = self._collated(found[2])
+        except BaseException:
+            self._batches = None  # the next call meets the same error, and not the next batch
+            raise
         self._samples, self._rounds_done, _ = found
         self.windows.num_batches += 1
         if self._to_come is not None:
@@ -143,6 +139,29 @@ class EpochReader(Iterator[Any]):
             if not self._to_come:
                 self._end_epoch()
         return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
+
+    def find_end(self) -> None:
+        """End the epoch if nothing is left of it, before a batch is asked for.
+
+        `StatefulDataLoader` saves a finished epoch as it stood after its last batch. It then has
+        workers that load that state begin the next loop at once, or starts new ones.
+        """
+        self._found = self._take()
+        if self._found is None:
+            self._end_epoch()
+
+    def _take(self) -> tuple[StreamCursor, int, _MicroBatch] | None:
+        """The next micro-batch, and where it stands after it; `None`: the epoch has no more."""
+        found, self._found = self._found, None
+        if found is not None or self.finished:
+            return found
+        if self._batches is None:
+            self._batches = self._read(self.cursor)
+        try:
+            return next(self._batches, None)
+        except BaseException:
+            self._batches = None  # the next call meets the same error, and not the epoch's end
+            raise
 
     def _collated(self, micro_batch: _MicroBatch) -> Any:
         samples, padded_size = micro_batch
@@ -161,7 +180,7 @@ class EpochReader(Iterator[Any]):
         """End the threads, and drop the samples in memory."""
         if self._batches is not None:
             self._batches.close()
-            self._batches = None
+        self._batches = self._found = None
         self.windows.close()
 
     def _read(self, start: StreamCursor) -> Generator[tuple[StreamCursor, int, _MicroBatch]]:

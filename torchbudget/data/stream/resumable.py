@@ -138,6 +138,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         reader.stamps = bool(loop)
         self._readers.add(reader)
         reader.loops, self._loops.present = weakref.ref(self._loops), reader
+        if in_worker and self._loaded() is not None:
+            reader.find_end()
         progress.last_loop = loop or (-1 if in_worker else 0)
         return reader
 
