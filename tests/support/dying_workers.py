@@ -6,8 +6,13 @@ import gc
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from torch.utils.data import DataLoader
+
+# What a loop meets whose worker was killed: torch's error, or the end of the socket through which
+# the worker was just handing over the file of a tensor.
+DEATHS: Final = (RuntimeError, ConnectionError, EOFError, FileNotFoundError)
 
 
 @contextmanager
