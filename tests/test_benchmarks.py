@@ -21,6 +21,7 @@ TINY = {
     "few_samples": "--samples 1000 --repetitions 1",
     "padding": "--samples 5000 --peer-samples 300",
     "ranks": "--samples 4096 --few 4096 --most-ranks 2",
+    "rank_speed": "--samples 60 --max-length 200 --mib 48 --step 16 --repetitions 1",
     "fairness": "--samples 4096 --epochs 1",
     "given_numbers": "--samples 8192 --epochs 2",
     "plan_step": "--samples 512 --seeds 1",

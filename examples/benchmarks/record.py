@@ -23,6 +23,7 @@ ALL = (
     "few_samples",
     "padding",
     "ranks",
+    "rank_speed",
     "fairness",
     "given_numbers",
     "plan_step",
