@@ -25,6 +25,7 @@ TorchBudgetWarning       (UserWarning)
 ├── OtherNumbersWarning                  an epoch has other numbers of batches than it was to have
 ├── RepeatedSamplesWarning               an epoch reads what the one before has read
 ├── PaddedSizeWarning                    batches are padded to more than was planned
+├── OtherSizesWarning                    sizes are not those of the samples that come
 ├── MeasureWarning                       a measured cost may be wrong
 ├── MemoryLimitWarning                   memory is nearly used up
 ├── MonitorWarning                       a monitor cannot read, write or call back
@@ -137,6 +138,10 @@ class RepeatedSamplesWarning(TorchBudgetWarning):
 
 class PaddedSizeWarning(TorchBudgetWarning):
     """Batches are padded to more than was planned, so that they may be over the budget."""
+
+
+class OtherSizesWarning(TorchBudgetWarning):
+    """Sizes are those of other samples than come, so that batches may be over the budget."""
 
 
 class MeasureWarning(TorchBudgetWarning):

@@ -95,9 +95,12 @@ def test_several_axes_from_stdin(text: str, folder: Path) -> None:
 def test_costs_are_files_or_coefficients(capsys: pytest.CaptureFixture[str]) -> None:
     """The same cost, saved, by its coefficients with units, and in tokens."""
     MeasuredCost(forms=forms_of(COST), margin=0).save("cost.json")
+    Path("lr=0.1").mkdir()  # as sweeps call their folders
+    MeasuredCost(forms=forms_of(COST), margin=0).save("lr=0.1/cost.json")
     tokens, packed = PaddedCost(unit_bytes=1), PackedCost(unit_bytes=1, fixed_bytes=100)
     for text, cost, more in (
         ("cost.json", COST, ()),
+        ("lr=0.1/cost.json", COST, ()),
         ("fixed=0.1kB,unit=1.0", COST, ()),
         ("tokens", tokens, ()),
         ("unit=1,fixed=100", packed, ("--packed",)),
@@ -209,6 +212,17 @@ def test_a_low_fill_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"torchbudget: the fill is \d+\.\d%, below 99\.0%\n", err)
 
 
+@pytest.mark.parametrize("share", ["nan", "90", "-1", "much"])
+def test_a_least_fill_that_is_no_share_is_wrong_use(
+    share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No fill is below NaN, and none is as much as 90."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "sizes.npy", *ASKED, "--min-fill", share])
+    assert ended.value.code == 2
+    assert "--min-fill" in capsys.readouterr().err
+
+
 def test_sizes_that_do_not_fit_are_a_no(folder: Path) -> None:
     done = run_command("plan", "sizes.npy", "--budget", "300", "--cost", "tokens", folder=folder)
     assert (done.returncode, done.stdout) == (1, "")
@@ -221,7 +235,11 @@ WRONG = {
     ".": "cannot read .: Is a directory|. has no sizes in it",
     "words.txt": "words.txt has no sizes in it",
     "floats.txt": "expected whole numbers, got fractions",
+    "nan.json": "nan.json has no sizes in it",
+    "huge.txt": "huge.txt has no sizes in it",
     "empty.txt": "it is empty",
+    "empty.npy": "empty.npy has no sizes in it",
+    "empty.npz": "empty.npz has no sizes in it",
     "no.json": "no.json has no sizes in it",
     "text.json": "expected whole numbers, got ",
     "other.npz": 'it has no array "sizes"',
@@ -238,7 +256,11 @@ def test_a_bad_file_is_wrong_use(name: str, capsys: pytest.CaptureFixture[str]) 
     """Exit code 2, one line that names it, nothing on stdout."""
     Path("words.txt").write_text("ten\n", "utf-8")
     Path("floats.txt").write_text("1.5\n2\n", "utf-8")
+    Path("nan.json").write_text("[1, NaN]", "utf-8")
+    Path("huge.txt").write_text("9" * 30, "utf-8")
     Path("empty.txt").write_text("\n", "utf-8")
+    Path("empty.npy").touch()
+    Path("empty.npz").touch()
     Path("no.json").write_text("{", "utf-8")
     Path("text.json").write_text('["a"]', "utf-8")
     np.savez("other.npz", lengths=SIZES)
@@ -264,6 +286,7 @@ def test_a_bad_file_is_wrong_use(name: str, capsys: pytest.CaptureFixture[str]) 
         ("8GiB", "words.txt", "is not a saved cost"),
         ("8GiB", "unit=many", "unit=many: cannot read 'many'"),
         ("8GiB", "units=3", "expected one of fixed, floor, sample, unit, pair"),
+        ("8GiB", "unit=1,fixed=2,unit=3", "each coefficient may stand there once"),
         ("8GiB", "unit=0", "a sample must cost something"),
         ("8GiB", "unit=-1", "unit_bytes must be at least 0"),
         ("8GiB", "unit=1:2", "this cost has 2 axes|shape"),

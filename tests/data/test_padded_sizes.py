@@ -141,6 +141,35 @@ def test_what_is_planned_is_not_accused(loop: Loop, collate: Any, multiple: int)
         assert len(list(loop(collate, 0, multiple))) > 4
 
 
+def tokenized(
+    multiple: int, side: str, begin: list[int], end: list[int]
+) -> Callable[[list[Any]], dict[str, torch.Tensor]]:
+    """Batches of texts that begin and end with special tokens, and with labels after a prompt."""
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        foreign = Foreign(multiple, side)
+        ids = [[*begin, *sample["input_ids"], *end] for sample in samples]
+        return {
+            "input_ids": foreign.pad(ids, own=False),
+            "labels": foreign.pad([[-100, -100, *row[2:]] for row in ids], own=False),
+            "attention_mask": foreign.pad([[1] * len(row) for row in ids], own=False),
+        }
+
+    return collate
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_begins_or_ends_all_texts_is_no_padding(side: str) -> None:
+    """An attention mask says what is."""
+    for begin in ([101], [101, 101]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert len(list(sampled(tokenized(1, side, begin, []), 0))) > 4
+            assert len(list(sampled(tokenized(1, side, begin, [102]), 0))) > 4
+    with pytest.warns(PaddedSizeWarning, match="is padded to 64"):
+        list(sampled(tokenized(64, side, [], []), 0))
+
+
 def test_several_axes() -> None:
     sizes = RNG.integers(3, 40, (100, 2))
     images = [torch.rand(3, height, width) for height, width in sizes.tolist()]

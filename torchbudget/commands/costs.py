@@ -32,9 +32,12 @@ def read_cost(text: str, *, packed: bool) -> CostModel:
     """
     if text == "tokens":
         text = "unit=1"
-    if "=" not in text:
+    if "=" not in text or Path(text).is_file():  # folders are called lr=0.1, too
         return _loaded(text, packed=packed)
-    options = dict(map(_coefficient, text.split(",")))
+    coefficients = list(map(_coefficient, text.split(",")))
+    options = dict(coefficients)
+    if len(options) < len(coefficients):
+        raise UsageError(f"--cost {text}: each coefficient may stand there once")
     try:
         return PackedCost(**options) if packed else PaddedCost(**options)
     except (CostError, TypeError) as error:

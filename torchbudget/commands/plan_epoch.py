@@ -41,8 +41,15 @@ def add_to(commands: Any) -> None:
     output.add_argument("--figure", metavar="FILE", type=Path, help="a .png, .svg or .pdf of it")
     output.add_argument("--html", metavar="FILE", type=Path, help="one page with figures in it")
     output.add_argument(
-        "--min-fill", type=float, metavar="SHARE", help="fail where the fill is lower, such as 0.9"
+        "--min-fill", type=_share, metavar="SHARE", help="fail where the fill is lower, such as 0.9"
     )
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:  # nan is not: nothing is below it
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
+    return share
 
 
 def _add_rules(group: Any) -> None:

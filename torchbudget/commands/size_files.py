@@ -40,7 +40,7 @@ def read_sizes(name: str) -> Sizes:
         return _parsed(path.read_text("utf-8"), path.suffix)
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from error
-    except ValueError as error:  # of NumPy, JSON and Unicode
+    except (ValueError, EOFError) as error:  # of NumPy, JSON and Unicode
         raise UsageError(f"{name} has no sizes in it: {error}") from error
 
 
@@ -70,7 +70,8 @@ def _whole(numbers: Any) -> Sizes:
     """Numbers as int64, which they must be without rounding."""
     if numbers.dtype.kind not in "iuf":
         raise ValueError(f"expected whole numbers, got {numbers.dtype}")
-    whole: Sizes = numbers.astype(np.int64)
+    with np.errstate(invalid="ignore"):  # NaN and what has more than 64 bits
+        whole: Sizes = numbers.astype(np.int64)
     if not (whole == numbers).all():
         raise ValueError("expected whole numbers, got fractions")
     return whole

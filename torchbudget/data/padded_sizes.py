@@ -12,7 +12,9 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from torch import Tensor, strided
 
-from torchbudget.errors import PaddedSizeWarning
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.other_samples import OtherSamples, attention_mask_of
+from torchbudget.errors import OtherSizesWarning, PaddedSizeWarning
 from torchbudget.plan.plan import Plan
 
 Path: TypeAlias = tuple[Any, ...]
@@ -59,10 +61,12 @@ class PaddedSizes:
         if isinstance(batch, (tuple, list)) and not _may_hold_tensors(batch):
             return  # most often, and in a third of the time
         longest = max(planned, default=2**63)  # nothing is padded: nothing is too long
+        mask = attention_mask_of(batch)
         for path, tensor in _tensors(batch):
             for axis, length in enumerate(tensor.shape):
                 if length > longest and length != num_samples:
-                    self._suspect((*path, axis), tensor, axis, longest)
+                    is_masked = mask is not None and mask.shape == tensor.shape[:2] and axis == 1
+                    self._suspect((*path, axis), tensor, axis, longest, mask if is_masked else None)
 
     def _compare_own(self, rounding: list[tuple[int, int]], planned: Sequence[int]) -> None:
         planned = planned or [rounded for _, rounded in rounding]
@@ -73,11 +77,18 @@ class PaddedSizes:
         ):
             self._warn("a batch", [came for came, _ in rounding], planned)
 
-    def _suspect(self, path: Path, tensor: Tensor, axis: int, longest: int) -> None:
+    def _suspect(
+        self, path: Path, tensor: Tensor, axis: int, longest: int, mask: Tensor | None
+    ) -> None:
         times = self._suspected.get(path, 0)
         if times < 0 or self._warned:
             return
-        self._suspected[path] = times + 1 if _is_padding_beyond(tensor, axis, longest) else -1
+        is_padding = (
+            _is_padding_beyond(tensor, axis, longest)
+            if mask is None
+            else _is_masked_beyond(mask, longest)
+        )
+        self._suspected[path] = times + 1 if is_padding else -1
         if self._suspected[path] == _BATCHES:
             name = ", ".join(repr(key) for key in path[:-1])
             field = f"field {name} of a batch" if name else "a batch"
@@ -97,7 +108,7 @@ class PaddedSizes:
 
 
 class PlannedLoop:
-    """One loop over a loader: which padded size was planned for each of its batches.
+    """One loop over a loader: what was planned for each of its batches, and what came.
 
     Args:
         plan: of the batches.
@@ -106,7 +117,13 @@ class PlannedLoop:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sizes = PaddedSizes(plan.rules.size_multiple)
-        self._planned: deque[tuple[list[int], int]] = deque()  # of batches that are on their way
+        self._samples: OtherSamples | None = OtherSamples(
+            plan.sizes.values,
+            packed=plan.rules.packing is not None,
+            # In the data set's order a window begins with its longest samples.
+            least=0 if plan.order.shuffle else plan.window,
+        )
+        self._planned: deque[tuple[list[int], IntArray]] = deque()  # of batches on their way
 
     def planned(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """The batches of indices, each noted on its way to the loader."""
@@ -114,21 +131,35 @@ class PlannedLoop:
 
     def compare(self, batch: Any) -> None:
         """Look at the next batch that came."""
-        if self._planned:
-            self._sizes.compare(batch, *self._planned.popleft())
+        if not self._planned:
+            return
+        size, indices = self._planned.popleft()
+        self._sizes.compare(batch, size, len(indices))
+        if self._samples is not None:
+            self._warn(self._samples.compare(batch, indices, size))
+
+    def end(self) -> None:
+        """Judge by an epoch that is over."""
+        if self._samples is not None:
+            self._warn(self._samples.judge())
+
+    def _warn(self, found: str | None) -> None:
+        if found is not None:
+            self._samples = None  # once
+            warnings.warn(found, OtherSizesWarning, stacklevel=4)  # the loop
 
 
 class _Noted(Iterator[list[int]]):
     def __init__(
-        self, plan: Plan, batches: Iterator[list[int]], planned: deque[tuple[list[int], int]]
+        self, plan: Plan, batches: Iterator[list[int]], planned: deque[tuple[list[int], IntArray]]
     ) -> None:
         self._plan, self._batches, self._planned = plan, batches, planned
 
     def __next__(self) -> list[int]:
         batch = next(self._batches)
         is_padded = self._plan.rules.packing is None
-        size = self._plan.padded_size(np.array(batch)) if is_padded else []
-        self._planned.append((size, len(batch)))
+        indices = np.array(batch)
+        self._planned.append((self._plan.padded_size(indices) if is_padded else [], indices))
         return batch
 
 
@@ -163,8 +194,16 @@ def _is_nested(kind: type[Any]) -> bool:
 def _is_padding_beyond(tensor: Tensor, axis: int, longest: int) -> bool:
     """Whether what is longer than `longest`, at the end or at the beginning, is one value."""
     more = tensor.shape[axis] - longest
-    parts = tensor.narrow(axis, longest, more), tensor.narrow(axis, 0, more)
+    parts = [tensor.narrow(axis, longest, more)]
+    if more > 1:  # one value at the beginning is that of all texts, such as [CLS]
+        parts.append(tensor.narrow(axis, 0, more))
     return not _is_one_value(tensor) and any(map(_is_one_value, parts))
+
+
+def _is_masked_beyond(mask: Tensor, longest: int) -> bool:
+    """Whether all that is longer than `longest`, at the end or at the beginning, is masked."""
+    more = mask.shape[1] - longest
+    return not (mask[:, longest:].any() and mask[:, :more].any())
 
 
 def _is_one_value(tensor: Tensor) -> bool:

@@ -295,6 +295,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
                 self._go_on(iterator)  # also after another loop inside this one
                 yield batch
             check_end(iterator, done)
+            loop.end()
         finally:
             found.is_open = False
             if self._iterations.present is iterator:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,9 +170,27 @@ class TestRefused:
         with pytest.raises(CollateError, match=r"a field 'input_ids'.*\['text', 'label'\]"):
             PadCollate.for_tokenizer(duck())([{"text": "a", "label": 1}])
 
+    def test_ids_that_are_a_batch_of_one_text(self) -> None:
+        """As `return_tensors="pt"` makes of each text: every length would be 1."""
+        samples = [
+            {name: torch.ones(1, n) for name in ("input_ids", "attention_mask")} for n in (2, 3)
+        ]
+        with pytest.raises(CollateError, match="'input_ids' of each sample is a batch of one text"):
+            PadCollate.for_tokenizer(duck())(samples)
+
     def test_a_mask_of_several_axes(self) -> None:
         with pytest.raises(CollateError, match="several axes"):
             PadCollate.for_tokenizer(duck())([{"input_ids": [[1, 2], [3, 4]]}])
+
+
+def test_a_collate_with_other_options_is_of_the_same_tokenizer() -> None:
+    collate = replace(PadCollate.for_tokenizer(duck()), size_multiple=4)
+    expected = PadCollate.for_tokenizer(duck(), size_multiple=4)
+    assert collate == expected
+    for name, field in collate([{"input_ids": [1, 2]}, {"input_ids": [3]}]).items():
+        assert (
+            field.tolist() == expected([{"input_ids": [1, 2]}, {"input_ids": [3]}])[name].tolist()
+        )
 
 
 def test_the_collate_is_a_value_and_does_not_keep_the_tokenizer() -> None:

@@ -54,6 +54,7 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([{"a": {"b": 1}}, {"a": {"c": 1}}], "sample 1 .*field 'a'.*missing: \\['b'\\]"),
         ([np.array(["a"])], "an array of numbers"),
         ([np.array([object()])], "an array of numbers"),
+        ([np.ma.masked_less(np.arange(4), 2)], "sample 0 .*got MaskedArray; convert it"),
         ([np.ones(1), np.ones(1, np.float32)], "sample 1 .*dtype float64.*got dtype float32"),
         ([torch.ones(1), torch.ones(1, 1)], "sample 1 .*expected 1 axes"),
         ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),

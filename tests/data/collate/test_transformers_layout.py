@@ -198,6 +198,10 @@ class TestRefused:
             ([[1, 2]], "dict samples with a field 'input_ids'.* got samples of the sample"),
             ([{"ids": [1, 2]}], "got samples of field 'ids'"),
             ([{"input_ids": 1}], "one token id per position"),
+            (
+                [{"input_ids": [[1, 2]]}],
+                "got samples of field 'input_ids', with 2 axes of 'input_ids'",
+            ),
             ([{"input_ids": [1, 2], "seq_idx": [0, 0]}], "leave field 'seq_idx' out"),
             ([{"input_ids": [1], "x": {"y": [1]}}], r"leave field \('x', 'y'\) out"),
             ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "tokenize without padding"),

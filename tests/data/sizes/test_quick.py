@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.map_datasets import WHY, example, hugging_face, of, texts
+from torchbudget import sizes_of
 from torchbudget.data.sizes.quick import quick_sizes
 from torchbudget.errors import SizesError
 
@@ -145,3 +146,10 @@ def test_a_null_is_named_by_its_index_in_the_selection():
     with pytest.raises(SizesError, match=r"sample 2\b"):
         of(dataset.select([9, 8, 5, 7]), "ids")
     assert of(dataset.select([9, 8, 7]), "ids").tolist() == [1, 1, 1]
+
+
+def test_rows_of_a_frame_have_no_length():
+    """It would be the number of columns, of every row."""
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(SizesError, match="number of columns; name the one that is ragged"):
+        sizes_of(pandas.DataFrame({"text": ["a", "bc"], "label": [0, 1]}))

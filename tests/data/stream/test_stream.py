@@ -27,7 +27,13 @@ from tests.support.streams import (
     shards_of,
     size_of,
 )
-from torchbudget import BudgetedIterableDataset, OversizeError, PaddedCost, StateMismatchError
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudget,
+    OversizeError,
+    PaddedCost,
+    StateMismatchError,
+)
 from torchbudget.errors import BudgetError, OptionError, StateError, UnevenRanksError
 
 
@@ -347,6 +353,13 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "shuffle": (Spent(), {"shuffle": 1}, OptionError, "bool"),
     "threads": (Spent(), {"threads": -1}, OptionError, "threads"),
     "predicate": (Spent(), {"cost": never, "max_batch_size": 3}, OptionError, "alone decides"),
+    "a predicate's budget": (Spent(), {"cost": never}, OptionError, "give None as the budget"),
+    "a predicate's oversize": (
+        Spent(),
+        {"cost": never, "budget": MemoryBudget(host=10), "oversize": "skip"},
+        OptionError,
+        "leave out oversize",
+    ),
     "a hang": (two, {"num_replicas": 2, "rank": 0}, OptionError, "wait"),
 }
 

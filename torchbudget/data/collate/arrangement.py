@@ -22,6 +22,10 @@ class Layout(Protocol):
     def lengths(self) -> IntArray:
         """Each sample's lengths on the ragged axes, `(n, k)`."""
 
+    @property
+    def shapes(self) -> IntArray:
+        """Each sample's lengths on all axes in which samples may differ, `(n, d)`."""
+
     def samples(self, field: Tensor) -> Sequence[Tensor]:
         """The n samples, as views of the tensor."""
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
@@ -119,6 +120,22 @@ class Batch:
             for leaf in tree_leaves(self.data)
         ]
         return sum(sizes) + (0 if self._arrangement is None else self._arrangement.nbytes)
+
+    def sample_shapes(self) -> list[IntArray]:
+        """Each sample's own shape in every field: `(n, d)`, once for fields of equal shapes.
+
+        Without the axes that all samples of a packed field share. The shape of a text is the
+        number of its characters. A batch that was rebuilt from its fields knows none.
+        """
+        known = self._arrangement
+        if known is None:
+            return []
+        texts = [
+            np.fromiter(map(len, self._fields[index]), np.int64)[:, None]
+            for index, layout in enumerate(known.layouts)
+            if layout is None
+        ]
+        return [*each_layout(lambda layout: layout.shapes, known.layouts).values(), *texts]
 
     @property
     def _known(self) -> Arrangement:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -24,7 +23,7 @@ class CollateOptions:
     length_axes: Axes | Mapping[Any, Axes] = 0
     length_field: Any | None = None
     dtype: torch.dtype | Mapping[Any, torch.dtype] | None = None
-    _sized_field: Any | None = field(default=None, init=False, repr=False)
+    _sized_field: Any | None = field(default=None, repr=False)  # an argument, for replace() to keep
 
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # each option, and what checks it
 
@@ -39,10 +38,7 @@ class CollateOptions:
 
     def of_sized_field(self: CollateT, name: Any | None) -> CollateT:
         """The same for samples whose sizes are those of a field, as a stream's are."""
-        other = copy.copy(self)
-        if name is not None:
-            object.__setattr__(other, "_sized_field", name)
-        return other
+        return self if name is None else replace(self, _sized_field=name)
 
     def check_names(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` where an option names a field that the samples do not have."""

@@ -37,6 +37,11 @@ class PackedLayout:
         """0 and the end of each sample, on the host."""
         return [0, *self.lengths.prod(axis=1).cumsum().tolist()]
 
+    @property
+    def shapes(self) -> IntArray:
+        """See `Layout.shapes`."""
+        return self.lengths
+
     def samples(self, field: Tensor) -> Sequence[Tensor]:
         """See `Layout.samples`."""
         if self.offsets is None:

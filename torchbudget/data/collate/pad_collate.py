@@ -127,7 +127,7 @@ class PadCollate(CollateOptions):
     side: Side | Mapping[Any, Side] = "right"
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
     mask: str | None = None
-    _tokenizer: TokenizerRules | None = field(default=None, init=False, repr=False)
+    _tokenizer: TokenizerRules | None = field(default=None, repr=False)  # see _sized_field
     _rules: dict[tuple[FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -179,10 +179,8 @@ class PadCollate(CollateOptions):
         """
         rules = read_tokenizer(tokenizer)
         # A mapping of no fields: all are the tokenizer's.
-        made = cls(**{"side": rules.side, "padding_value": {}} | options)
-        object.__setattr__(made, "_tokenizer", rules)
-        object.__setattr__(made, "_sized_field", rules.ids)
-        return made
+        own = {"_tokenizer": rules, "_sized_field": rules.ids}
+        return cls(**{"side": rules.side, "padding_value": {}} | options | own)
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
@@ -238,6 +236,7 @@ class PadCollate(CollateOptions):
     def _as_tokenized(self, batch: PaddedBatch, rules: TokenizerRules) -> PaddedBatch:
         paths = batch._known.paths
         rules.check_fields(paths)
+        rules.check_ids(dict(zip(paths, batch._fields, strict=True)))
         if not rules.adds_mask or (rules.ids,) not in paths or ATTENTION_MASK in batch.data:
             return batch
         if batch[rules.ids].ndim > 2:

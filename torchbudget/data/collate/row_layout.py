@@ -72,6 +72,11 @@ class RowLayout:
             bounds += [stop] if bounds[-1] < stop else []
         return bounds
 
+    @property
+    def shapes(self) -> IntArray:
+        """See `Layout.shapes`."""
+        return self.lengths
+
     def samples(self, field: Tensor) -> list[Tensor]:
         """See `Layout.samples`."""
         places = zip(self.starts.tolist(), self.lengths[:, 0].tolist(), strict=True)

@@ -97,6 +97,8 @@ def kind_of(value: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def kind_of_type(cls: Any) -> str:
     """The kind of the values of a type."""
+    if issubclass(cls, np.ma.MaskedArray):  # whose mask a tensor would not have
+        return "unknown"
     return next(kind for kind, (bases, _) in _KINDS.items() if issubclass(cls, bases))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchbudget.checks import is_int
-from torchbudget.data.collate.structure import FieldPath
+from torchbudget.data.collate.structure import FieldPath, show
 from torchbudget.errors import CollateError, OptionError
 
 ATTENTION_MASK = "attention_mask"
@@ -46,6 +46,16 @@ class TokenizerRules:
                 f"the tokenizer pads samples with a field {self.ids!r}, pairs of ids and labels, "
                 f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
             )
+
+    def check_ids(self, fields: Mapping[FieldPath, Any]) -> None:
+        """Raise a `CollateError` where each sample's ids are a batch of one text."""
+        for path, field in fields.items():
+            if self.is_ids(path) and field.ndim > 2 and field.shape[1] == 1:
+                raise CollateError(
+                    f"{show(path)} of each sample is a batch of one text, of shape "
+                    f"{(1, *field.shape[2:])}, as return_tensors='pt' gives: tokenize without it, "
+                    "or take the first of each field"
+                )
 
 
 def read_tokenizer(tokenizer: Any) -> TokenizerRules:

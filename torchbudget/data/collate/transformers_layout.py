@@ -126,10 +126,10 @@ def _checked(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The layout of each field and its tensor, by name, without the attention mask."""
     ids = layouts.get((IDS,))
-    if ids is None or not ids.lengths.shape[1]:
+    if ids is None or not ids.lengths.shape[1] or packed[IDS].ndim != 1:
         raise CollateError(
             f'layout="transformers" takes dict samples with a field {IDS!r} of one token id per '
-            f"position, got samples of {', '.join(map(show, layouts))}"
+            f"position, got samples of {_shown(packed, layouts)}"
         )
     for path, layout in layouts.items():
         if len(path) > 1 or path[0] in _MADE:
@@ -147,6 +147,14 @@ def _checked(
             "such mask: tokenize without padding"
         )
     return {path[0]: layout for path, layout in layouts.items() if path[0] in fields}, fields
+
+
+def _shown(packed: PackedBatch, layouts: dict[FieldPath, Any]) -> str:
+    """The fields, and the axes of ids that have more than one, as return_tensors='pt' gives."""
+    names = ", ".join(map(show, layouts))
+    ids = packed[IDS] if (IDS,) in layouts else None
+    axes = getattr(ids, "ndim", 1)
+    return names if axes == 1 else f"{names}, with {axes} axes of {IDS!r}"
 
 
 def _check_equal(path: FieldPath, lengths: IntArray, expected: IntArray) -> None:

@@ -162,9 +162,10 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
         return len(self.dataset)
 
     def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        return _one_by_one(self._samples(list(indices)), self.key)
+        return _one_by_one(self.samples(list(indices)), self.key)
 
-    def _samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
+    def samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
+        """Those samples, with their indices."""
         rows: Any = getattr(self.dataset, "iloc", self.dataset)
         if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
             with suppress(Exception):  # the sample is found one by one, below

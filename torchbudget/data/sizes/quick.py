@@ -27,7 +27,7 @@ def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
     """The sizes that reading all samples would give, `(N,)` or `(N, d)`; None if not certain.
 
     Raises:
-        SizesError: a column has a null.
+        SizesError: a column has a null, or none is named.
     """
     if callable(key):
         return None
@@ -46,6 +46,11 @@ def _axis(dataset: Any, field: FieldName | None) -> Lengths:
     if is_exactly(dataset, "datasets", "Dataset"):
         return _arrow(dataset, field)
     if is_exactly(dataset, "pandas", "DataFrame"):
+        if field is None:
+            raise SizesError(
+                "the length of a DataFrame's row is its number of columns; name the one that is "
+                "ragged, as in key='text'"
+            )
         if list(dataset.columns).count(field) != 1:
             raise KeyError(field)
         return np.array(lengths_of(dataset[field].tolist()), np.int64)

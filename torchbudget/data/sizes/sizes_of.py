@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.sizes.disk_cache import fingerprint_of, load_sizes, save_sizes
+from torchbudget.data.sizes.first_axis import check_first_axis
 from torchbudget.data.sizes.key import SizeDataset, SizeKey, check_axes, check_key
 from torchbudget.data.sizes.quick import quick_sizes
 from torchbudget.errors import OptionError, SizesError
@@ -64,7 +65,8 @@ def sizes_of(
         int32 if every size fits into that, else int64.
 
     Raises:
-        SizesError: a sample cannot be read or has no size, or the dataset is not map-style.
+        SizesError: a sample cannot be read or has no size, or the dataset is not map-style; or all
+            samples are equally long in their first axis and differ in another one.
         OptionError: `key` is none of the above; `cache` is a directory; or a callable `key` keeps
             something that has no value to compare, such as a lock.
 
@@ -93,6 +95,7 @@ def sizes_of(
         sizes: Sizes | None = quick_sizes(dataset, key)
         if sizes is None:
             sizes = _one_pass(measured, num_workers, progress, multiprocessing_context)
+        check_first_axis(measured, sizes)
         return sizes.astype(np.int32) if sizes.max(initial=0) < 2**31 else sizes
 
     if cache is None:

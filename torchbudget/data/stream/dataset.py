@@ -75,7 +75,8 @@ class BudgetedIterableDataset(ResumableStream):
             a function without arguments that returns one.
         cost: bytes of a micro-batch, such as `PaddedCost`; or a predicate
             `should_add(batch, sample)`, of a list of at least one sample and the next one.
-        budget: a `MemoryBudget`, or the device's bytes; with a predicate it may be `None`.
+        budget: a `MemoryBudget`, or the device's bytes; with a predicate `None`, or the
+            host's bytes alone.
         size: what makes a sample ragged: a field, several, or a function of the sample, as in
             `sizes_of`. With a predicate, what windows are sorted by, if it is given.
         transforms: of each sample, before its size is taken: see `torchbudget.transforms`.

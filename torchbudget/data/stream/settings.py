@@ -241,6 +241,12 @@ def grouping_of(
         raise OptionError(f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}")
     if rules != {"size_multiple": 1, "max_batch_size": None, "batch_size_multiple": 1}:
         raise OptionError(f"a predicate alone decides what a batch contains; leave out {rules}")
+    if plain["budget"] is not None or oversize != "raise":
+        raise OptionError(
+            "a predicate alone decides what a batch contains, and no batch would be compared with "
+            f"the device's bytes: give None as the budget, or MemoryBudget(host=…) for the "
+            f"look-ahead, and leave out oversize; got {budget!r}, oversize={oversize!r}"
+        )
     return ByPredicate(cost, ranks), plain
 
 
