@@ -36,7 +36,7 @@ _MANY: Final = 256
 # Activations must outweigh what is fixed: a larger peak than that of few samples by this.
 _OUTWEIGHS: Final = 1.5
 # A step of more operations is traced on shorter samples only: about half a second.
-_OPERATIONS: Final = 6000
+_OPERATIONS: Final = 2500
 _TURNS: Final = 4
 # One longer sample is traced as well, to see whether a loop goes on as it begins.
 _LONGER: Final = 5
@@ -133,6 +133,7 @@ class _Tracer:
         few: samples of a small batch.
         many: samples of a large batch.
         most: samples of any batch, where the step loops over them.
+        checked: whether a step that reads integers from tensors was traced with other ones.
     """
 
     subject: Subject
@@ -144,6 +145,7 @@ class _Tracer:
     few: int = _FEW
     many: int = _MANY
     most: int = MAX_BYTES
+    checked: bool = False
     _shapes: dict[Any, Shape] = field(default_factory=dict)
     _spread: Iterator[FloatArray] = field(init=False)
 
@@ -167,8 +169,9 @@ class _Tracer:
         batch = self.subject.batch(n, size)
         check_shape(batch, n, size, self._shapes)
         traced = self._traced(batch, size)
-        if traced.integers and not self.traces:  # at once, as the step may change later on
+        if traced.integers and not self.checked:  # at once, as the step may change later on
             self._traced(batch, size, integer=2).check_same(traced)
+            self.checked = True
         self.traces[n, size] = traced
         self.subject.advance(1)
         if held_out:
