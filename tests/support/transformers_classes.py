@@ -208,6 +208,18 @@ def big_bird() -> Case:
     return published(hf.BigBirdForMaskedLM, config, 1024, attention=None, min_size=240)
 
 
+def led() -> Case:
+    """Counts the windows of the source, which is padded to whole ones, in tensors."""
+    config = hf.LEDConfig(
+        **BART_LIKE,
+        attention_window=[32] * LAYERS,
+        max_encoder_position_embeddings=1024,
+        max_decoder_position_embeddings=256,
+    )
+    kind = hf.LEDForConditionalGeneration
+    return published(kind, config, (768, 128), translated, attention=None)
+
+
 # ---------------------------------------------------------------------- sound
 
 
@@ -276,19 +288,48 @@ def pictures(n: int, size: tuple[int, int]) -> Batch:
     return {"pixel_values": torch.randn(n, 3, *size), "labels": torch.randint(0, 2, (n,))}
 
 
+SEGFORMER = {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "sr_ratios": [4, 2],
+    "hidden_sizes": [32, 64],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [2, 2],
+}
+
+
 def segformer() -> Case:
-    config = hf.SegformerConfig(
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[4, 2],
-        hidden_sizes=[32, 64],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
-    )
+    config = hf.SegformerConfig(**SEGFORMER)
     kind = hf.SegformerForImageClassification
     return published(kind, config, (256, 256), pictures, attention=None, min_size=16)
+
+
+def segmented() -> Case:
+    """A label for each pixel."""
+    config = hf.SegformerConfig(**SEGFORMER, decoder_hidden_size=32, num_labels=10)
+
+    def make_batch(n: int, size: tuple[int, int]) -> Batch:
+        labels = torch.randint(0, 10, (n, *size))
+        return {"pixel_values": torch.randn(n, 3, *size), "labels": labels}
+
+    kind = hf.SegformerForSemanticSegmentation
+    return published(kind, config, (192, 192), make_batch, attention=None, min_size=16)
+
+
+def own_positions(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The model's loss on images of any size, by interpolated positions."""
+    return model(**batch, interpolate_pos_encoding=True).loss
+
+
+def swin() -> Case:
+    """Pads to whole windows; an image of one window would change the model for later ones."""
+    config = hf.SwinConfig(
+        image_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4
+    )
+    kind = hf.SwinForImageClassification
+    return published(kind, config, (192, 192), pictures, own_positions, attention=None, min_size=40)
 
 
 def vit() -> Case:
@@ -298,12 +339,8 @@ def vit() -> Case:
         image_size=64,
         patch_size=16,
     )
-
-    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return model(**batch, interpolate_pos_encoding=True).loss
-
     kind = hf.ViTForImageClassification
-    return published(kind, config, (256, 256), pictures, loss_of, min_size=16)
+    return published(kind, config, (256, 256), pictures, own_positions, min_size=16)
 
 
 # Left out, since their memory depends on values: Mixtral with `experts_implementation="eager"`
@@ -329,9 +366,12 @@ CLASSES: dict[str, Callable[[], Case]] = {
     "Switch": switch,
     "Longformer": longformer,
     "BigBird": big_bird,
+    "LED": led,
     "Whisper": whisper,
     "Wav2Vec2": wav2vec2,
     "CLIP": clip,
     "Segformer": segformer,
+    "Segformer, pixels": segmented,
+    "Swin": swin,
     "ViT": vit,
 }

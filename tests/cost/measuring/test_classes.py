@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
-from torchbudget import MeasuredCost, measure_cost
+from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
 from torchbudget.cost.measuring.tracing import tracing
 from torchbudget.cost.measuring.training_state import TrainingState
 
@@ -67,6 +67,18 @@ def test_no_shape_needs_more_and_none_much_less(name: str) -> None:
     assert cost.vouched is cost.table is None
     assert min(errors) >= 0
     assert max(errors) <= 0.15
+
+
+def test_many_samples_of_two_or_three_words() -> None:
+    """A moment that is the peak of none of the traced steps may be that of many short samples.
+
+    In every step, blocks are rounded up, which hides how well it is explained: 2.2 % were missed.
+    """
+    case = CLASSES["many short samples"]()
+    cost = measure_cost(case.step, case.make_batch, max_size=64, min_size=1, method="trace")
+    for n, size in ((100, 2), (192, 2), (74, 3)):
+        peak = trace_peak_bytes(case.step, case.make_batch(n, size))
+        assert peak <= int(cost.batch_bytes(n, size)) <= 1.01 * peak
 
 
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,3 +41,33 @@ def test_a_logged_loss_can_be_traced() -> None:
 
     assert trace_peak_bytes(step, training.make_batch(2, 10)) > 0
     assert losses == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "half_of",
+    [
+        lambda shape: torch.div(shape[0], 2, rounding_mode="trunc"),
+        lambda shape: torch.tensor(shape).min() // 2,
+        lambda shape: int(torch.tensor([shape[0], 10**6]).sort().values[0]) // 2,
+    ],
+    ids=["of one number", "of several", "of an int"],
+)
+def test_what_is_computed_of_pythons_numbers_is_known(half_of: Any) -> None:
+    """A number of windows, as Longformer and Swin compute it, is a function of the shape."""
+    model = nn.Linear(256, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(parts: torch.Tensor) -> None:
+        model(parts.exp()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(batch: torch.Tensor) -> None:
+        train(batch.view(half_of(batch.shape), 2, 256))
+
+    def by_hand(batch: torch.Tensor) -> None:
+        train(batch.view(len(batch) // 2, 2, 256))
+
+    batch = torch.zeros(100, 256)
+    peak, expected = trace_peak_bytes(step, batch), trace_peak_bytes(by_hand, batch)
+    assert abs(peak - expected) <= 4 * 64

@@ -11,6 +11,7 @@ import numpy as np
 
 from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
 from torchbudget.cost.measuring.judging import fits
+from torchbudget.cost.measuring.multiples import padded_multiple
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
 from torchbudget.cost.measuring.terms import plain_powers
@@ -36,7 +37,7 @@ _MANY: Final = 256
 # Activations must outweigh what is fixed: a larger peak than that of few samples by this.
 _OUTWEIGHS: Final = 1.5
 # A step of more operations is traced on shorter samples only: about half a second.
-_OPERATIONS: Final = 6000
+_OPERATIONS: Final = 2500
 _TURNS: Final = 4
 # One longer sample is traced as well, to see whether a loop goes on as it begins.
 _LONGER: Final = 5
@@ -56,6 +57,8 @@ _FIT_2: Final[_Shares] = (
     (8, (1 / 2, 1 / 4)),
     (12, (0.7, 0.3)),
 )
+# Peaks that are missed by more may be those of a step that pads samples by itself.
+_PADDED: Final = 0.05
 # Without a budget, samples of the shapes that a fit is judged at; their sizes are spread.
 _JUDGED: Final = (12, 0, 5, 100, 40, 3)
 
@@ -133,6 +136,7 @@ class _Tracer:
         few: samples of a small batch.
         many: samples of a large batch.
         most: samples of any batch, where the step loops over them.
+        checked: whether a step that reads integers from tensors was traced with other ones.
     """
 
     subject: Subject
@@ -144,6 +148,7 @@ class _Tracer:
     few: int = _FEW
     many: int = _MANY
     most: int = MAX_BYTES
+    checked: bool = False
     _shapes: dict[Any, Shape] = field(default_factory=dict)
     _spread: Iterator[FloatArray] = field(init=False)
 
@@ -167,8 +172,9 @@ class _Tracer:
         batch = self.subject.batch(n, size)
         check_shape(batch, n, size, self._shapes)
         traced = self._traced(batch, size)
-        if traced.integers and not self.traces:  # at once, as the step may change later on
+        if traced.integers and not self.checked:  # at once, as the step may change later on
             self._traced(batch, size, integer=2).check_same(traced)
+            self.checked = True
         self.traces[n, size] = traced
         self.subject.advance(1)
         if held_out:
@@ -268,7 +274,19 @@ class _Tracer:
             self.subject.notes.append(
                 "the step's operations depend on the shape: fitted to the peaks alone"
             )
+            self._note_multiple(best)
         return best
+
+    def _note_multiple(self, best: Traced) -> None:
+        """Say what the step pads samples to, if that is why no form is near its peaks."""
+        if self.domain.multiple > 1 or max(map(abs, _errors(best))) < _PADDED:
+            return
+        multiple = padded_multiple(best.probes)
+        if multiple is not None:
+            self.subject.notes.append(
+                f"the step pads samples to multiples of {multiple}, which makes this cost far too "
+                f"high: pass size_multiple={multiple} here, and to the sampler or stream"
+            )
 
     def _try_one_sample(self) -> None:
         """Predict one sample of the largest size, if the step takes that, as batch norm may not."""

@@ -38,8 +38,13 @@ _ROUNDING: Final = 4096
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _UPDATE_SCALE: Final = torch.ops.aten._amp_update_scale_.default
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
-# They wrap a tensor that was just made from Python numbers; fake tensors remember such values.
+# Asked of a fake tensor wherever a kernel looks at its device: no operation of the step.
+_DEVICE: Final = torch.ops.prim.device.default
+# They wrap a tensor that was just made from Python numbers; fake tensors remember such values,
 _LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# of as many elements as a shape may have, and what is computed from them alone, as in
+# torch.tensor(x.shape).min(); larger ones may be masks that the step draws.
+_REMEMBERED: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +189,8 @@ def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
     In the trace, `item()` of a floating-point tensor is 1.0, and of a boolean one `False`, as in
     `if loss.isnan()` or `if mask.all()`. An integer may be computed with, as in
     `loss / int(mask.sum())`, but if it becomes a shape, the step cannot be traced, nor can one that
-    indexes by a boolean mask.
+    indexes by a boolean mask. What is computed of Python's numbers alone, as in
+    `torch.div(x.shape[1], 2)`, has its true value.
 
     Args:
         step: the full training step: forward, loss, backward, optimizer step, gradients cleared;
@@ -221,6 +227,16 @@ def check_values(trace: Callable[..., Trace], batch: Any) -> Trace:
     return traced
 
 
+class _Fakes(FakeTensorMode):
+    """Fake tensors that remember what was computed from Python's numbers alone."""
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Whether the values of a real tensor are remembered."""
+        if 1 < t.numel() <= _REMEMBERED:
+            return type(t) is torch.Tensor and t.layout is torch.strided and t.device.type == "cpu"
+        return bool(super().may_turn_const(t))
+
+
 class _FakeBytes(LiveBytes):
     """The bytes of fake tensors that live on a device."""
 
@@ -235,7 +251,7 @@ class _FakeBytes(LiveBytes):
         self.num_loaded = 0  # storages that live before the first step
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            self.fakes = _Fakes(allow_non_fake_inputs=True)
         # An operation whose outputs are cached may lack one that its own kernel would call.
         self.fakes.cache_enabled = False
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
@@ -280,16 +296,12 @@ class _FakeBytes(LiveBytes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE:
+            return func(*args)
         if func is _ITEM:
-            if args[0].dtype.is_floating_point:
-                # 1.0 of a loss that is logged, of an optimizer's count of steps.
-                return 0.0 if args[0].untyped_storage() in self._no_infinity else 1.0
-            if args[0].dtype is torch.bool:
-                self.assumed += 1
-                return False  # is a loss NaN, does a mask hide nothing
-            if not args[0].dtype.is_complex:
-                self.integers += 1
-                return self.integer  # how many tokens are not padding
+            value = self._value_of(args[0])
+            if value is not None:
+                return value
         if func is _UPDATE_SCALE:
             return args[0]
         kwargs = kwargs or {}
@@ -300,6 +312,23 @@ class _FakeBytes(LiveBytes):
             self._no_infinity[args[1].untyped_storage()] = True
         self.operations.append(func)
         return super().__torch_dispatch__(_WITHOUT_VALUES.get(func, func), types, args, kwargs)
+
+    def _value_of(self, tensor: torch.Tensor) -> float | None:
+        """What a tensor of one element is taken to be; `None` of a complex one."""
+        constant = getattr(tensor, "constant", None)
+        if constant is not None and tensor.untyped_storage() not in self._no_infinity:
+            value: float = constant.item()  # of Python's numbers, as in torch.div(x.shape[1], 2)
+            return value
+        if tensor.dtype.is_floating_point:
+            # 1.0 of a loss that is logged, of an optimizer's count of steps.
+            return 0.0 if tensor.untyped_storage() in self._no_infinity else 1.0
+        if tensor.dtype is torch.bool:
+            self.assumed += 1
+            return False  # is a loss NaN, does a mask hide nothing
+        if not tensor.dtype.is_complex:
+            self.integers += 1
+            return self.integer  # how many tokens are not padding
+        return None
 
 
 def _ctc_loss(
