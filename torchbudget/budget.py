@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 import torch
@@ -141,7 +141,7 @@ class MemoryBudget:
         )
 
     def __str__(self) -> str:
-        amounts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        amounts = asdict(self).items()
         return ", ".join(
             f"{name} {format_bytes(amount)}" for name, amount in amounts if amount is not None
         )

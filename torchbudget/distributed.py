@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torchbudget.checks import at_least_one, natural
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, RankError
 
 T = TypeVar("T")
 
@@ -153,6 +155,28 @@ def _gathered(mine: torch.Tensor, group: Any) -> list[torch.Tensor]:
     keep(mine, *parts)
     torch.distributed.all_gather(parts, mine, group=group)
     return parts
+
+
+@contextmanager
+def failing_together(gather: Callable[[object], list[Any]]) -> Iterator[None]:
+    """What runs inside succeeds on all ranks, or raises on all of them; one small collective.
+
+    A rank that fails waits here for the others, which are at work still.
+
+    Args:
+        gather: returns what each rank has passed, as `gathered`, over a group on the host.
+
+    Raises:
+        RankError: it failed on another rank.
+    """
+    try:
+        yield
+    except Exception as error:
+        gather(f"{type(error).__name__}: {error}")
+        raise
+    for rank, failure in enumerate(gather(None)):
+        if failure is not None:
+            raise RankError(f"rank {rank} failed, see its traceback: {failure}")
 
 
 def largest_of_all_ranks(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.support.memory_groups import SHM
 from torchbudget.machine.process_tree import process_memory, process_tree
-from torchbudget.machine.shared_files import job_bytes, untouched_shared_bytes
+from torchbudget.machine.shared_files import untouched_shared_bytes
 from torchbudget.units import KiB, MiB
 
 if not SHM.is_dir():
@@ -55,10 +55,10 @@ def test_a_file_counts_until_its_pages_are_touched(path: Path) -> None:
     assert untouched() == near(MiB(8))
     sum(mapped[: MiB(4) : mmap.PAGESIZE])
     assert untouched() == near(MiB(4))
-    job = job_bytes([process_memory()])
+    job = process_memory().proportional_bytes + untouched()
     sum(mapped[:: mmap.PAGESIZE])
     assert untouched() == near(0)
-    assert job_bytes([process_memory()]) == pytest.approx(job, abs=MiB(2))
+    assert process_memory().proportional_bytes == pytest.approx(job, abs=MiB(2))
     mapped.close()
     assert untouched() == near(0)
 

@@ -23,7 +23,13 @@ from torchbudget.errors import TorchBudgetError, TorchBudgetWarning
 
 Run: TypeAlias = Callable[[argparse.Namespace], Answer]
 
-_COMMANDS: Final = (inspect_machine, plan_epoch, measure_step, watch_command, report_run)
+_COMMANDS: Final = {
+    "inspect": inspect_machine,
+    "plan": plan_epoch,
+    "measure": measure_step,
+    "watch": watch_command,
+    "report": report_run,
+}
 _USED_WRONGLY: Final = 2
 _INTERRUPTED: Final = 130  # as a shell has it: 128 and SIGINT
 _EPILOG: Final = """\
@@ -41,8 +47,15 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=torchbudget.__version__)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
-        module.add_to(commands)
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=module.run)
+        module.add_arguments(command)
     return top
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Final
 
 import torch
 
@@ -19,7 +20,8 @@ from torchbudget.machine.process_limits import process_limits
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes, parse_bytes
 
-_DESCRIPTION = """\
+HELP: Final = "what this machine allows, and what limits it"
+DESCRIPTION: Final = """\
 What this machine allows a job now, and which limit binds: the machine, each control group, the
 process's own limits, /dev/shm, the GPUs; and the budget that MemoryBudget.detect would find.
 
@@ -27,15 +29,8 @@ process's own limits, /dev/shm, the GPUs; and the budget that MemoryBudget.detec
   python -m torchbudget inspect --need host=16GiB --need shared=1GiB  # or exit code 1"""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "inspect",
-        help="what this machine allows, and what limits it",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
     parser.add_argument(
         "--device", help='"cuda:0" or "cpu"; default: the first GPU if there is one, else the CPU'
     )
@@ -135,6 +130,6 @@ def _plain(
             }
             for what, pool in pools
         ],
-        "budget": {what: getattr(budget, what) for what in ("device", "host", "shared")},
+        "budget": asdict(budget),
         **facts,
     }

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torchbudget.commands import pages, size_files
 from torchbudget.commands.answer import Answer, UsageError
@@ -14,7 +14,8 @@ from torchbudget.cost.measuring.measure import measure_cost
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import CostError
 
-_DESCRIPTION = """\
+HELP: Final = "the cost of a training step, into a file"
+DESCRIPTION: Final = """\
 Measure the peak bytes of a training step, and save them as a cost. The function takes nothing, and
 returns the step and what makes its batches, as measure_cost takes them:
 
@@ -30,15 +31,8 @@ returns the step and what makes its batches, as measure_cost takes them:
 The module is looked up in the current folder first."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "measure",
-        help="the cost of a training step, into a file",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="returns step, make_batch")
     parser.add_argument(
         "--max-size", type=_size, metavar="N", help="the largest size; several axes: 480x640"

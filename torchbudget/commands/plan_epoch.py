@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torchbudget.commands import costs, pages, size_files
 from torchbudget.commands.answer import Answer, as_json
@@ -13,7 +13,8 @@ from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OversizeError, UnevenRanksError
 from torchbudget.plan.report import PlanReport
 
-_DESCRIPTION = """\
+HELP: Final = "what an epoch would be under a budget"
+DESCRIPTION: Final = """\
 Plan an epoch of samples of these sizes under a budget, and report it: fill, padding, what the
 budget is used for, and what fixed batches, grouping by length and a token limit would be under the
 same worst case. Nothing is read but the sizes.
@@ -22,15 +23,8 @@ same worst case. Nothing is read but the sizes.
   python -m torchbudget plan lengths.txt --budget 16384 --cost tokens --html plan.html"""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "plan",
-        help="what an epoch would be under a budget",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
     parser.add_argument("sizes", metavar="SIZES", help=size_files.HELP)
     parser.add_argument("--budget", required=True, help='the device\'s bytes, such as "8GiB"')
     parser.add_argument("--cost", required=True, help=costs.HELP)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 from torchbudget.commands import pages
 from torchbudget.commands.answer import Answer, UsageError, as_json
 from torchbudget.observe.recorded_run import RecordedRun, recorded_runs
-from torchbudget.observe.report import ROW_TITLES
+from torchbudget.observe.report import memory_rows
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DESCRIPTION = """\
+HELP: Final = "what a monitor has written"
+DESCRIPTION: Final = """\
 What the file of a MemoryMonitor says, or of `watch -o`: peaks, budgets, how near the limits came,
 what batches took. Of several runs in it, the last one. A run without an end was killed, or runs
 still; what it wrote is reported all the same.
@@ -31,15 +32,8 @@ still; what it wrote is reported all the same.
 _SHOWN: Final = ("host", "process", "shared", "cgroup", "device")
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "report",
-        help="what a monitor has written",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
     parser.add_argument("file", metavar="RUN.JSONL", type=Path)
     parser.add_argument("--check", action="store_true", help="fail where a budget was exceeded")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -66,18 +60,8 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(text="\n".join(lines), failed=failed)
 
 
-def _rows(found: RecordedRun) -> list[tuple[str, ...]]:
-    """The table: a row of headings, and one for each number that was read."""
-    columns = [("peak", found.peaks), *((one["name"], one) for one in found.snapshots)]
-    rows = [("", *(name for name, _ in columns))]
-    for name, title in ROW_TITLES.items():
-        if any(name in numbers for _, numbers in columns):
-            cells = (
-                format_bytes(int(numbers[name])) if name in numbers else ""
-                for _, numbers in columns
-            )
-            rows.append((title, *cells))
-    return rows
+def _rows(found: RecordedRun) -> list[list[str]]:
+    return memory_rows(found.peaks, [(one["name"], one) for one in found.snapshots])
 
 
 def _remarks(found: RecordedRun) -> Iterator[str]:

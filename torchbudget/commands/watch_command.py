@@ -17,7 +17,8 @@ from torchbudget.commands.answer import Answer, UsageError
 from torchbudget.errors import MachineError
 from torchbudget.observe.monitor import MemoryMonitor
 
-_DESCRIPTION = """\
+HELP: Final = "the memory of any command, while it runs"
+DESCRIPTION: Final = """\
 Run a command and watch the memory of its process and of all its descendants, DataLoader workers
 included: peaks, /dev/shm, the control group, the machine. What was seen goes to stderr at the end,
 and with -o into a file for `report`. Stdin, stdout and stderr are the command's. Signals are passed
@@ -34,15 +35,8 @@ _NOT_FOUND: Final = 127
 _NOT_RUN: Final = 126
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "watch",
-        help="the memory of any command, while it runs",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
     parser.add_argument("--host", metavar="BYTES", help="warn before all processes take so much")
     parser.add_argument("--shared", metavar="BYTES", help="warn before /dev/shm has so much")
     parser.add_argument(

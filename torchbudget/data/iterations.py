@@ -67,8 +67,7 @@ class Iterations:
     @property
     def number(self) -> int:
         """Of the present one; of the last, where there is none."""
-        present = None if self.present is None else self.find(self.present)
-        return self.begun if present is None else present.number
+        return self.begun if self.present is None else self._each[self.present].number
 
     def came(self) -> int | None:
         """Batches of the present one that came to its loop; `None`: all that were drawn.
@@ -77,9 +76,11 @@ class Iterations:
             StateError: it is not tracked, and began within a tracked loop, or workers read ahead
                 of its loop.
         """
-        present = None if self.present is None else self.find(self.present)
-        if self.present is None or present is None or present.came is not None:
-            return None if present is None else present.came
+        if self.present is None:
+            return None
+        present = self._each[self.present]
+        if present.came is not None:
+            return present.came
         if any(one.is_open for one in self._each.values()):
             raise StateError(
                 "another loop over this sampler began while a tracked one was open, so "

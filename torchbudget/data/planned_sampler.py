@@ -19,11 +19,11 @@ from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.plan.plan import Plan
 from torchbudget.plan.report import PlanReport
-from torchbudget.plan.step_source import ExtremeSource, IndexSource
+from torchbudget.plan.step_source import IndexSource
 from torchbudget.plan.whole_epoch import whole_epoch
 
 
-class PlannedSampler(Sampler[list[int]], ExtremeSource, IndexSource):
+class PlannedSampler(Sampler[list[int]], IndexSource):
     """A sampler whose plan is that of the ranks that there are when it is asked.
 
     Args:

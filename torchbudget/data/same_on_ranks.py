@@ -12,7 +12,14 @@ from torch.utils.data import get_worker_info
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.distributed import AskedRanks, gathered, host_group, is_distributed, timeout_of
+from torchbudget.distributed import (
+    AskedRanks,
+    failing_together,
+    gathered,
+    host_group,
+    is_distributed,
+    timeout_of,
+)
 from torchbudget.errors import RankError
 from torchbudget.plan.fingerprint import MEANING
 
@@ -51,17 +58,9 @@ def agreed(
     """
     if not is_distributed():
         return cost, MemoryBudget.of(budget), balance
-    mine, failure = b"", ""
-    try:
+    with failing_together(gathered_of_all):
         mine = pickle.dumps((cost, balance, MemoryBudget.of(budget)))
-    except Exception as error:
-        gathered_of_all((mine, f"{type(error).__name__}: {error}"))
-        raise
-    every = gathered_of_all((mine, failure))
-    for rank, (_, failure) in enumerate(every):
-        if failure:
-            raise RankError(f"rank {rank} failed, see its traceback: {failure}")
-    sent = [pickle.loads(mine) for mine, _ in every]  # noqa: S301  (of the same job)
+    sent = [pickle.loads(one) for one in gathered(mine)]  # noqa: S301  (of the same job)
     costs, balances, budgets = zip(*sent, strict=True)
     least = {
         name: min(filter(None, (getattr(one, name) for one in budgets)), default=None)

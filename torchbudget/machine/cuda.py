@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -49,36 +49,6 @@ class DeviceFigures:
     ooms: int = 0
 
 
-class DeviceSource(Protocol):
-    """Where figures come from: `TorchSource`; tests without a device put another in its place."""
-
-    index: int
-
-    def figures(self) -> DeviceFigures:
-        """Read them now."""
-
-    def synchronize(self) -> None:
-        """Wait for all that was enqueued."""
-
-    def reset_peaks(self) -> None:
-        """Make the peaks start from what is reserved and allocated now."""
-
-    def empty_cache(self) -> None:
-        """Return the allocator's free blocks to the device."""
-
-    def set_fraction(self, fraction: float) -> None:
-        """Let the allocator reserve no more than this part of the device."""
-
-    def name(self) -> str:
-        """Which device it is."""
-
-    def allocator(self) -> str:
-        """Which allocator, with which settings, is in force."""
-
-    def graph_bytes(self) -> int:
-        """Bytes that memory pools other than the default one have reserved, as for CUDA graphs."""
-
-
 def may_return_early(device: torch.device | str | int | None) -> bool:
     """Whether a copy to a device may be `non_blocking`: return before it is done.
 
@@ -92,7 +62,7 @@ def may_return_early(device: torch.device | str | int | None) -> bool:
 
 
 class TorchSource:
-    """A CUDA device, as torch and NVML see it.
+    """A CUDA device, as torch and NVML see it; tests without one put another class in its place.
 
     The first one in a process initialises CUDA, which it cannot share with forked children.
 
@@ -121,7 +91,7 @@ class TorchSource:
         self._uuid = "" if uuid is None else str(uuid).removeprefix("GPU-")
 
     def figures(self) -> DeviceFigures:
-        """See `DeviceSource`."""
+        """Read them now."""
         try:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
         except RuntimeError as error:
@@ -144,28 +114,28 @@ class TorchSource:
         )
 
     def synchronize(self) -> None:
-        """See `DeviceSource`."""
+        """Wait for all that was enqueued."""
         torch.cuda.synchronize(self.index)
 
     def reset_peaks(self) -> None:
-        """See `DeviceSource`."""
+        """Make the peaks start from what is reserved and allocated now."""
         torch.cuda.reset_peak_memory_stats(self.index)
 
     def empty_cache(self) -> None:
-        """See `DeviceSource`."""
+        """Return the allocator's free blocks to the device."""
         torch.cuda.empty_cache()
 
     def set_fraction(self, fraction: float) -> None:
-        """See `DeviceSource`."""
+        """Let the allocator reserve no more than this part of the device."""
         torch.cuda.set_per_process_memory_fraction(fraction, self.index)
         _fractions[self.index] = fraction
 
     def name(self) -> str:
-        """See `DeviceSource`."""
+        """Which device it is."""
         return torch.cuda.get_device_name(self.index)
 
     def allocator(self) -> str:
-        """See `DeviceSource`.
+        """Which allocator, with which settings, is in force.
 
         What the segments are like is read off one of them. Other settings are those that the
         environment states, of which torch does not return what is in force.
@@ -181,7 +151,7 @@ class TorchSource:
         return ", ".join([backend, kind, *options])
 
     def graph_bytes(self) -> int:
-        """See `DeviceSource`."""
+        """Bytes that memory pools other than the default one have reserved, as for CUDA graphs."""
         return sum(
             one["total_size"]
             for one in torch.cuda.memory_snapshot()

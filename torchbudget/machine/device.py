@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from torchbudget.machine.cuda import DeviceFigures, DeviceSource, TorchSource
+from torchbudget.machine.cuda import DeviceFigures, TorchSource
 from torchbudget.machine.high_water import HighWater
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.units import format_bytes
@@ -37,7 +37,7 @@ class DeviceMemory:
         high_water: the most that the allocator reserved, and that living tensors took.
     """
 
-    def __init__(self, source: DeviceSource) -> None:
+    def __init__(self, source: TorchSource) -> None:
         self.source = source
         self.high_water = HighWater(self._peaks, self._reset_peaks)
         first = source.figures()

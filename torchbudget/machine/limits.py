@@ -35,7 +35,7 @@ def _quota(folder: Path) -> float:
     return allowed_us / period_us if allowed_us and period_us else math.inf
 
 
-def free_descriptors(*, root: Path = ROOT) -> int:
+def free_descriptors() -> int:
     """How many more files this process may open.
 
     >>> free_descriptors() > 0
@@ -44,4 +44,4 @@ def free_descriptors(*, root: Path = ROOT) -> int:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
         return 2**31
-    return max(0, allowed - sum(1 for _ in (root / "proc/self/fd").iterdir()))
+    return max(0, allowed - sum(1 for _ in (ROOT / "proc/self/fd").iterdir()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from torchbudget.errors import MachineError
@@ -43,12 +42,11 @@ class ProcessPages:
         return max(0, self.anonymous - self.private)
 
 
-def process_pages(pid: int | None = None, *, root: Path = ROOT) -> ProcessPages:
+def process_pages(pid: int | None = None) -> ProcessPages:
     """The pages of a process, by their kind; O(pages).
 
     Args:
         pid: the process; None is this one.
-        root: the folder that `/proc` is looked up in.
 
     Raises:
         MachineError: there is no such process, no Linux `/proc`, or it is another user's.
@@ -57,13 +55,13 @@ def process_pages(pid: int | None = None, *, root: Path = ROOT) -> ProcessPages:
     >>> 0 < pages.private <= pages.anonymous < pages.resident
     True
     """
-    folder = root / "proc" / ("self" if pid is None else str(pid))
+    folder = ROOT / "proc" / ("self" if pid is None else str(pid))
     status, sums = read_fields(folder / "status"), read_fields(folder / "smaps_rollup")
     if "RssAnon" not in status or "Private_Dirty" not in sums:
         raise MachineError(f"cannot read {folder}: no such process, or no Linux /proc")
     shared_memory = status["RssShmem"]
     # Of files only those are dirty that were written a moment ago.
-    dirty = mapped_data_bytes(pid, root=root, field="Private_Dirty:")
+    dirty = mapped_data_bytes(pid, field="Private_Dirty:")
     return ProcessPages(
         resident=status["VmRSS"],
         peak_resident=status.get("VmHWM", 0),
@@ -75,12 +73,12 @@ def process_pages(pid: int | None = None, *, root: Path = ROOT) -> ProcessPages:
     )
 
 
-def mapped_data_bytes(pid: int | None = None, *, root: Path = ROOT, field: str = "Rss:") -> int:
+def mapped_data_bytes(pid: int | None = None, *, field: str = "Rss:") -> int:
     """Resident pages of files that a process maps and that are no libraries, such as memory maps.
 
     The kernel takes them back when memory is short, since they can be read again. O(mappings).
     """
-    folder = root / "proc" / ("self" if pid is None else str(pid))
+    folder = ROOT / "proc" / ("self" if pid is None else str(pid))
     resident: dict[str, int] = {}
     libraries = set()
     path = ""
@@ -95,14 +93,13 @@ def mapped_data_bytes(pid: int | None = None, *, root: Path = ROOT, field: str =
     return sum(size for path, size in resident.items() if path not in libraries)
 
 
-def restart_peak(pid: int, *, root: Path = ROOT) -> None:
+def restart_peak(pid: int) -> None:
     """Make the high-water mark of a child begin anew, where the kernel allows it.
 
     This process's own mark has one owner: see `torchbudget.machine.high_water`.
 
     Args:
         pid: the child.
-        root: the folder that `/proc` is looked up in.
     """
     with suppress(OSError):
-        (root / "proc" / str(pid) / "clear_refs").write_text("5")
+        (ROOT / "proc" / str(pid) / "clear_refs").write_text("5")

@@ -22,20 +22,6 @@ _FOLDER: Final = "/dev/shm/"  # noqa: S108  (a name to compare with, not a file 
 _ELSEWHERE: Final = ("/memfd:", "/dev/zero", "/SYSV")
 
 
-def job_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
-    """The memory of several processes together, where each byte counts once.
-
-    It is the sum of their proportional bytes, and `untouched_shared_bytes`: what a budget's `host`
-    is compared with.
-
-    Args:
-        tree: readings of the processes, with the shares of their pages.
-        root: the folder that `/proc` and `/dev/shm` are looked up in.
-    """
-    proportional_bytes = sum(process.proportional_bytes for process in tree)
-    return proportional_bytes + untouched_shared_bytes(tree, root=root)
-
-
 def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
     """The bytes of a job's files in `/dev/shm` that are not among the pages of its processes.
 

@@ -103,10 +103,8 @@ def _padded_sizes(plan: Plan, epoch: int, axis: int) -> Any:
     """Samples' own and padded sizes on an axis, int64 arrays of the shape `(n,)`, by blocks."""
     for span in plan.spans(Cursor(epoch=epoch)):
         block, rules = span.block, plan.rules
-        order = np.argsort(block.starts)
-        taken = (block.stops - block.starts)[order]
-        longest = np.repeat(block.padded()[order], taken, axis=0)
-        padded = rules.padded(block.sizes if rules.packing is not None else longest)
+        packs = rules.packing is not None
+        padded = rules.padded(block.sizes if packs else block.for_samples(block.padded()))
         own = block.sizes.astype(np.int64)
         yield own.reshape(len(own), -1)[:, axis], padded.reshape(len(own), -1)[:, axis]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,5 +55,5 @@ class History:
 
     def most(self) -> npt.NDArray[np.float64]:
         """The largest of each column; NaN where none was read."""
-        most: Any = np.fmax.reduce(self.rows())
-        return most  # type: ignore[no-any-return]
+        most: npt.NDArray[np.float64] = np.fmax.reduce(self.rows())
+        return most

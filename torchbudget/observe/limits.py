@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from torchbudget.budget import MemoryBudget
@@ -80,8 +80,7 @@ def limits_of(
     used["host"] = sample.host_bytes
     used["device"] = sample.process_bytes if on_cpu else sample.device_bytes
     if budget is not None:
-        stated = {"host": budget.host, "device": budget.device, "shared": budget.shared}
-        limits |= {name: amount for name, amount in stated.items() if amount is not None}
+        limits |= {name: amount for name, amount in asdict(budget).items() if amount is not None}
     return tuple(
         MemoryLimit(name=name, used_bytes=used[name], limit_bytes=limits[name])
         for name in ("device", "host", "shared", "cgroup", "machine")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from torchbudget.observe.report import MonitorReport
 from torchbudget.observe.sample import MemoryReader, MemorySample
 from torchbudget.protocols import Replannable
 from torchbudget.units import Amount, parse_bytes
-
-_AMOUNTS = ("device", "host", "shared")
 
 
 class MemoryMonitor:
@@ -145,7 +144,7 @@ class MemoryMonitor:
 
     def _described(self) -> dict[str, Any]:
         """What the file begins with."""
-        amounts = {name: getattr(self._budget, name, None) for name in _AMOUNTS}
+        amounts = {} if self._budget is None else asdict(self._budget)
         return {
             "format": FORMAT,
             "unix_s": time.time(),

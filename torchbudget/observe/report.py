@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
 _NOTICED: Final = 0.02  # a share of a process's memory
-ROW_TITLES: Final = {
+_TITLES: Final = {
     "host_bytes": "job, each byte once",
     "unreclaimable_bytes": "job, unreclaimable",
     "resident_bytes": "job, resident",
@@ -25,6 +26,24 @@ ROW_TITLES: Final = {
     "reserved_bytes": "device, reserved",
     "outside_bytes": "device, outside the allocator",
 }
+
+
+def memory_rows(
+    peak: Mapping[str, float], snapshots: Sequence[tuple[str, Mapping[str, float]]]
+) -> list[list[str]]:
+    """A table as text: a row of headings, and one for each number that was read.
+
+    Args:
+        peak: numbers by their names in `MemorySample`; what was not read is left out.
+        snapshots: by their own names, likewise.
+    """
+    columns = [("peak", peak), *snapshots]
+    rows = [["", *(name for name, _ in columns)]]
+    for name, title in _TITLES.items():
+        cells = [format_bytes(int(one[name])) if name in one else "" for _, one in columns]
+        if any(cells):
+            rows.append([title, *cells])
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +88,8 @@ class MonitorReport:
 
     def __str__(self) -> str:
         """A table for people: the peak, and then each snapshot."""
-        columns = [("peak", self.peak), *self.snapshots]
-        rows = [["", *(name for name, _ in columns)]]
-        for name, title in ROW_TITLES.items():
-            values = [getattr(sample, name) for _, sample in columns]
-            if any(value is not None for value in values):
-                rows.append([title, *("" if v is None else format_bytes(v) for v in values)])
-        return "\n".join([*aligned(rows), *self._notes()])
+        snapshots = [(name, sample.known()) for name, sample in self.snapshots]
+        return "\n".join([*aligned(memory_rows(self.peak.known(), snapshots)), *self._notes()])
 
     def _notes(self) -> list[str]:
         notes = [

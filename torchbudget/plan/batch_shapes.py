@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.plan import Plan
 
 # Samples whose micro-batches are looked at: a second or so of planning.
@@ -82,13 +83,8 @@ def batches_at(plan: Plan, numbers: Iterable[int], *, epoch: int, rank: int) -> 
         rank: whose they are.
     """
     wanted = list(numbers)
-    all_of_them = islice(_indices(plan, epoch, rank), max(wanted, default=-1) + 1)
-    kept = {number: one for number, one in enumerate(all_of_them) if number in set(wanted)}
-    return [kept[number].tolist() for number in wanted if number in kept]
-
-
-def _indices(plan: Plan, epoch: int, rank: int) -> Iterator[npt.NDArray[np.int64]]:
-    for span in plan.spans(Cursor(epoch=epoch)):
-        mine = slice(rank, None, plan.ranks.number)
-        bounds = zip(span.block.starts[mine], span.block.stops[mine], strict=True)
-        yield from (span.indices[start:stop] for start, stop in bounds)
+    chosen = set(wanted)
+    planned = PlanIterator(plan, Cursor(epoch=epoch), rank=rank)
+    first = enumerate(islice(planned, max(wanted, default=-1) + 1))
+    kept = {number: batch for number, batch in first if number in chosen}
+    return [kept[number] for number in wanted if number in kept]

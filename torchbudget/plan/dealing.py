@@ -70,9 +70,10 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     rounds = -(-micro_batches // ranks.together) * ranks.multiple
     most = int(rounds.max()) * ranks.number
     if most > length:
+        multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
             f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be dealt "
-            f"evenly to {ranks.number} ranks{_in_multiples(ranks)} without repeating or dropping "
+            f"evenly to {ranks.number} ranks{multiples} without repeating or dropping "
             f"one; use at least {most} samples, another number of ranks or a larger budget, or "
             "drop the rest (drop_last=True)"
         )
@@ -121,10 +122,6 @@ def lowest_budgets(
         infeasible = np.where(wide & ~enough, middle, infeasible)
         middle = (infeasible + feasible) // 2
     return feasible
-
-
-def _in_multiples(ranks: Ranks) -> str:
-    return f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
 
 
 def split_to(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,48 +41,6 @@ class Rounds(NamedTuple):
 _NONE: Final = Rounds(np.empty(0, np.int64), [], [])
 
 
-class Grouping(Protocol):
-    """Cuts a window into rounds: one micro-batch for each rank."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """That share each window."""
-        ...
-
-    def for_ranks(self, ranks: Ranks) -> Grouping:
-        """The same for other ranks."""
-        ...
-
-    def check(self, sizes: npt.NDArray[Any]) -> None:
-        """Raise a `CostError` where a cost does not compute what it should for such sizes."""
-        ...
-
-    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
-        """Places of the samples that are to be skipped; raises where that is the policy."""
-        ...
-
-    def rounds(
-        self,
-        samples: Sequence[Any],
-        sizes: npt.NDArray[Any] | None,
-        *,
-        key: WindowKey,
-        drop_last: bool,
-    ) -> Rounds:
-        """The order of the samples, and where it is cut.
-
-        Args:
-            samples: of the window.
-            sizes: theirs.
-            key: of the order of the rounds.
-            drop_last: leave out the micro-batch that could still have taken a sample.
-
-        Raises:
-            UnevenRanksError: they cannot be dealt evenly.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ByCost:
     """Micro-batches that fit the budget, as the sampler's do.
@@ -102,11 +60,11 @@ class ByCost:
         return replace(self, ranks=ranks)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
-        """See `Grouping`."""
+        """Raise a `CostError` where the cost does not compute what it should for such sizes."""
         check_cost(self.rules, sizes)
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
-        """See `Grouping`."""
+        """Places of the samples that are to be skipped; raises where that is the policy."""
         return oversized(sizes, self.rules, self.oversize, lambda place: f"number {first + place}")
 
     def rounds(
@@ -117,7 +75,17 @@ class ByCost:
         key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
-        """See `Grouping`."""
+        """The order of the samples, and where it is cut.
+
+        Args:
+            samples: of the window.
+            sizes: theirs.
+            key: of the order of the rounds.
+            drop_last: leave out the micro-batch that could still have taken a sample.
+
+        Raises:
+            UnevenRanksError: they cannot be dealt evenly.
+        """
         if sizes is None:
             raise TypeError("a cost needs sizes")
         places = np.arange(len(sizes))
@@ -155,7 +123,7 @@ class ByPredicate:
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """A predicate computes nothing."""
 
-    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (of a protocol)
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (as of a cost)
         """None: a predicate knows no budget."""
         return np.empty(0, np.int64)
 
@@ -167,7 +135,7 @@ class ByPredicate:
         key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
-        """See `Grouping`: in the order of sizes where there are some, else as they come."""
+        """See `ByCost`: in the order of sizes where there are some, else as they come."""
         order = list(range(len(samples)))
         if sizes is not None and len(sizes):
             axes = sizes.shape[1] if sizes.ndim == 2 else 1
@@ -198,3 +166,6 @@ class ByPredicate:
             shuffled = np.argsort(key.words(np.array([len(starts)])))
             starts, stops = starts[shuffled], stops[shuffled]
         return Rounds(places, starts.ravel().tolist(), stops.ravel().tolist())
+
+
+Grouping: TypeAlias = ByCost | ByPredicate

@@ -217,10 +217,8 @@ class Plan(EpochWindows):
         allotment = self._allotment(cursor)
         span = self._span(cursor.epoch, start, stop - start, 1, cursor.left, allotment)
         block = span.block
-        ascending = np.argsort(block.starts)
         rounds = np.empty(len(block.samples), np.int64)
-        lengths = (block.stops - block.starts)[ascending]
-        rounds[block.samples] = np.repeat(ascending // self.ranks.number, lengths)
+        rounds[block.samples] = block.for_samples(np.arange(len(block.starts)) // self.ranks.number)
         if cursor.left is None:
             return rounds
         spread = np.full(stop - start, -1)

@@ -75,7 +75,8 @@ class SizeTable:
         Args:
             when: it is compared once for each value, since loaders may ask after every batch.
         """
-        if self._is_copy or not self.values.flags.writeable or when in self._compared:
+        is_copy = self.values.nbytes <= _COPY_BYTES
+        if is_copy or not self.values.flags.writeable or when in self._compared:
             return
         if _summary(self.values)[0] != self.fingerprint:
             raise SizesError(
@@ -83,10 +84,6 @@ class SizeTable:
                 "cannot be drawn again: pass a copy, and leave that one as it is"
             )
         self._compared[:] = [when]
-
-    @property
-    def _is_copy(self) -> bool:
-        return self.values.nbytes <= _COPY_BYTES
 
     def __len__(self) -> int:
         """Samples."""

@@ -96,10 +96,15 @@ class Block:
 
     def padded(self) -> npt.NDArray[Any]:
         """The largest size on every axis in each micro-batch, before rounding."""
-        return _over_runs(np.maximum, self.sizes, self.starts)
+        return over_runs(np.maximum, self.sizes, self.starts)
+
+    def for_samples(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Values of the micro-batches, shape `(micro-batches, …)`, for each sample of `samples`."""
+        ascending = np.argsort(self.starts)
+        return np.repeat(values[ascending], (self.stops - self.starts)[ascending], axis=0)
 
 
-def _over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> npt.NDArray[Any]:
+def over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> npt.NDArray[Any]:
     """Reduce over runs that tile `values`, for starts in any order."""
     ascending = np.argsort(starts)
     reduced = reduce.reduceat(values, starts[ascending], axis=0)
@@ -117,8 +122,8 @@ def run_costs(
     """
     if rules.packing is not None:  # which is both
         items = rules.packing.item_bytes(rules.padded(sizes))
-        return rules.packing.base_bytes + _over_runs(np.add, items, starts)
-    padded = rules.padded(_over_runs(np.maximum, sizes, starts))
+        return rules.packing.base_bytes + over_runs(np.add, items, starts)
+    padded = rules.padded(over_runs(np.maximum, sizes, starts))
     return rules.costs(model, stops - starts, padded)
 
 

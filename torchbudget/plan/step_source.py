@@ -29,19 +29,8 @@ class StepSource(Protocol):
 
 
 @runtime_checkable
-class ExtremeSource(Protocol):
-    """Knows the micro-batches of the coming epoch that are likeliest to run out of memory."""
-
-    def extremes(self) -> dict[str, IntArray]:
-        """Indices in the data set of the "largest", the "longest" and the "shortest" one."""
-
-    def batch_bytes(self, indices: IntArray, /) -> int:
-        """Predicted bytes of a micro-batch of these samples."""
-
-
-@runtime_checkable
 class IndexSource(Protocol):
-    """Knows which samples each batch of the coming epoch holds: see `predict`."""
+    """Knows which samples each batch of the coming epoch holds: see `predict` and `warm_up`."""
 
     @property
     def num_replicas(self) -> int:
@@ -64,3 +53,9 @@ class IndexSource(Protocol):
             OptionError: the epoch leaves samples out or repeats them.
             StateError: it would go on where another iteration has stopped.
         """
+
+    def extremes(self) -> dict[str, IntArray]:
+        """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""
+
+    def batch_bytes(self, indices: IntArray, /) -> int:
+        """Predicted bytes of a micro-batch of these samples."""

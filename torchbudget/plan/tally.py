@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.solver import Block
+from torchbudget.plan.solver import Block, over_runs
 from torchbudget.units import MAX_BYTES
 
 
@@ -136,20 +136,14 @@ class Tally:
 
     def _own_bytes(self, block: Block) -> npt.NDArray[np.float64]:
         """What each micro-batch would cost if no sample were padded, shape `(micro-batches,)`."""
-        rules, taken = self.rules, block.stops - block.starts
-        order = np.argsort(block.starts)
-        sizes = block.sizes.astype(np.int64, copy=False)
+        rules, sizes = self.rules, block.sizes.astype(np.int64, copy=False)
         if rules.packing is not None:
             each = rules.packing.item_bytes(sizes).astype(np.float64)
-            sums = rules.packing.base_bytes + np.add.reduceat(each, block.starts[order])
-        else:
-            # Each sample's share of a batch of as many samples, all of its size.
-            numbers = np.repeat(taken[order], taken[order])
-            each = rules.costs(rules.cost, numbers, sizes) / numbers
-            sums = np.add.reduceat(each, block.starts[order])
-        own = np.empty(len(taken))
-        own[order] = sums
-        return own
+            return rules.packing.base_bytes + over_runs(np.add, each, block.starts)
+        # Each sample's share of a batch of as many samples, all of its size.
+        numbers = block.for_samples(block.stops - block.starts)
+        each = rules.costs(rules.cost, numbers, sizes) / numbers
+        return over_runs(np.add, each, block.starts)
 
     def _could_grow(
         self, block: Block, padded: npt.NDArray[np.int64], empty: npt.NDArray[np.float64]

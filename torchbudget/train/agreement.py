@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from torchbudget.distributed import host_group
-from torchbudget.errors import RankError
+from torchbudget.distributed import failing_together, host_group
 from torchbudget.train.process_group import Ranks
 
 T = TypeVar("T")
@@ -20,31 +18,9 @@ def on_host(ranks: Ranks) -> Ranks:
     return Ranks(host_group(ranks.group)) if len(ranks) > 1 else ranks
 
 
-@contextmanager
-def failing_together(ranks: Ranks) -> Iterator[None]:
-    """What runs inside succeeds on all ranks, or raises on all of them; one small collective.
-
-    A rank that fails waits here for the others, which are at work still.
-
-    Args:
-        ranks: joined by a process group on the host.
-
-    Raises:
-        RankError: it failed on another rank.
-    """
-    try:
-        yield
-    except Exception as error:
-        ranks.gather_objects(f"{type(error).__name__}: {error}")
-        raise
-    for rank, failure in enumerate(ranks.gather_objects(None)):
-        if failure is not None:
-            raise RankError(f"rank {rank} failed, see its traceback: {failure}")
-
-
 def on_each_rank(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     """What the work returns on each rank; it fails together, see `failing_together`."""
-    with failing_together(ranks):
+    with failing_together(ranks.gather_objects):
         mine = work()
     return ranks.gather_objects(mine)
 
@@ -61,7 +37,7 @@ def on_any_rank(ranks: Ranks, work: Callable[[], bool]) -> bool:
         failure = error
     ends, failures = ranks.sum(torch.tensor([mine, failure is not None]).long()).tolist()
     if failures:
-        with failing_together(ranks):
+        with failing_together(ranks.gather_objects):
             if failure is not None:
                 raise failure
     return bool(ends)

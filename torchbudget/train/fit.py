@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import natural, optional
+from torchbudget.distributed import failing_together
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import BatchMonitor, Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.agreement import failing_together, on_any_rank, on_each_rank, on_host
+from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
 from torchbudget.train.epoch import Epoch, Tally
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
@@ -356,7 +357,7 @@ class _Run:
             return
         if self.tally.steps:
             self._read_clock()
-        with failing_together(self.host):
+        with failing_together(self.host.gather_objects):
             callbacks = [callback.state_dict() for callback in self.stateful]
         state = {
             "id": secrets.token_hex(8),

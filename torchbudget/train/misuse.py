@@ -62,22 +62,24 @@ class MisuseDetector:
         # would be lost then: a state that was saved in the middle of a step has them, too.
         self._pending = {"micro_batches": 0, "lost": 0}
         weakref.finalize(self, _warn_of_lost, self._pending)
-        me = weakref.ref(self)
         for optimizer in optimizers:
-            handle = optimizer.register_step_pre_hook(_Hook(me, MisuseDetector._optimizer_steps))
-            weakref.finalize(self, handle.remove)
+            self._hook(optimizer.register_step_pre_hook, MisuseDetector._optimizer_steps)
         for module in distributed:
-            handle = module.register_forward_pre_hook(_Hook(me, MisuseDetector._module_runs))
-            weakref.finalize(self, handle.remove)
+            self._hook(module.register_forward_pre_hook, MisuseDetector._module_runs)
+
+    def _hook(
+        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector], None]
+    ) -> None:
+        """Have a method called, as long as this detector is there."""
+        handle = register(_Hook(weakref.ref(self), method))
+        weakref.finalize(self, handle.remove)
 
     # ------------------------------------------------------------------ called by the accumulator
 
     def notice_others(self, modules: Iterable[nn.Module]) -> None:
         """Raise where one of these distributed modules runs in a micro-batch."""
-        me = weakref.ref(self)
         for module in modules:
-            handle = module.register_forward_pre_hook(_Hook(me, MisuseDetector._other_runs))
-            weakref.finalize(self, handle.remove)
+            self._hook(module.register_forward_pre_hook, MisuseDetector._other_runs)
 
     def micro_batch_begins(self, *, restarted: bool) -> None:
         """A micro-batch begins.

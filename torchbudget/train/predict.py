@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
 from torchbudget.cost.measuring.reachable import reachable
-from torchbudget.distributed import host_group
+from torchbudget.distributed import failing_together
 from torchbudget.errors import OptionError
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.progress import with_bar
 from torchbudget.protocols import HasNumSamples, Stateful
-from torchbudget.train.agreement import failing_together
+from torchbudget.train.agreement import on_host
 from torchbudget.train.batches import moved
 from torchbudget.train.gathered import Parcel, gathered
 from torchbudget.train.loop import evaluation_mode
@@ -114,7 +114,7 @@ def predict(
         raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
     sampler = _checked_sampler(loader)
     host = None if sampler.num_replicas == 1 else _checked_ranks(sampler, group)
-    together = nullcontext if host is None else partial(failing_together, host)
+    together = nullcontext if host is None else partial(failing_together, host.gather_objects)
     dataset: Any = loader.dataset
     with together():
         planned = sampler.whole_epoch(len(dataset))
@@ -168,7 +168,7 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
             f"{sampler.rank}, but the process group joins {len(ranks)}, of which this is number "
             f"{ranks.rank}: each rank would get only a part of the outputs"
         )
-    return Ranks(host_group(group))
+    return on_host(ranks)
 
 
 def _modules_of(model: Callable[[Any], Any]) -> list[nn.Module]:
@@ -230,24 +230,18 @@ def _rows(outputs: Any, n: int, called: str) -> list[Any]:
 
 def _own(output: Any) -> Any:
     """The output with copies of its tensors, also in the fields of dataclasses."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        found = copy.copy(output)
-        for one in dataclasses.fields(output):
-            object.__setattr__(found, one.name, _own(getattr(output, one.name)))
-        return found
-    return tree_map(
-        lambda leaf: _on_host(leaf) if isinstance(leaf, Tensor) else _own_leaf(leaf), output
-    )
+    return tree_map(_own_leaf, output)
 
 
 def _own_leaf(leaf: Any) -> Any:
-    return _own(leaf) if dataclasses.is_dataclass(leaf) else leaf
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy of its elements alone: a view would keep all of its batch."""
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    if isinstance(leaf, Tensor):  # its elements alone: a view would keep all of its batch
+        return leaf.detach().to("cpu", copy=True)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        found = copy.copy(leaf)
+        for one in dataclasses.fields(leaf):
+            object.__setattr__(found, one.name, _own(getattr(leaf, one.name)))
+        return found
+    return leaf
 
 
 def _shown(indices: list[int]) -> str:

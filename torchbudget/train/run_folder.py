@@ -31,6 +31,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._statistics = path / "statistics.jsonl"
         self._loads = False  # whether a checkpoint was loaded back
 
     def read(self) -> dict[str, Any] | None:
@@ -100,10 +101,6 @@ class RunFolder:
         kept = "".join(f"{line}\n" for line in text.split("\n") if _is_kept(line, last))
         if kept != text:
             _write_whole(self._statistics, lambda file: file.write(kept.encode()))
-
-    @property
-    def _statistics(self) -> Path:
-        return self.path / "statistics.jsonl"
 
     def _sync_statistics(self) -> None:
         """A checkpoint must not reach the disk before the lines of its steps."""

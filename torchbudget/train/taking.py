@@ -76,79 +76,61 @@ class StepTaker:
         sums = GradientSums(self.ranks, self.distributed.summed(parameters), loss)
         if failure is None and ran_out_of_memory(sums.allocate):
             failure = "out of memory where gradients are summed over ranks"
-        total = total_over_ranks(self.ranks, pending, sums, done=done, failure=failure)
-        if not total.micro_batches:  # in `flush`, ranks at their end meet here once more
-            sums.drop(total.present)
-            return None, total.done
+        weight, micro_batches, is_over, present = self._totals(
+            pending, sums, done=done, failure=failure
+        )
+        if not micro_batches:  # in `flush`, ranks at their end meet here once more
+            sums.drop(present)
+            return None, is_over
         self.distributed.broadcast_buffers()
-        loss = sums.sum(total.present)
-        norm, skipped = None, total.weight == 0
+        loss = sums.sum(present)
+        norm, skipped = None, weight == 0
         with self.detector.own_step(parameters, has_weight=not skipped):
             if not skipped:
-                factor = self.divisor / total.weight
-                norm, skipped = self.optimizers.step(factor, self.distributed.divisors())
+                divisors = self.distributed.divisors()
+                norm, skipped = self.optimizers.step(self.divisor / weight, divisors)
             self.optimizers.clear()
         if not skipped:
             self.optimizers.schedule()
         step = Step(
             number=number,
-            loss=loss / total.weight if total.weight else math.nan,
-            weight=total.weight,
+            loss=loss / weight if weight else math.nan,
+            weight=weight,
             gradient_norm=norm,
-            micro_batches=total.micro_batches,
+            micro_batches=micro_batches,
             skipped=skipped,
         )
-        return step, total.done
+        return step, is_over
 
+    def _totals(
+        self, pending: Pending, sums: GradientSums, *, done: bool, failure: str | None
+    ) -> tuple[float, int, bool, Sequence[float]]:
+        """What all ranks have of a step; one collective on the host.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
-    """A step's numbers over all ranks.
+        Args:
+            pending: what this rank has of it.
+            sums: of gradients, which are allocated.
+            done: this rank is at the end of its data.
+            failure: why this rank gives up: memory has run out.
 
-    Attributes:
-        weight: Σ weight.
-        micro_batches: their number.
-        done: every rank is at the end of its data.
-        present: for each parameter that is summed, on how many ranks it has a gradient.
-    """
+        Returns:
+            Σ weight; the micro-batches; whether every rank is at the end of its data; and for each
+            parameter that is summed, on how many ranks it has a gradient.
 
-    weight: float
-    micro_batches: int
-    done: bool
-    present: Sequence[float]
-
-
-def total_over_ranks(
-    ranks: Ranks, pending: Pending, sums: GradientSums, *, done: bool, failure: str | None
-) -> Total:
-    """Sum what all ranks have of this step; one collective on the host.
-
-    Args:
-        ranks: that share the step.
-        pending: what this rank has of it.
-        sums: of gradients, which are allocated.
-        done: this rank is at the end of its data.
-        failure: why this rank gives up: memory has run out.
-
-    Raises:
-        OptionError: a gradient is sparse, on any of several ranks.
-        SampleTooLargeError: this rank gives up, or another one.
-    """
-    numbers = [pending.weight, pending.micro_batches, done, failure is not None, sums.sparse]
-    sums_of = ranks.sum_on_host([*numbers, *sums.present])
-    weight, micro_batches, at_end, failures, sparse, *present = sums_of
-    # Every rank raises, since every rank has the sum: none is left waiting in a collective.
-    if sparse:
-        raise OptionError(SPARSE)
-    if failures:
-        raise SampleTooLargeError(
-            failure
-            or "out of memory on another rank, which has given up, see its error; the step "
-            "is abandoned on every rank"
-        )
-    return Total(
-        weight=weight,
-        micro_batches=int(micro_batches),
-        done=at_end == len(ranks),
-        present=present,
-    )
+        Raises:
+            OptionError: a gradient is sparse, on any of several ranks.
+            SampleTooLargeError: this rank gives up, or another one.
+        """
+        numbers = [pending.weight, pending.micro_batches, done, failure is not None, sums.sparse]
+        sums_of = self.ranks.sum_on_host([*numbers, *sums.present])
+        weight, micro_batches, at_end, failures, sparse, *present = sums_of
+        # Every rank raises, since every rank has the sum: none is left waiting in a collective.
+        if sparse:
+            raise OptionError(SPARSE)
+        if failures:
+            raise SampleTooLargeError(
+                failure
+                or "out of memory on another rank, which has given up, see its error; the step "
+                "is abandoned on every rank"
+            )
+        return weight, int(micro_batches), at_end == len(self.ranks), present

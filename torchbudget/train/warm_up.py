@@ -12,7 +12,7 @@ from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import peak_memory
-from torchbudget.plan.step_source import ExtremeSource
+from torchbudget.plan.step_source import IndexSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[Warm
         OptionError: the loader has another sampler.
     """
     sampler: Any = loader.batch_sampler
-    if not isinstance(sampler, ExtremeSource):
+    if not isinstance(sampler, IndexSource):
         raise OptionError(
             "warm_up needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…), got "
             f"batch_sampler={type(sampler).__name__}"

@@ -83,10 +83,12 @@ class HostModel:
         parts["samples of batches that are being built"] = builders * flight.building
         if setting.pins:
             parts["pinned copies"] = flight.peak_pinned(batches)
-        # Workers start before any batch is on its way.
+        # Workers start before any batch is on its way. One reads the data set that it is sent, of
+        # which the text is built here and read there.
+        starting = trial.starting + trial.sent if workers else 0
         parts["workers while they start, beyond that"] = max(
             0,
-            self._starting(workers)
+            starting
             - parts["batches in flight"]
             - parts["samples of batches that are being built"],
         )
@@ -105,11 +107,6 @@ class HostModel:
         """What each worker copies of this process's memory, after what it did in the trial."""
         samples = self.samples if setting.persists else -(-self.samples // max(setting.workers, 1))
         return self.trial.copied_after(samples) if self.forks else 0
-
-    def _starting(self, workers: int) -> int:
-        """Beside all that workers have in the end: one reads the data set that it is sent."""
-        # The text is built here and read there.
-        return self.trial.starting + self.trial.sent if workers else 0
 
 
 def present_bytes() -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,37 +34,8 @@ class TriedBatch:
     samples: int
 
 
-class InFlight(ABC):
-    """Bytes of consecutive batches, as they pass from workers to the loop.
-
-    Attributes:
-        tensors: storages of a batch, at the most.
-        source: where the bytes come from, for people.
-    """
-
-    tensors: int
-    source: str
-
-    @abstractmethod
-    def peak(self, batches: int) -> int:
-        """The most that so many consecutive batches take together."""
-
-    @abstractmethod
-    def peak_shared(self, batches: int) -> int:
-        """The most of `/dev/shm` that they take."""
-
-    @abstractmethod
-    def peak_pinned(self, batches: int) -> int:
-        """The most of pinned memory that torch's allocator keeps for them."""
-
-    @property
-    @abstractmethod
-    def building(self) -> int:
-        """The most that one worker takes beside a batch while it makes it."""
-
-
-class Planned(InFlight):
-    """Batches of a plan, whose bytes follow from their shapes.
+class Planned:
+    """Batches of a plan on their way from workers to the loop: bytes that follow from their shapes.
 
     Each storage is a non-negative combination of 1, n, n·Lᵢ, n·LᵢLⱼ and ΣLᵢ that was fitted to the
     tried batches and covers all of them.
@@ -74,6 +44,10 @@ class Planned(InFlight):
         shapes: of the plan's own sequence of batches.
         tried_shapes: of those that were tried, one for each of `tried`.
         tried: at least one.
+
+    Attributes:
+        tensors: storages of a batch, at the most.
+        source: where the bytes come from, for people.
     """
 
     def __init__(
@@ -98,15 +72,18 @@ class Planned(InFlight):
         return shared
 
     def peak(self, batches: int) -> int:
-        """See `InFlight.peak`."""
+        """The most that so many consecutive batches take together."""
         return self._highest(self._shared + self._plain, batches)
 
     def peak_shared(self, batches: int) -> int:
-        """See `InFlight.peak_shared`."""
+        """The most of `/dev/shm` that they take."""
         return self._highest(self._shared, batches)
 
     def peak_pinned(self, batches: int) -> int:
-        """See `InFlight.peak_pinned`: blocks of one size are used again, others are kept beside."""
+        """The most of pinned memory that torch's allocator keeps for them.
+
+        Blocks of one size are used again, others are kept beside.
+        """
         blocks = np.array([pinned_block(one) for one in self._storages])
         return sum(
             int(size) * self._highest((blocks == size).sum(axis=0), batches)
@@ -115,7 +92,7 @@ class Planned(InFlight):
 
     @property
     def building(self) -> int:
-        """See `InFlight.building`."""
+        """The most that one worker takes beside a batch while it makes it."""
         return int(self._building.max())
 
     def _highest(self, values: npt.NDArray[Any], count: int) -> int:
@@ -131,11 +108,15 @@ class Planned(InFlight):
         )
 
 
-class Observed(InFlight):
+class Observed:
     """Batches of which nothing is known but those that were tried: the largest counts for all.
 
     Args:
         tried: at least one.
+
+    Attributes:
+        tensors: as of `Planned`.
+        source: likewise.
     """
 
     def __init__(self, tried: Sequence[TriedBatch]) -> None:
@@ -144,22 +125,25 @@ class Observed(InFlight):
         self._tried = tried
 
     def peak(self, batches: int) -> int:
-        """See `InFlight.peak`."""
+        """See `Planned.peak`."""
         return batches * max(_shared(one) + one.bytes.plain for one in self._tried)
 
     def peak_shared(self, batches: int) -> int:
-        """See `InFlight.peak_shared`."""
+        """See `Planned.peak_shared`."""
         return batches * max(map(_shared, self._tried))
 
     def peak_pinned(self, batches: int) -> int:
-        """See `InFlight.peak_pinned`."""
+        """See `Planned.peak_pinned`."""
         each = [int(pinned_block(np.array(one.bytes.storages)).sum()) for one in self._tried]
         return batches * max(each)
 
     @property
     def building(self) -> int:
-        """See `InFlight.building`."""
+        """See `Planned.building`."""
         return max(one.building for one in self._tried)
+
+
+InFlight: TypeAlias = Planned | Observed
 
 
 def _shared(tried: TriedBatch) -> int:

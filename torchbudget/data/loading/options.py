@@ -20,7 +20,7 @@ from torchbudget.data.loading.limits import HostLimits
 from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.timing import samples_per_second
 from torchbudget.data.loading.trial import LoaderParts
-from torchbudget.data.loading.tried_model import planned_model, stream_model
+from torchbudget.data.loading.tried_model import loader_model
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.planned_sampler import PlannedSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
@@ -138,7 +138,7 @@ def loader_options(
     >>> sorted(options)
     ['num_workers', 'persistent_workers', 'pin_memory', 'prefetch_factor']
     """
-    check_flags(persistent_workers=persistent_workers, pin_memory=bool(pin_memory))
+    check_flags(persistent_workers=persistent_workers)
     if pin_memory not in (None, True, False):
         raise OptionError(f"pin_memory must be a bool or None, got {pin_memory!r}")
     budget_bytes, later = _host_bytes(budget), parse_bytes(reserve)
@@ -150,7 +150,7 @@ def loader_options(
     if get_worker_info() is not None or multiprocessing.current_process().daemon:
         raise OptionError("a worker cannot start workers: call loader_options where the loader is")
     parts = _parts(sampler_or_stream, dataset, collate_fn, worker_init_fn, multiprocessing_context)
-    model = _model(sampler_or_stream, parts, later, trial_s / 2)
+    model = loader_model(sampler_or_stream, parts, later=later, seconds=trial_s / 2)
     limits = HostLimits.of(MemoryBudget.of(budget), budget_bytes, ranks)
     choice = _Choice(model, limits, most, pin_memory, persistent_workers)
     speeds: dict[int, float] = {}
@@ -277,12 +277,6 @@ def _parts(
         context=context,
         is_iterable=dataset is None,
     )
-
-
-def _model(source: Any, parts: LoaderParts, later: int, seconds: float) -> HostModel:
-    if isinstance(source, PlannedSampler):
-        return planned_model(source, parts, later=later, seconds=seconds)
-    return stream_model(parts, later=later, seconds=seconds)
 
 
 def _too_small(needs: HostBytes, limits: HostLimits) -> BudgetError:

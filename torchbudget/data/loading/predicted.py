@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchbudget.data.loading.host_model import HostModel, Setting
+from torchbudget.data.loading.host_model import Setting
 from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.trial import LoaderParts
-from torchbudget.data.loading.tried_model import observed_model, planned_model, stream_model
-from torchbudget.data.planned_sampler import PlannedSampler
+from torchbudget.data.loading.tried_model import loader_model
 from torchbudget.errors import OptionError
-from torchbudget.random_state import RandomState
 from torchbudget.units import Amount, parse_bytes
-
-_BATCHES: Final = 64  # of a sampler whose plan is unknown
 
 
 def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0, trial_s: float = 2.0) -> HostBytes:
@@ -51,12 +45,12 @@ def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0, trial_s: float =
         pins=loader.pin_memory and accelerated,
         persists=loader.persistent_workers,
     )
-    return _model(loader, parse_bytes(reserve), trial_s).needs(setting)
-
-
-def _model(loader: DataLoader[Any], later: int, seconds: float) -> HostModel:
-    batch_sampler: Any = loader.batch_sampler
     is_iterable = isinstance(loader.dataset, IterableDataset)
+    if loader.batch_sampler is None and not is_iterable:
+        raise OptionError(
+            "with batch_size=None each sample of a map-style data set is a batch: give the loader "
+            "a batch_size or a batch_sampler"
+        )
     parts = LoaderParts(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
@@ -65,34 +59,6 @@ def _model(loader: DataLoader[Any], later: int, seconds: float) -> HostModel:
         is_iterable=is_iterable,
         batch_size=loader.batch_size if is_iterable else None,
     )
-    if is_iterable:
-        return stream_model(parts, later=later, seconds=seconds)
-    if isinstance(batch_sampler, PlannedSampler):
-        return planned_model(batch_sampler, parts, later=later, seconds=seconds)
-    if batch_sampler is None:
-        raise OptionError(
-            "with batch_size=None each sample of a map-style data set is a batch: give the loader "
-            "a batch_size or a batch_sampler"
-        )
-    return observed_model(
-        parts, _first_batches(batch_sampler, loader.dataset), later=later, seconds=seconds
-    )
-
-
-def _first_batches(batch_sampler: Any, dataset: Any) -> list[list[int]]:
-    """The first batches of a sampler, which stays where it is, as do the global generators.
-
-    Raises:
-        OptionError: it cannot be copied, or has no batch.
-    """
-    state = RandomState.take()
-    try:
-        copied = copy.deepcopy(batch_sampler, {id(dataset): dataset})
-        batches = [list(batch) for batch in islice(copied, _BATCHES)]
-    except TypeError as error:
-        raise OptionError(f"the loader's batch sampler cannot be copied: {error}") from error
-    finally:
-        state.restore()
-    if not batches:
-        raise OptionError("the loader has no batches")
-    return batches
+    later = parse_bytes(reserve)
+    model = loader_model(loader.batch_sampler, parts, later=later, seconds=trial_s)
+    return model.needs(setting)

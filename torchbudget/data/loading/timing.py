@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -61,9 +60,7 @@ def _timed(
 
 
 def _in_a_child(parts: LoaderParts, batches: Sequence[list[int]], seconds: float) -> float:
-    context = parts.context
-    if isinstance(context, str) or context is None:
-        context = multiprocessing.get_context(context)
+    context = parts.workers_context
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_time_alone, args=(parts, batches, seconds, sender), daemon=True)
     child.start()

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -54,12 +54,16 @@ class LoaderParts:
     batch_size: int | None = None
 
     @property
+    def workers_context(self) -> Any:
+        """The context of `multiprocessing` that workers are started in."""
+        if self.context is None or isinstance(self.context, str):
+            return multiprocessing.get_context(self.context)
+        return self.context
+
+    @property
     def starts_by_fork(self) -> bool:
         """Whether workers share this process's memory when they start."""
-        context = self.context
-        if isinstance(context, str) or context is None:
-            context = multiprocessing.get_context(context)
-        return bool(context.get_start_method() == "fork")
+        return bool(self.workers_context.get_start_method() == "fork")
 
     def loader(self, batches: Any, **options: Any) -> DataLoader[Any]:
         """A loader of these batches, which draws nothing from the global generators.
@@ -84,7 +88,7 @@ class LoaderParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trial:
-    """What a trial found.
+    """What a trial found; of a stream, `batches`, `private`, `sent` and `mapped` alone.
 
     Attributes:
         batches: that were made, in their order, without the first.
@@ -104,14 +108,14 @@ class Trial:
     """
 
     batches: list[TriedBatch]
-    numbers: list[int]
+    numbers: list[int] = field(default_factory=list)
     private: int
-    originals: int
-    kept: int
-    reads: tuple[int, ...]
-    copied: tuple[int, ...]
-    common: int
-    starting: int
+    originals: int = 0
+    kept: int = 0
+    reads: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
+    common: int = 0
+    starting: int = 0
     sent: int
     mapped: int
 
@@ -372,14 +376,7 @@ def try_stream(parts: LoaderParts, *, seconds: float, most: int) -> Trial:
     used = max(one.private + max(0, one.peak_resident - one.resident) for one in readings)
     return Trial(
         batches=tried,
-        numbers=list(range(len(tried))),
         private=used,
-        originals=0,
-        kept=0,
-        reads=(),
-        copied=(),
-        common=0,
-        starting=0,
         sent=0 if parts.starts_by_fork else _sent_bytes(parts.dataset),
         mapped=mapped_data_bytes(pid),
     )

@@ -1,20 +1,24 @@
-"""The model of a sampler's or stream's loader, by a trial with its own data set."""
+"""The model of a loader, by a trial with its own data set."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from torchbudget.data.loading.batch_bytes import BatchBytes
 from torchbudget.data.loading.host_model import HostModel, present_bytes
-from torchbudget.data.loading.in_flight import Observed, Planned
-from torchbudget.data.loading.trial import LoaderParts, try_batches, try_stream
+from torchbudget.data.loading.in_flight import InFlight, Observed, Planned
+from torchbudget.data.loading.trial import LoaderParts, Trial, try_batches, try_stream
 from torchbudget.data.planned_sampler import PlannedSampler
+from torchbudget.errors import OptionError
 from torchbudget.machine.host import shared_memory
 from torchbudget.plan.batch_shapes import BatchShapes, batch_shapes, batches_at
+from torchbudget.random_state import RandomState
 from torchbudget.units import MiB
 
 # Batches of the trial: from the smallest to the largest; then as many as time allows.
@@ -23,41 +27,63 @@ _MORE: Final = 256
 # Of one that is made while one is held; and what a prediction from smaller ones may miss.
 _AT_ONCE: Final = 3
 _SLACK: Final = 1.5
+_BATCHES: Final = 64  # of a sampler whose plan is unknown
 
 
-def planned_model(
-    sampler: PlannedSampler, parts: LoaderParts, *, later: int, seconds: float
+def loader_model(
+    batch_sampler: Any, parts: LoaderParts, *, later: int, seconds: float
 ) -> HostModel:
-    """The model of a loader whose batches a plan decides.
+    """The model of a loader.
 
     Args:
-        sampler: the plan's, for this rank.
+        batch_sampler: of the loader; not looked at where the data set is iterable.
         parts: of the loader.
         later: bytes that this process will allocate later on.
         seconds: that the trial may take.
+
+    Raises:
+        OptionError: the batch sampler cannot be copied, or there is no batch.
     """
-    shapes = batch_shapes(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
-    numbers = _to_try(shapes)
-    batches = batches_at(sampler.plan, numbers, epoch=sampler.epoch, rank=sampler.rank)
-    elements = _elements(shapes)[numbers]
-    free = _free_shared()
-
-    def fits(number: int, before: Sequence[tuple[int, BatchBytes]]) -> bool:
-        if free is None or not before:
-            return True
-        each = max(one.total / elements[place] for place, one in before)
-        return bool(_AT_ONCE * (_SLACK * each * elements[number] + MiB(1)) <= free)
-
-    trial = try_batches(parts, batches, seconds=seconds, fits=fits)
-    tried = shapes.at([numbers[i] for i in trial.numbers])
+    if parts.is_iterable:  # of which a copy is read
+        own = replace(parts, dataset=copy.copy(parts.dataset))
+        trial = try_stream(own, seconds=seconds, most=_MORE)
+        in_flight: InFlight = Observed(trial.batches)
+    elif isinstance(batch_sampler, PlannedSampler):
+        trial, in_flight = _by_plan(batch_sampler, parts, seconds)
+    else:
+        batches = _first_batches(batch_sampler, parts.dataset)
+        smallest = min(batches, key=len)
+        tried = [smallest, smallest, *batches]
+        trial = try_batches(parts, tried, seconds=seconds, fits=lambda *_: True)
+        in_flight = Observed(trial.batches)
     return HostModel(
         trial=trial,
-        in_flight=Planned(shapes, tried, trial.batches),
-        samples=len(parts.dataset),
+        in_flight=in_flight,
+        samples=0 if parts.is_iterable else len(parts.dataset),
         present=present_bytes(),
         later=later,
         forks=parts.starts_by_fork,
     )
+
+
+def _by_plan(sampler: PlannedSampler, parts: LoaderParts, seconds: float) -> tuple[Trial, InFlight]:
+    """A trial of batches that a plan decides, and what all of them need by it."""
+    shapes = batch_shapes(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
+    numbers = _to_try(shapes)
+    batches = batches_at(sampler.plan, numbers, epoch=sampler.epoch, rank=sampler.rank)
+    elements = _elements(shapes)[numbers]
+    pool = shared_memory()
+
+    def fits(number: int, before: Sequence[tuple[int, BatchBytes]]) -> bool:
+        if pool is None or not before:
+            return True
+        each = max(one.total / elements[place] for place, one in before)
+        needed = _AT_ONCE * (_SLACK * each * elements[number] + MiB(1))
+        return bool(needed <= pool.free_bytes)
+
+    trial = try_batches(parts, batches, seconds=seconds, fits=fits)
+    tried = shapes.at([numbers[i] for i in trial.numbers])
+    return trial, Planned(shapes, tried, trial.batches)
 
 
 def _to_try(shapes: BatchShapes) -> list[int]:
@@ -77,58 +103,20 @@ def _elements(shapes: BatchShapes) -> Any:
     return shapes.samples * np.maximum(shapes.padded, 1).prod(axis=1)
 
 
-def _free_shared() -> int | None:
-    pool = shared_memory()
-    return None if pool is None else pool.free_bytes
+def _first_batches(batch_sampler: Any, dataset: Any) -> list[list[int]]:
+    """The first batches of a sampler, which stays where it is, as do the global generators.
 
-
-def stream_model(parts: LoaderParts, *, later: int, seconds: float) -> HostModel:
-    """The model of a loader of an iterable data set, of which a copy is read.
-
-    Args:
-        parts: of the loader.
-        later: as above.
-        seconds: as above.
+    Raises:
+        OptionError: it cannot be copied, or has no batch.
     """
-    own = LoaderParts(
-        dataset=copy.copy(parts.dataset),
-        collate_fn=parts.collate_fn,
-        worker_init_fn=parts.worker_init_fn,
-        context=parts.context,
-        is_iterable=True,
-        batch_size=parts.batch_size,
-    )
-    trial = try_stream(own, seconds=seconds, most=_MORE)
-    return HostModel(
-        trial=trial,
-        in_flight=Observed(trial.batches),
-        samples=0,
-        present=present_bytes(),
-        later=later,
-        forks=parts.starts_by_fork,
-    )
-
-
-def observed_model(
-    parts: LoaderParts, batches: Sequence[list[int]], *, later: int, seconds: float
-) -> HostModel:
-    """The model of a loader of a map-style data set, by some of its batches.
-
-    Args:
-        parts: of the loader.
-        batches: lists of indices, at least one.
-        later: as above.
-        seconds: as above.
-    """
-    smallest = min(batches, key=len)
-    trial = try_batches(
-        parts, [smallest, smallest, *batches], seconds=seconds, fits=lambda *_: True
-    )
-    return HostModel(
-        trial=trial,
-        in_flight=Observed(trial.batches),
-        samples=len(parts.dataset),
-        present=present_bytes(),
-        later=later,
-        forks=parts.starts_by_fork,
-    )
+    state = RandomState.take()
+    try:
+        copied = copy.deepcopy(batch_sampler, {id(dataset): dataset})
+        batches = [list(batch) for batch in islice(copied, _BATCHES)]
+    except TypeError as error:
+        raise OptionError(f"the loader's batch sampler cannot be copied: {error}") from error
+    finally:
+        state.restore()
+    if not batches:
+        raise OptionError("the loader has no batches")
+    return batches
