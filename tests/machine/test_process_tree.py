@@ -85,7 +85,7 @@ def test_a_tree_leaves_out_what_ends_meanwhile(monkeypatch):
     monkeypatch.setattr(ProcessTree, "_find", lambda _: [2**30])
     assert [reading.pid for reading in process_tree()] == [os.getpid()]
     with pytest.raises(MachineError, match="no such process"):
-        process_tree(2**30)
+        ProcessTree(2**30).read()
 
 
 WAIT = "import time; print('ready', flush=True); time.sleep(600)"

@@ -140,18 +140,15 @@ class ProcessTree:
         self._known = there
 
 
-def process_tree(pid: int | None = None) -> tuple[ProcessMemory, ...]:
-    """The memory of a process, first, and of each of its descendants.
+def process_tree() -> tuple[ProcessMemory, ...]:
+    """The memory of this process, first, and of each of its descendants.
 
     Descendants that end meanwhile are left out.
 
-    Args:
-        pid: the process; None is this one.
-
     Raises:
-        MachineError: there is no such process, or no `/proc`.
+        MachineError: there is no `/proc`.
     """
-    return ProcessTree(pid).read()
+    return ProcessTree().read()
 
 
 def _newest_process() -> str:

@@ -118,7 +118,7 @@ def fit(
     run = _Run(
         model=model,
         loader=loader,
-        validation=validation,
+        validation=() if validation is None else validation,
         accumulator=accumulator,
         folder=None if folder is None else Path(folder),
         checkpoint_steps=checkpoint_steps,
@@ -166,7 +166,7 @@ class _Run:
 
     model: nn.Module
     loader: DataLoader[Any]
-    validation: Iterable[Any] | None
+    validation: Iterable[Any]
     accumulator: GradAccumulator
     folder: Path | None
     checkpoint_steps: int | None
@@ -213,28 +213,28 @@ class _Run:
             )
         # The ranks meet here, since the first one may still write for an earlier call.
         on_each_rank(self.host, lambda: folder.mkdir(parents=True, exist_ok=True))
-        self.files = RunFolder(folder)
-        found = on_each_rank(self.host, self._read)
+        self.files = files = RunFolder(folder)
+        found = on_each_rank(self.host, lambda: self._read(files))
         for rank, mine in enumerate(found):
             if mine != found[0]:
                 raise StateMismatchError(
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
                     f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        on_each_rank(self.host, self._go_on)
+        on_each_rank(self.host, lambda: self._go_on(files))
 
-    def _read(self) -> str:
+    def _read(self, files: RunFolder) -> str:
         """Read the last checkpoint; which one it is."""
-        self.loaded = None if self.files is None else self.files.read()
+        self.loaded = files.read()
         if self.loaded is None:
             return "no checkpoint"
         return f"the checkpoint {self.loaded.get('id')}"
 
-    def _go_on(self) -> None:
+    def _go_on(self, files: RunFolder) -> None:
         """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
         steps = 0 if self.loaded is None else self._load(self.loaded)
-        if self.files is not None and self.is_first_rank:
-            self.files.forget_after({"step": steps, "epoch": len(self.history) - 1})
+        if self.is_first_rank:
+            files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
     def _load(self, loaded: dict[str, Any]) -> int:
         """Go on from a checkpoint; after how many steps it was saved."""
@@ -288,8 +288,8 @@ class _Run:
 
     def validation_data(self) -> Iterable[Any]:
         """What this rank is to evaluate on after the present epoch."""
-        loader = () if self.validation is None else self.validation
-        return EpochLoader(loader=loader, epoch=len(self.history), seed=self.seed + _OTHER)
+        seed = self.seed + _OTHER
+        return EpochLoader(loader=self.validation, epoch=len(self.history), seed=seed)
 
     def step_taken(self, step: Step, batches_done: int | None) -> bool:
         """Count, write, call back and save; whether the training ends here."""
