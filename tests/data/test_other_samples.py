@@ -203,6 +203,24 @@ def test_crops_are_not_accused(seed: int) -> None:
     assert warned([torch.ones(n) for n in lengths.clip(max=64).tolist()], lengths) == []
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_collate_may_order_its_samples(packed: bool) -> None:
+    """As those do that sort them for a recurrent network, or shuffle them."""
+    rng = np.random.default_rng(0)
+    lengths = lengths_of(rng, 3000)
+    collate = PackCollate() if packed else PadCollate()
+
+    def shuffled(samples: list[Any]) -> Any:
+        return collate([samples[i] for i in rng.permutation(len(samples))])
+
+    def ascending(samples: list[Any]) -> Any:
+        return collate(sorted(samples, key=lambda sample: len(sample["ids"])))
+
+    for ordered in (shuffled, ascending):
+        assert warned(texts(lengths), lengths, ordered, packed=packed) == []
+        assert warned(texts(lengths), rng.permutation(lengths), ordered, packed=packed)
+
+
 def test_batches_without_lengths_are_not_judged() -> None:
     """Those that were rebuilt, foreign ones with a field of their own, and texts of no length."""
     rng = np.random.default_rng(0)

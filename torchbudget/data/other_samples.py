@@ -78,7 +78,11 @@ class OtherSamples:
         seen, self._seen = self._seen, []
         sizes = np.concatenate([one.sizes for one in seen])
         lengths = np.concatenate([one.lengths for one in seen])
-        self._judged = _alike(sizes, lengths)
+        # In each batch by itself: a collate may have its samples in another order.
+        self._judged = _alike(
+            np.concatenate([np.sort(one.sizes, axis=0) for one in seen]),
+            np.concatenate([np.sort(one.lengths, axis=0) for one in seen]),
+        )
         if self._judged:
             return self._longer(seen, self._judged)
         groups = np.repeat(np.arange(len(self._ndims)), self._ndims)
