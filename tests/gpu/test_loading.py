@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader
 
 from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Python 3.12 and later warn of every fork of a process that has threads, as CUDA's.
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
 SAMPLES = [{"x": torch.arange(1000.0 + 37 * i), "y": i, "s": "text"} for i in range(64)]
 
 
@@ -45,16 +49,23 @@ def test_samples_on_the_card_are_collated_there() -> None:
 
 
 def test_pinned_bytes_are_bounded() -> None:
-    """Blocks of pinned memory are powers of two: at most twice what is in flight, and a little."""
+    """Blocks of pinned memory are powers of two: at most twice what is in flight, and a little.
+
+    The epoch has five times as much.
+    """
     statistics = getattr(torch.cuda, "host_memory_stats", None)
     if statistics is None:
         pytest.skip("this torch does not count pinned memory")
+    samples = [torch.ones(2**20 + i) for i in range(128)]  # 4 MiB each, and a little
     loader = DataLoader(
-        SAMPLES, batch_size=8, collate_fn=PadCollate(), num_workers=2, pin_memory=True
+        samples, batch_size=2, collate_fn=PadCollate(), num_workers=2, pin_memory=True
     )
-    largest = max(batch.nbytes for batch in loader)
-    peak = statistics().get("allocated_bytes.peak")
-    if peak is None:
+    names = ("reserved_bytes.current", "allocated_bytes.current")  # the latter in newer torch
+    name = next((one for one in names if one in statistics()), None)
+    if name is None:
         pytest.skip("this torch counts pinned memory under another name")
+    before = statistics()[name]
+    largest = max(batch.nbytes for batch in loader)
+    added = statistics()[name] - before
     in_flight = 2 * 2 + 2  # two workers prefetch two each; one is returned, one is in use
-    assert peak <= 2 * in_flight * largest + 64 * 2**20
+    assert largest <= added <= 2 * in_flight * largest + 8 * 2**20

@@ -197,11 +197,15 @@ def test_what_is_free_beside_an_own_context_is_not_remembered(monkeypatch):
 @pytest.fixture
 def torch_cuda(monkeypatch):
     """`torch.cuda` with two GPUs of 80 GiB that answer as torch does."""
-    gpus = SimpleNamespace(asked=[], fraction=1.0)
+    gpus = SimpleNamespace(asked=[], fraction=1.0, current=1)
 
     def mem_get_info(index):
         gpus.asked.append(index)
         return GiB(50), GiB(80)
+
+    def exchange_device(index):
+        before, gpus.current = gpus.current, index
+        return before
 
     stats = {
         "reserved_bytes.all.current": GiB(20),
@@ -215,7 +219,9 @@ def torch_cuda(monkeypatch):
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
-        "current_device": lambda: 1,
+        "current_device": lambda: gpus.current,
+        "_exchange_device": exchange_device,
+        "_maybe_exchange_device": exchange_device,
         "mem_get_info": mem_get_info,
         "memory_stats": lambda _: stats,
         "get_device_properties": lambda _: SimpleNamespace(uuid="abc"),
@@ -258,6 +264,36 @@ def test_a_torch_that_does_not_return_the_fraction(torch_cuda, monkeypatch):
     TorchSource("cuda").set_fraction(0.5)
     assert TorchSource("cuda").figures().fraction == 0.5
     assert TorchSource("cuda:0").figures().fraction == 1.0
+
+
+def test_the_current_device_stays(torch_cuda, monkeypatch):
+    """Of torch's calls, this one makes the device current whose limit is set; the stand-in, too."""
+    limits = []
+
+    def set_fraction(fraction, index):
+        torch_cuda.current = index
+        limits.append((fraction, index))
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
+    monkeypatch.setattr(cuda_module, "_fractions", {})
+    TorchSource("cuda:0").set_fraction(0.5)
+    assert limits == [(0.5, 0)]
+    assert torch.cuda.current_device() == 1
+
+
+def test_another_backend_has_no_snapshot(torch_cuda, monkeypatch):
+    """It refuses one, as cudaMallocAsync does; and without a limit, its fraction is far above 1."""
+
+    def refuse():
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", refuse)
+    torch_cuda.fraction = 2**64 / GiB(80)
+    source = TorchSource("cuda:1")
+    assert source.allocator() == "cudaMallocAsync"
+    assert source.graph_bytes() == 0
+    assert source.figures().fraction == 1.0
 
 
 def test_a_gpu_that_does_not_exist(torch_cuda):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from torchbudget import (
     peak_memory,
 )
 from torchbudget.errors import MeasureWarning, MemoryLimitWarning
+from torchbudget.machine import device as device_module
+from torchbudget.observe.sample import MemoryReader, MemorySample
 from torchbudget.units import GiB, MiB
 
 CONTEXT = MiB(600)
@@ -80,6 +84,42 @@ def test_a_device_that_fills_up_is_warned_of_and_planned_for(fake: FakeDevice) -
 def run_batch(monitor: MemoryMonitor, fake: FakeDevice, num_bytes: int) -> None:
     with monitor.batch(50, (100,)):
         fake.take(num_bytes)
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_thread_reads_the_device_that_is_used(
+    device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not its own current device: a thread's is the first one, and a rank may be on the fourth.
+
+    The allocator that is asked is a stand-in.
+    """
+    reserved = [0, 0, 0, 0]
+    asked: list[str] = []
+    samples: list[MemorySample] = []
+
+    def source(name: object) -> FakeDevice:
+        asked.append(str(name))
+        return FakeDevice(reserved_bytes=reserved[3])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reserved))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
+    monkeypatch.setattr(device_module, "TorchSource", source)
+    monkeypatch.setattr(device_module, "_devices", {})
+    reader = MemoryReader(None, device)
+
+    def read() -> None:
+        thread = Thread(target=lambda: samples.append(reader.read(0, whole=False)))
+        thread.start()
+        thread.join()
+
+    read()  # before the rank has anything on its device
+    reserved[1], reserved[3] = MiB(20), GiB(2)
+    read()
+    read()
+    assert [sample.reserved_bytes for sample in samples] == [None, GiB(2), GiB(2)]
+    assert asked == ["cuda:3"]
 
 
 def test_cuda_is_never_initialised() -> None:

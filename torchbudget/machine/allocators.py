@@ -32,13 +32,15 @@ def configure_allocators() -> None:
       when the process first uses CUDA. Before that, what other processes have on each GPU is
       noted, if NVML can be read (extra `nvml`).
 
-    Variables that the environment has already stay as they are. Processes that are started later
+    Variables that the environment has already stay as they are; of the two names for CUDA, which
+    not every torch knows, the missing one gets the other's value. Processes that are started later
     inherit the variables, but must call `trim_malloc()` themselves unless they are forked.
     """
     trim_malloc()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_KERNELS)
-    if not any(name in os.environ for name in _CUDA_NAMES):
-        os.environ.update(dict.fromkeys(_CUDA_NAMES, _CUDA_SEGMENTS))
+    stated = next((os.environ[name] for name in _CUDA_NAMES if name in os.environ), _CUDA_SEGMENTS)
+    for name in _CUDA_NAMES:
+        os.environ.setdefault(name, stated)
     remember_free_bytes()
 
 

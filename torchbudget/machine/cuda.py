@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -61,6 +61,17 @@ def may_return_early(device: torch.device | str | int | None) -> bool:
     return isinstance(device, int) or torch.device(device).type == "cuda"
 
 
+def fullest_device() -> int | None:
+    """The device that torch's allocator has most reserved on, in this process; None: nothing is.
+
+    Each thread has a current device of its own, at first the first one: in another thread than the
+    one that trains, `"cuda"` would name that, and asking for its memory would take a context there.
+    This asks the allocator alone.
+    """
+    reserved = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
+    return reserved.index(max(reserved)) if any(reserved) else None
+
+
 class TorchSource:
     """A CUDA device, as torch and NVML see it; tests without one put another class in its place.
 
@@ -108,7 +119,7 @@ class TorchSource:
             allocated_bytes=stats.get("allocated_bytes.all.current", 0),
             peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-            fraction=fraction(self.index),
+            fraction=min(fraction(self.index), 1.0),  # cudaMallocAsync without a limit says more
             retries=stats.get("num_alloc_retries", 0),
             ooms=stats.get("num_ooms", 0),
         )
@@ -127,7 +138,8 @@ class TorchSource:
 
     def set_fraction(self, fraction: float) -> None:
         """Let the allocator reserve no more than this part of the device."""
-        torch.cuda.set_per_process_memory_fraction(fraction, self.index)
+        with torch.cuda.device(self.index):  # which torch would leave as the current one
+            torch.cuda.set_per_process_memory_fraction(fraction, self.index)
         _fractions[self.index] = fraction
 
     def name(self) -> str:
@@ -140,9 +152,8 @@ class TorchSource:
         What the segments are like is read off one of them. Other settings are those that the
         environment states, of which torch does not return what is in force.
         """
-        backend = torch.cuda.get_allocator_backend()
-        segments = [one for one in torch.cuda.memory_snapshot() if one["device"] == self.index]
-        if backend != "native" or not segments:
+        backend, segments = torch.cuda.get_allocator_backend(), self._segments()
+        if not segments:
             return backend
         growing = any(one.get("is_expandable", False) for one in segments)
         kind = "expandable segments" if growing else "segments of fixed sizes"
@@ -154,10 +165,15 @@ class TorchSource:
         """Bytes that memory pools other than the default one have reserved, as for CUDA graphs."""
         return sum(
             one["total_size"]
-            for one in torch.cuda.memory_snapshot()
-            if one["device"] == self.index
-            and tuple(one.get("segment_pool_id", _OWN_POOL)) != _OWN_POOL
+            for one in self._segments()
+            if tuple(one.get("segment_pool_id", _OWN_POOL)) != _OWN_POOL
         )
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """Those of the allocator on this device; none of another backend, which has no snapshot."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return []
+        return [one for one in torch.cuda.memory_snapshot() if one["device"] == self.index]
 
 
 def _fraction_set(index: int) -> float:

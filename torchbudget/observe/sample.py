@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.cgroups import ControlGroups, GroupEvents
-from torchbudget.machine.device import device_memory, is_cpu
+from torchbudget.machine.cuda import fullest_device
+from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
 from torchbudget.machine.high_water import RESIDENT, Mark
 from torchbudget.machine.host import machine_memory, shared_memory
 from torchbudget.machine.pools import MemoryPool
@@ -95,7 +97,8 @@ class MemoryReader:
     Args:
         pid: the process; `None`: the calling one.
         device: the CUDA device, or the CPU; `None`: the current CUDA device as soon as the process
-            uses CUDA. CUDA is never initialised here, and never read for another process.
+            uses CUDA. Where another thread than this one reads first, it is the device that most
+            is reserved on. CUDA is never initialised here, and never read for another process.
 
     Attributes:
         whole_is_exact: whether the shares of all pages could be read so far.
@@ -107,6 +110,8 @@ class MemoryReader:
         self._is_own = pid is None
         self._tree = ProcessTree(pid)
         self._resident = RESIDENT.begin() if pid is None else None
+        self._thread = threading.get_ident()
+        self._memory: DeviceMemory | None = None
         self._on_device: Mark | None = None
         self._groups = ControlGroups.of(pid)
         self._events_before = self._groups.events()
@@ -188,15 +193,27 @@ class MemoryReader:
     def _read_device(self) -> dict[str, int]:
         if is_cpu(self.device()) or not self._is_own or not torch.cuda.is_initialized():
             return {}
-        memory = device_memory(self.device())
-        if self._on_device is None:
-            self._on_device = memory.high_water.begin()
+        if self._memory is None:
+            device = self._cuda_device()
+            if device is None:
+                return {}
+            self._memory = device_memory(device)
+            self._on_device = self._memory.high_water.begin()
+        memory = self._memory
         figures = memory.source.figures()
         return {
             "allocated_bytes": figures.allocated_bytes,
             "reserved_bytes": figures.reserved_bytes,
             "outside_bytes": memory.outside_bytes(figures),
         }
+
+    def _cuda_device(self) -> torch.device | None:
+        """The device to be read; `None`: it cannot be told yet."""
+        device = torch.device(self.device())
+        if device.index is not None or threading.get_ident() == self._thread:
+            return device
+        index = fullest_device()
+        return None if index is None else torch.device("cuda", index)
 
     def device_peaks(self) -> dict[str, int]:
         """The most that the allocator reserved and that tensors took; empty without CUDA."""
