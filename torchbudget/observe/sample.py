@@ -210,7 +210,7 @@ class MemoryReader:
     def _cuda_device(self) -> torch.device | None:
         """The device to be read; `None`: it cannot be told yet."""
         device = torch.device(self.device())
-        if device.index is not None or threading.get_ident() == self._thread:
+        if str(device) != "cuda" or threading.get_ident() == self._thread:
             return device
         index = fullest_device()
         return None if index is None else torch.device("cuda", index)
