@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 from torch import Tensor, strided
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.other_samples import OtherSamples, attention_mask_of
 from torchbudget.errors import OtherSizesWarning, PaddedSizeWarning
+from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.plan import Plan
 
 Path: TypeAlias = tuple[Any, ...]
@@ -24,11 +24,13 @@ _BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign
 
 
 @runtime_checkable
-class KnowsRounding(Protocol):
+class KnowsPadding(Protocol):
     """A batch that knows how it was padded: `PaddedBatch`, `PackedBatch`."""
 
-    def rounding(self, size_multiple: int, /) -> list[tuple[int, int]]:
-        """The padded lengths, and what they are if rounded up to another multiple."""
+    def more_than_planned(
+        self, planned: Sequence[int], size_multiple: int, /
+    ) -> tuple[Sequence[int], Sequence[int]] | None:
+        """The padded size, and the one that was planned, if that is less; else `None`."""
 
 
 class PaddedSizes:
@@ -55,8 +57,8 @@ class PaddedSizes:
         """
         if self._warned:
             return
-        if _knows_rounding(type(batch)):  # type: ignore[arg-type]  # types are hashable
-            self._compare_own(batch.rounding(self._size_multiple), planned)
+        if _knows_padding(type(batch)):  # type: ignore[arg-type]  # types are hashable
+            self._compare_own(batch, planned)
             return
         if isinstance(batch, (tuple, list)) and not _may_hold_tensors(batch):
             return  # most often, and in a third of the time
@@ -68,14 +70,10 @@ class PaddedSizes:
                     is_masked = mask is not None and mask.shape == tensor.shape[:2] and axis == 1
                     self._suspect((*path, axis), tensor, axis, longest, mask if is_masked else None)
 
-    def _compare_own(self, rounding: list[tuple[int, int]], planned: Sequence[int]) -> None:
-        planned = planned or [rounded for _, rounded in rounding]
-        # The lengths may be those of another field than the sizes: then they are rounded alike.
-        if len(rounding) == len(planned) and any(
-            came > max(rounded, size)
-            for (came, rounded), size in zip(rounding, planned, strict=True)
-        ):
-            self._warn("a batch", [came for came, _ in rounding], planned)
+    def _compare_own(self, batch: Any, planned: Sequence[int]) -> None:
+        more = batch.more_than_planned(planned, self._size_multiple)
+        if more is not None:
+            self._warn("a batch", *more)
 
     def _suspect(
         self, path: Path, tensor: Tensor, axis: int, longest: int, mask: Tensor | None
@@ -115,7 +113,6 @@ class PlannedLoop:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
         self._sizes = PaddedSizes(plan.rules.size_multiple)
         self._samples: OtherSamples | None = OtherSamples(
             plan.sizes.values,
@@ -123,20 +120,21 @@ class PlannedLoop:
             # In the data set's order a window begins with its longest samples.
             least=0 if plan.order.shuffle else plan.window,
         )
+        self._is_padded = plan.rules.packing is None
         self._planned: deque[tuple[list[int], IntArray]] = deque()  # of batches on their way
 
-    def planned(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+    def planned(self, batches: PlanIterator) -> Iterator[list[int]]:
         """The batches of indices, each noted on its way to the loader."""
-        return _Noted(self._plan, batches, self._planned)
+        return _Noted(batches, self._planned)
 
     def compare(self, batch: Any) -> None:
         """Look at the next batch that came."""
         if not self._planned:
             return
-        size, indices = self._planned.popleft()
-        self._sizes.compare(batch, size, len(indices))
+        amounts, indices = self._planned.popleft()
+        self._sizes.compare(batch, amounts if self._is_padded else (), len(indices))
         if self._samples is not None:
-            self._warn(self._samples.compare(batch, indices, size))
+            self._warn(self._samples.compare(batch, indices, amounts))
 
     def end(self) -> None:
         """Judge by an epoch that is over."""
@@ -150,22 +148,18 @@ class PlannedLoop:
 
 
 class _Noted(Iterator[list[int]]):
-    def __init__(
-        self, plan: Plan, batches: Iterator[list[int]], planned: deque[tuple[list[int], IntArray]]
-    ) -> None:
-        self._plan, self._batches, self._planned = plan, batches, planned
+    def __init__(self, batches: PlanIterator, planned: deque[tuple[list[int], IntArray]]) -> None:
+        self._batches, self._planned = batches, planned
 
     def __next__(self) -> list[int]:
         batch = next(self._batches)
-        is_padded = self._plan.rules.packing is None
-        indices = np.array(batch)
-        self._planned.append((self._plan.padded_size(indices) if is_padded else [], indices))
+        self._planned.append(self._batches.last_planned())
         return batch
 
 
 @lru_cache(maxsize=64)  # the check of a protocol takes as long as all the rest
-def _knows_rounding(kind: type[Any]) -> bool:
-    return issubclass(kind, KnowsRounding)
+def _knows_padding(kind: type[Any]) -> bool:
+    return issubclass(kind, KnowsPadding)
 
 
 def _tensors(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

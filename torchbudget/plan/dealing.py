@@ -74,8 +74,8 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
         raise UnevenRanksError(
             f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be dealt "
             f"evenly to {ranks.number} ranks{multiples} without repeating or dropping "
-            f"one; use at least {most} samples, another number of ranks or a larger budget, or "
-            "drop the rest (drop_last=True)"
+            f"one; use at least {most} samples, another number of ranks or a larger budget; a "
+            "sampler or stream can drop the rest (drop_last=True)"
         )
     return rounds
 

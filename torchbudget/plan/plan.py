@@ -263,11 +263,6 @@ class Plan(EpochWindows):
             run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.cost)[0]
         )
 
-    def padded_size(self, indices: IntArray) -> list[int]:
-        """The padded size of a micro-batch of these samples, one number for each axis."""
-        size = self.rules.padded(self._sizes_at(indices).max(axis=0))
-        return size.reshape(-1).tolist()
-
     def extremes(self, epoch: int = 0) -> dict[str, IntArray]:
         """The micro-batches of an epoch that are likeliest to fail; O(samples).
 

@@ -98,6 +98,17 @@ class Block:
         """The largest size on every axis in each micro-batch, before rounding."""
         return over_runs(np.maximum, self.sizes, self.starts)
 
+    def amounts(self, rules: BatchRules) -> IntArray:
+        """What each micro-batch has on each axis, `(micro-batches, d)`.
+
+        That is its padded size; of packed samples, the sum of their sizes.
+        """
+        if rules.packing is None:
+            amounts = rules.padded(self.padded())
+        else:
+            amounts = over_runs(np.add, self.sizes.astype(np.int64), self.starts)
+        return amounts.reshape(len(self.starts), -1)
+
     def for_samples(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Values of the micro-batches, shape `(micro-batches, …)`, for each sample of `samples`."""
         ascending = np.argsort(self.starts)

@@ -36,6 +36,10 @@ class Layout(Protocol):
         """Whether the samples can be in this tensor; it may have more axes, after theirs."""
 
     @property
+    def extent(self) -> tuple[int, ...]:
+        """On each axis, at least the longest sample; of packed samples, the sum."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its own tensors, which go wherever the field goes."""
 

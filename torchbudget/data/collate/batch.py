@@ -137,6 +137,16 @@ class Batch:
         ]
         return [*each_layout(lambda layout: layout.shapes, known.layouts).values(), *texts]
 
+    def extents(self) -> list[tuple[int, ...]]:
+        """In the fields of `sample_shapes`, the most that may be on each axis.
+
+        At least the longest sample of a padded field, and the sum over a packed one. Not of texts.
+        """
+        known = self._arrangement
+        if known is None:
+            return []
+        return list(each_layout(lambda layout: layout.extent, known.layouts).values())
+
     @property
     def _known(self) -> Arrangement:
         if self._arrangement is None:

@@ -61,6 +61,11 @@ class PackedLayout:
         return field.shape[:1] == (self.bounds()[-1],)
 
     @property
+    def extent(self) -> tuple[int, ...]:
+        """See `Layout.extent`."""
+        return tuple(self.lengths.sum(axis=0).tolist())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the offsets."""
         return 0 if self.offsets is None else self.offsets.nbytes
@@ -115,9 +120,13 @@ class PackedBatch(Batch):
         firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=ends.device) - firsts
 
-    def rounding(self, size_multiple: int) -> list[tuple[int, int]]:  # noqa: ARG002
-        """None, as in `PaddedBatch.rounding`: no length is rounded."""
-        return []
+    def more_than_planned(
+        self,
+        planned: Sequence[int],  # noqa: ARG002  (no length is rounded)
+        size_multiple: int,  # noqa: ARG002  (likewise)
+    ) -> tuple[list[int], list[int]] | None:
+        """None, as in `PaddedBatch.more_than_planned`: it has no padding."""
+        return None
 
     def block_mask(self, *, causal: bool = True) -> BlockMask:
         """The mask for `flex_attention` in which no position sees those of another sample.

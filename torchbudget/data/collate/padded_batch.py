@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import gt, le
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -55,6 +56,11 @@ class PaddedLayout(NamedTuple):
     def fits(self, field: Tensor) -> bool:
         """See `Layout.fits`."""
         return field.shape[: 1 + len(self.padded_shape)] == (len(self.shapes), *self.padded_shape)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """See `Layout.extent`."""
+        return self.padded_shape
 
     @property
     def nbytes(self) -> int:
@@ -138,19 +144,30 @@ class PaddedBatch(Batch):
         layout: PaddedLayout = self._length_layout
         return tuple(layout.padded_shape[axis] for axis in layout.length_axes)
 
-    def rounding(self, size_multiple: int) -> list[tuple[int, int]]:
-        """The padded lengths, each with what it is if rounded up to `size_multiple` alone.
+    def more_than_planned(
+        self, planned: Sequence[int], size_multiple: int
+    ) -> tuple[list[int], list[int]] | None:
+        """The padded size, and the one that was planned, if that is less; else `None`.
 
-        They differ where the collate rounds up to more than the sampler plans with. A batch that
-        was rebuilt from its fields no longer knows them, and gives none.
+        The lengths may be those of another field than the sizes: what the longest samples are if
+        rounded up to `size_multiple` is never too much. Nor is anything of a batch that was rebuilt
+        from its fields, which no longer knows its samples.
+
+        Args:
+            planned: for each axis; empty: as long as the longest samples.
+            size_multiple: that was planned with.
         """
         known = self._arrangement
         layout = None if known is None else known.layouts[known.length_field]
         if layout is None:  # rebuilt, or texts alone
-            return []
+            return None
+        came = list(self.padded_size)
+        if planned and (len(came) != len(planned) or all(map(le, came, planned))):
+            return None
         longest = layout.lengths.max(axis=0, initial=0).tolist()
-        rounded = (-(-length // size_multiple) * size_multiple for length in longest)
-        return list(zip(self.padded_size, rounded, strict=True))
+        rounded = [-(-length // size_multiple) * size_multiple for length in longest]
+        allowed = list(map(max, rounded, planned)) if planned else rounded
+        return (came, list(planned) or rounded) if any(map(gt, came, allowed)) else None
 
     @property
     def mask(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -61,16 +61,20 @@ class TransformersBatch(PackedMapping):
         positions: Tensor = self.data["position_ids"][0]
         return positions
 
-    def rounding(self, size_multiple: int) -> list[tuple[int, int]]:
-        """The room of all samples, and what it is if each is rounded up to `size_multiple` alone.
+    def more_than_planned(
+        self,
+        planned: Sequence[int],  # noqa: ARG002  (samples of a row are not padded)
+        size_multiple: int,
+    ) -> tuple[list[int], list[int]] | None:
+        """The room of all samples, and that of samples rounded up to `size_multiple`, if less.
 
-        They differ where the collate rounds up to more than the sampler plans with. A batch that
-        was rebuilt from its fields no longer knows them, and gives none.
+        As in `PaddedBatch.more_than_planned`.
         """
         if self._arrangement is None:
-            return []
+            return None
         row = self._length_layout
-        return [(row.room(row.multiple), row.room(size_multiple))]
+        came, rounded = row.room(row.multiple), row.room(size_multiple)
+        return ([came], [rounded]) if came > rounded else None
 
     def _bounds(self) -> list[int]:
         if self._arrangement is None:

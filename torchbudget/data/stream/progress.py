@@ -124,7 +124,7 @@ class Progress:
 
     @last_loop.setter
     def last_loop(self, number: int) -> None:
-        self._numbers[_LAST_LOOP] = number
+        self._numbers.numpy()[_LAST_LOOP] = number  # at each batch: torch takes ten times as long
 
     # ------------------------------------------------------------------ skipped samples
 

@@ -100,7 +100,8 @@ class TrackedLoop:
     def __init__(self, number: int, began: StreamState, *, unknown: bool) -> None:
         self.number = number
         self.ended = self.closed = False
-        self._state = began
+        self._began, self._turn = began, began.turn
+        self._cursors = list(began.cursors)
         self._unknown = set(range(len(began.cursors))) if unknown else set()
 
     @property
@@ -115,7 +116,7 @@ class TrackedLoop:
                 f"no batch has come yet from workers {sorted(self._unknown)}, which went on where "
                 "a loop that was not tracked had ended: track every loop, or save later"
             )
-        return self._state
+        return replace(self._began, cursors=list(self._cursors), turn=self._turn)
 
     def note(self, stamped: Any) -> Any:
         """A batch came: the batch alone.
@@ -128,22 +129,20 @@ class TrackedLoop:
                 "this batch came without its position: its worker was started by a loop that was "
                 "not tracked; use tracked(loader) in every loop over workers that persist"
             )
-        if stamped.cursor.epoch != self._state.epoch:
+        if stamped.cursor.epoch != self._began.epoch:
             raise StateError(
                 f"worker {stamped.worker} reads epoch {stamped.cursor.epoch}, and this loop epoch "
-                f"{self._state.epoch}: call set_epoch between loops, not within one"
+                f"{self._began.epoch}: call set_epoch between loops, not within one"
             )
-        cursors = list(self._state.cursors)
-        cursors[stamped.worker] = stamped.cursor
-        turn = (stamped.worker + 1) % len(cursors)
-        self._state = replace(self._state, cursors=cursors, turn=turn)
+        self._cursors[stamped.worker] = stamped.cursor
+        self._turn = (stamped.worker + 1) % len(self._cursors)
         self._unknown.discard(stamped.worker)
         return stamped.batch
 
     @property
     def finished(self) -> bool:
         """Whether the epoch's last batch came."""
-        return self.ended or all(cursor.finished for cursor in self._state.cursors)
+        return self.ended or all(cursor.finished for cursor in self._cursors)
 
 
 def check_loader(loader: Any, stream: Any) -> None:
