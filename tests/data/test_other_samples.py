@@ -31,6 +31,12 @@ def foreign(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return dict(batch)
 
 
+def rows(samples: Sequence[dict[str, torch.Tensor]]) -> Any:
+    """One row of all samples, as transformers takes them."""
+    collate = PackCollate(layout="transformers")
+    return collate([{"input_ids": one["ids"].long()} for one in samples])
+
+
 def lengths_of(rng: np.random.Generator, count: int) -> Ints:
     return np.clip(rng.lognormal(4, 0.6, count), 3, 400).astype(np.int64)
 
@@ -106,12 +112,16 @@ def test_stale_sizes_of_a_few_samples_are_noticed(form: dict[str, Any]) -> None:
     assert f"came with a length of {lengths[index]}, and its size is {stale[index]}" in message
 
 
-def test_one_sample_that_grew_is_noticed_wherever_it_comes() -> None:
+@pytest.mark.parametrize(
+    "form", [{}, {"packed": True}, {"packed": True, "collate": rows}, {"collate": foreign}]
+)
+def test_one_sample_that_grew_is_noticed_wherever_it_comes(form: dict[str, Any]) -> None:
     lengths = np.full(3000, 50)
     lengths[::3] = 49
     sizes = lengths.copy()
     lengths[1234] = 400
-    (message,) = warned(texts(lengths), sizes)
+    assert warned(texts(sizes), sizes, **form) == []
+    (message,) = warned(texts(lengths), sizes, **form)
     assert "sample 1234 of the data set came with a length of 400, and its size is" in message
 
 

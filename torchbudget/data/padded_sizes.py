@@ -27,6 +27,9 @@ _BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign
 class KnowsPadding(Protocol):
     """A batch that knows how it was padded: `PaddedBatch`, `PackedBatch`."""
 
+    def has_at_most(self, amount: int, /) -> bool:
+        """Whether no field has more along any axis, or in all of its samples where it is packed."""
+
     def more_than_planned(
         self, planned: Sequence[int], size_multiple: int, /
     ) -> tuple[Sequence[int], Sequence[int]] | None:
@@ -121,6 +124,7 @@ class PlannedLoop:
             least=0 if plan.order.shuffle else plan.window,
         )
         self._is_padded = plan.rules.packing is None
+        self._has_judged = False  # that the sizes are those of the samples that come
         self._planned: deque[tuple[list[int], IntArray]] = deque()  # of batches on their way
 
     def planned(self, batches: PlanIterator) -> Iterator[list[int]]:
@@ -132,9 +136,13 @@ class PlannedLoop:
         if not self._planned:
             return
         amounts, indices = self._planned.popleft()
+        own = _knows_padding(type(batch))  # type: ignore[arg-type]  # types are hashable
+        if own and self._has_judged and batch.has_at_most(min(amounts)):
+            return  # at once, as nearly all
         self._sizes.compare(batch, amounts if self._is_padded else (), len(indices))
         if self._samples is not None:
             self._warn(self._samples.compare(batch, indices, amounts))
+            self._has_judged = self._samples is None or self._samples.has_judged
 
     def end(self) -> None:
         """Judge by an epoch that is over."""

@@ -36,8 +36,8 @@ class Layout(Protocol):
         """Whether the samples can be in this tensor; it may have more axes, after theirs."""
 
     @property
-    def extent(self) -> tuple[int, ...]:
-        """On each axis, at least the longest sample; of packed samples, the sum."""
+    def most(self) -> int:
+        """No axis of a padded tensor is longer; of a packed one, what its samples have in all."""
 
     @property
     def nbytes(self) -> int:

@@ -137,15 +137,18 @@ class Batch:
         ]
         return [*each_layout(lambda layout: layout.shapes, known.layouts).values(), *texts]
 
-    def extents(self) -> list[tuple[int, ...]]:
-        """In the fields of `sample_shapes`, the most that may be on each axis.
+    def has_at_most(self, amount: int) -> bool:
+        """Whether no field has more along any axis, or in all of its samples where it is packed.
 
-        At least the longest sample of a padded field, and the sum over a packed one. Not of texts.
+        False where that is not known at once: of texts, and of a batch that was rebuilt.
         """
         known = self._arrangement
         if known is None:
-            return []
-        return list(each_layout(lambda layout: layout.extent, known.layouts).values())
+            return False
+        for layout in known.layouts:  # noqa: SIM110  (asked of each batch: all() takes longer)
+            if layout is None or layout.most > amount:
+                return False
+        return True
 
     @property
     def _known(self) -> Arrangement:

@@ -61,9 +61,9 @@ class PackedLayout:
         return field.shape[:1] == (self.bounds()[-1],)
 
     @property
-    def extent(self) -> tuple[int, ...]:
-        """See `Layout.extent`."""
-        return tuple(self.lengths.sum(axis=0).tolist())
+    def most(self) -> int:
+        """See `Layout.most`."""
+        return int(self.lengths.sum())
 
     @property
     def nbytes(self) -> int:

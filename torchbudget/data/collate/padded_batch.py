@@ -58,9 +58,9 @@ class PaddedLayout(NamedTuple):
         return field.shape[: 1 + len(self.padded_shape)] == (len(self.shapes), *self.padded_shape)
 
     @property
-    def extent(self) -> tuple[int, ...]:
-        """See `Layout.extent`."""
-        return self.padded_shape
+    def most(self) -> int:
+        """See `Layout.most`."""
+        return max(self.padded_shape, default=0)
 
     @property
     def nbytes(self) -> int:

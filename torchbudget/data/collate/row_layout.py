@@ -51,6 +51,11 @@ class RowLayout:
         return int(_rooms(self.lengths, multiple).sum())
 
     @property
+    def most(self) -> int:
+        """See `Layout.most`."""
+        return self.room(self.multiple)
+
+    @property
     def own(self) -> IntArray:
         """The position in the row of every element of the samples, `(Σ lengths,)`."""
         lengths = self.lengths[:, 0]

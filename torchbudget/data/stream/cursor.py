@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import StateError, StateMismatchError
@@ -58,6 +58,35 @@ class StreamCursor(Cursor):
     def is_beginning(self) -> bool:
         """Whether nothing of the source was read before it."""
         return not (self.start or self.rounds or self.number or self.finished)
+
+
+class Position(NamedTuple):
+    """A place in a stretch of samples that are cut together, in a tenth of a cursor's time.
+
+    Attributes:
+        samples: where they begin.
+        epoch: of the place, as all that follows.
+        rounds: see `Cursor`.
+        to_come: see `StreamCursor`.
+        finished: likewise.
+    """
+
+    samples: StreamCursor
+    epoch: int
+    rounds: int
+    to_come: int | None
+    finished: bool
+
+    @classmethod
+    def at(cls, cursor: StreamCursor) -> Position:
+        """The place of a cursor."""
+        return cls(cursor, cursor.epoch, cursor.rounds, cursor.to_come, cursor.finished)
+
+    @property
+    def cursor(self) -> StreamCursor:
+        """The same as a cursor."""
+        samples, epoch, rounds, to_come, finished = self
+        return replace(samples, epoch=epoch, rounds=rounds, to_come=to_come, finished=finished)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from types import NoneType
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from torchbudget.data.padded_sizes import PaddedSizes
 from torchbudget.data.sizes.key import sizes_of_all
-from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.cursor import Position, StreamCursor
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.data.stream.settings import Settings
@@ -77,7 +77,7 @@ class EpochReader(Iterator[Any]):
         began: the cursor at which the epoch's first micro-batch was read.
         epoch: that it reads.
         finished: whether the epoch's last micro-batch was read.
-        stamps: yield each batch with the cursor after it.
+        stamps: yield each batch with the position after it.
         loops: a weak reference to those among which it is the present one when it is asked for a
             batch.
         windows: that it reads.
@@ -111,13 +111,11 @@ class EpochReader(Iterator[Any]):
     @property
     def cursor(self) -> StreamCursor:
         """After the last micro-batch."""
-        return replace(
-            self._samples,
-            epoch=self.epoch,
-            rounds=self._rounds_done,
-            to_come=self._to_come,
-            finished=self.finished,
-        )
+        return self._position.cursor
+
+    @property
+    def _position(self) -> Position:
+        return Position(self._samples, self.epoch, self._rounds_done, self._to_come, self.finished)
 
     def __next__(self) -> Any:
         loops = self.loops()
@@ -138,7 +136,7 @@ class EpochReader(Iterator[Any]):
             self._to_come -= 1
             if not self._to_come:
                 self._end_epoch()
-        return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
+        return StampedBatch(batch, self.slot.worker, self._position) if self.stamps else batch
 
     def find_end(self) -> None:
         """End the epoch if nothing is left of it, before a batch is asked for.
