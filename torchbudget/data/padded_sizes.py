@@ -127,9 +127,9 @@ class PlannedLoop:
         self._has_judged = False  # that the sizes are those of the samples that come
         self._planned: deque[tuple[list[int], IntArray]] = deque()  # of batches on their way
 
-    def planned(self, batches: PlanIterator) -> Iterator[list[int]]:
-        """The batches of indices, each noted on its way to the loader."""
-        return _Noted(batches, self._planned)
+    def note(self, batches: PlanIterator) -> None:
+        """Note what is drawn from now on, on its way to the loader."""
+        batches.noted = self._planned
 
     def compare(self, batch: Any) -> None:
         """Look at the next batch that came."""
@@ -153,16 +153,6 @@ class PlannedLoop:
         if found is not None:
             self._samples = None  # once
             warnings.warn(found, OtherSizesWarning, stacklevel=4)  # the loop
-
-
-class _Noted(Iterator[list[int]]):
-    def __init__(self, batches: PlanIterator, planned: deque[tuple[list[int], IntArray]]) -> None:
-        self._batches, self._planned = batches, planned
-
-    def __next__(self) -> list[int]:
-        batch = next(self._batches)
-        self._planned.append(self._batches.last_planned())
-        return batch
 
 
 @lru_cache(maxsize=64)  # the check of a protocol takes as long as all the rest

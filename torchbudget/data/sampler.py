@@ -240,7 +240,9 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             when_finished=self._finish,
         )
         self._iterations.begin(iterator, WorkersLoop.of_caller())
-        return iterator if self._beginning is None else self._beginning.planned(iterator)
+        if self._beginning is not None:
+            self._beginning.note(iterator)
+        return iterator
 
     @property
     def iterations(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import OptionError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
-from torchbudget.plan.stretch import Span, Stretch
+from torchbudget.plan.stretch import Stretch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,10 @@ class PlanIterator(Iterator[list[int]]):
         rank: whose micro-batches.
         when_asked: called with the iterator before each micro-batch that it is asked for.
         when_finished: likewise, when the last micro-batch is drawn.
+
+    Attributes:
+        noted: if set before the first micro-batch is drawn, each is noted in it: what it has on
+            each axis, see `Block.amounts`, and its indices.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class PlanIterator(Iterator[list[int]]):
         when_finished: Callable[[PlanIterator], None] = _ignore,
     ) -> None:
         self.began = began
+        self.noted: deque[tuple[list[int], IntArray]] | None = None
         self._plan = plan
         self._rank = rank
         self._when_asked = when_asked
@@ -72,10 +78,9 @@ class PlanIterator(Iterator[list[int]]):
         self._ends = array("q", [])  # micro-batches on this rank up to each window's end
         self._drawn = 0
         self._finished = False
-        self._bounds: Iterator[tuple[int, int, int]] = iter(())
-        self._span: Span | None = None  # of the bounds
-        self._last: tuple[Span, int, int, int] | None = None  # that was drawn
-        self._amounts: tuple[Span | None, list[list[int]]] = None, []  # of its micro-batches
+        self._bounds: Iterator[tuple[int, int]] = iter(())
+        self._indices: IntArray = np.empty(0, np.int64)
+        self._amounts: Iterator[list[int]] = iter(())
 
     @property
     def drawn(self) -> int:
@@ -105,28 +110,21 @@ class PlanIterator(Iterator[list[int]]):
         self._when_asked(self)
         if self._drawn == (self._ends[-1] if self._ends else 0) and not self._finished:
             self._advance()
-        bounds, span = next(self._bounds, None), self._span
-        if bounds is None or span is None:
+        bounds = next(self._bounds, None)
+        if bounds is None:
             raise StopIteration
         self._drawn += 1
-        self._last = span, *bounds
-        start, stop, _ = bounds
-        batch: list[int] = span.indices[start:stop].tolist()
+        start, stop = bounds
+        indices = self._indices[start:stop]
+        batch: list[int] = indices.tolist()
+        if self.noted is not None:
+            self.noted.append((next(self._amounts), indices))
         if self._drawn == self._ends[-1]:
             # Planned ahead by one, so that a loop that takes exactly `len` batches, and never asks
             # for one more, has finished its epoch.
             with suppress(Exception):  # the next call meets it: this batch must not be lost
                 self._advance()
         return batch
-
-    def last_planned(self) -> tuple[list[int], IntArray]:
-        """Of the last micro-batch that was drawn, what it has on each axis, and its indices."""
-        if self._last is None:
-            raise OptionError("no micro-batch was drawn")
-        span, start, stop, number = self._last
-        if self._amounts[0] is not span:
-            self._amounts = span, span.block.amounts(self._plan.rules).tolist()
-        return self._amounts[1][number], span.indices[start:stop]
 
     def _advance(self) -> None:
         """Plan the next windows, or find that there are none."""
@@ -148,10 +146,10 @@ class PlanIterator(Iterator[list[int]]):
         self._planned.append(_Planned(len(self._ends), span.stretch, self._plan))
         self._ends.extend((before + np.cumsum(block.rounds)).tolist())
         mine = slice(done * ranks + self._rank, None, ranks)
-        numbers = range(len(block.starts))[mine]
-        bounds = block.starts[mine].tolist(), block.stops[mine].tolist()
-        self._bounds = zip(*bounds, numbers, strict=True)
-        self._span = span
+        self._bounds = zip(block.starts[mine].tolist(), block.stops[mine].tolist(), strict=True)
+        self._indices = span.indices
+        if self.noted is not None:
+            self._amounts = iter(block.amounts(self._plan.rules)[mine].tolist())
         self._forget_later_windows()
 
     @property
