@@ -111,6 +111,30 @@ def test_buffers_are_updated_once() -> None:
     assert torch.equal(model[1].running_mean, once[1].running_mean)
 
 
+class Averaging(nn.Module):
+    """A buffer that the first forward makes, and later ones move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.mean = mean if self.mean is None else (self.mean + mean) / 2
+        return x
+
+
+def test_a_buffer_that_the_first_pass_makes_is_made_once() -> None:
+    torch.manual_seed(0)
+    model, once = (nn.Sequential(nn.Linear(6, 5), Averaging()) for _ in range(2))
+    once.load_state_dict(model.state_dict())
+    parts = torch.randn(12, 6).split(4)
+    joint_backward(model, parts, similarity)
+    for part in parts:
+        once(part)
+    assert torch.equal(model[1].mean, once[1].mean)
+
+
 def normalised() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
