@@ -169,21 +169,30 @@ def test_means_over_several_axes_are_noticed(loss_of: Any) -> None:
             accumulator.backward(loss)
 
 
+def accumulate_ones(accumulator: GradAccumulator, model: nn.Module) -> None:
+    for _ in range(2):
+        with accumulator.micro_batch(weight=4):
+            accumulator.backward(model(torch.ones(4, 3)).square().sum())
+
+
 def test_batch_normalisation_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for steps, warned in ((1, False), (2, True)):
         accumulator = GradAccumulator(sgd(model), model, steps=steps)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            for _ in range(2):
-                with accumulator.micro_batch(weight=4):
-                    accumulator.backward(model(torch.ones(4, 3)).square().sum())
+            accumulate_ones(accumulator, model)
         assert [w.category for w in seen] == [BatchNormWarning] * warned
     model.eval()
+    accumulate_ones(GradAccumulator(sgd(model), model, steps=2), model)
+
+
+def test_batch_normalisation_without_running_statistics_is_noticed_in_evaluation() -> None:
+    """It takes those of the batch in either mode."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
     accumulator = GradAccumulator(sgd(model), model, steps=2)
-    for _ in range(2):
-        with accumulator.micro_batch(weight=4):
-            accumulator.backward(model(torch.ones(4, 3)).square().sum())
+    with pytest.warns(BatchNormWarning, match="running statistics"):
+        accumulate_ones(accumulator, model)
 
 
 def test_changed_parameters_are_noticed() -> None:

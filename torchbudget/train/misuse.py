@@ -146,12 +146,13 @@ class MisuseDetector:
             if parameter.grad is not None:
                 self._sentinel = parameter, parameter.grad, parameter.grad._version
                 break
-        if any(norm.training for norm in self._batch_norms):
+        # Without running statistics, those of the batch are taken in evaluation mode, too.
+        if any(norm.training or norm.running_mean is None for norm in self._batch_norms):
             self._warn(
                 errors.BatchNormWarning,
                 "batch normalisation takes its statistics from each micro-batch, so that the step "
                 "is not the large batch's; use group or layer normalisation, or freeze it with "
-                "eval()",
+                "eval(), where it has running statistics",
             )
 
     @contextmanager
