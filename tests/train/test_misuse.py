@@ -91,6 +91,47 @@ def test_gradients_that_others_change_are_noticed(how: str) -> None:
     accumulator.flush()
 
 
+@pytest.mark.parametrize("how", sorted(set(CHANGES) - {"step"}))
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_gradients_that_others_change_inside_are_noticed(how: str, before: bool) -> None:
+    """Before the backward of a step's second micro-batch, or after it."""
+    model = make_model("CNN")
+    training = {"model": model, "optimizer": sgd(model)}
+    accumulator = GradAccumulator(training["optimizer"], model, steps=3)
+    accumulate(accumulator, model, [Data.make(4)])
+
+    def go_on() -> None:
+        with accumulator.micro_batch(weight=4):
+            for change in (before, not before):
+                if change:
+                    CHANGES[how](training)
+                else:
+                    accumulator.backward(loss_sum(model, Data.make(4)))
+
+    with pytest.warns(ForeignStepWarning, match="by others than accumulator.backward"):
+        go_on()
+    accumulate(accumulator, model, [Data.make(4)])
+
+
+def test_several_backwards_of_a_micro_batch_are_fine() -> None:
+    """Those of its losses, and of what `backward_runs` announces; nor what failed and is undone."""
+    model = nn.Linear(2, 1)
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+
+    def step(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(x)):
+            for _ in range(2):
+                accumulator.backward(model(x).sum())
+            with accumulator.backward_runs():
+                model(x).sum().backward()
+            if len(x) == 4:
+                raise MemoryError
+
+    for _ in range(2):
+        accumulator.run_or_split(step, torch.ones(4, 2))
+    assert accumulator.stepped
+
+
 def test_gradients_of_before_are_noticed() -> None:
     model = make_model("CNN")
     accumulator = GradAccumulator(sgd(model), model, steps=1)

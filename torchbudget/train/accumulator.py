@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -132,9 +132,7 @@ class GradAccumulator(AccumulatesGradients):
         self._steps = 0
         self._open: OpenMicroBatch | None = None
         self._run: SplitRun | None = None  # of `run_or_split`
-        self._detector = MisuseDetector(
-            self._optimizers.optimizers, self.modules, self._distributed.modules
-        )
+        self._detector = MisuseDetector(self._optimizers, self.modules, self._distributed.modules)
         self._taker = StepTaker(
             ranks=self.ranks,
             distributed=self._distributed,
@@ -203,8 +201,8 @@ class GradAccumulator(AccumulatesGradients):
             with self._distributed.accumulating(last=ends):
                 yield
         except BaseException:
-            if opened.backwards and not (run is not None and run.attempt):
-                self._detector.micro_batch_failed()
+            is_undone = run is not None and run.attempt is not None
+            self._detector.micro_batch_failed(stays=opened.backwards > 0 and not is_undone)
             raise
         finally:
             self._open = None
@@ -214,12 +212,11 @@ class GradAccumulator(AccumulatesGradients):
                 "there was no accumulator.backward(loss) inside micro_batch: its gradients would "
                 "be of another scale than the rest"
             )
+        self._detector.check_gradients()
         self._pending = replace(pending, loss=pending.loss + opened.loss)
         if run is not None:
             run.succeed()
-        self._detector.micro_batch_succeeded(
-            pending.micro_batches, self._optimizers.each_parameter(), ends=ends
-        )
+        self._detector.micro_batch_succeeded(pending.micro_batches, ends=ends)
         if ends:
             self._take_step()
 
@@ -247,8 +244,12 @@ class GradAccumulator(AccumulatesGradients):
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
-        with self._detector.backward_runs(() if self._steps else self._parameters()):
+        with self.backward_runs():
             backward_times(loss, factor, self._parameters, self._optimizers.scaler, **options)
+
+    def backward_runs(self) -> AbstractContextManager[None]:
+        """The context of a backward by other means, whose gradients are of the right scale."""
+        return self._detector.backward_runs(is_first_step=not self._steps)
 
     def run_or_split(
         self, function: Callable[[Any], object], batch: Any, *, cost: MeasuredCost | None = None
@@ -357,8 +358,7 @@ class GradAccumulator(AccumulatesGradients):
         return self._optimizers.parameters()
 
     def _check_gradients(self) -> None:
-        is_first = self._pending.is_empty
-        self._detector.check_gradients(self._optimizers.each_parameter() if is_first else ())
+        self._detector.check_gradients(is_first=self._pending.is_empty)
 
     # ------------------------------------------------------------------ the state
 
