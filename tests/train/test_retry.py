@@ -322,6 +322,30 @@ def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
     accumulator.flush()
 
 
+def test_a_batch_that_a_step_has_taken_is_not_undone() -> None:
+    """The function fails after the step, in its logging say: nothing counts twice."""
+    model = nn.Linear(2, 1)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
+    fails = [False]
+
+    def step(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(x)):
+            accumulator.backward(model(x).sum())
+            if len(x) == 4:
+                raise MemoryError
+        if fails[0] and accumulator.stepped:
+            raise ValueError("the logging")
+
+    accumulator.run_or_split(step, torch.ones(4, 2))
+    fails[0] = True
+    with pytest.raises(ValueError, match="the logging"):
+        accumulator.run_or_split(step, torch.ones(4, 2))
+    assert accumulator.last is not None
+    assert accumulator.last.weight == 8
+    assert all(p.grad is None for p in model.parameters())
+    assert accumulator.state_dict()["weight"] == 0
+
+
 def test_a_buffer_that_a_failed_forward_made_is_made_again() -> None:
     model = Counting(None)
     accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=1)

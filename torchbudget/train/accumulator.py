@@ -285,7 +285,7 @@ class GradAccumulator(AccumulatesGradients):
         if cost is not None and not isinstance(batch, SplittablePaddedBatch):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
-        before = self._pending
+        before, self.stepped = self._pending, False
         self._run = run = SplitRun(batch, self._parameters(), self.modules, self.ranks)
         try:
             for part in run.failures(function, self._check_gradients):
@@ -296,9 +296,11 @@ class GradAccumulator(AccumulatesGradients):
                 if n == 1:
                     run.give_up("out of memory with one sample; shorten it, or give it more memory")
         except BaseException:
-            run.undo()
-            if run.whole is not None:  # parts that succeeded are undone, too
-                self._pending = before
+            self._detector.check_gradients()
+            if not self.stepped:  # or else the batch is in the step, and the function failed after
+                run.undo()
+                if run.whole is not None:  # parts that succeeded are undone, too
+                    self._pending = before
             if run.gave_up is not None and len(self.ranks) > 1:
                 # The others learn of it in the collective that they meet in next, and abandon their
                 # step, so that what this rank has of it must not be in another one.
