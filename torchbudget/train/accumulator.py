@@ -115,6 +115,7 @@ class GradAccumulator(AccumulatesGradients):
             scaler=scaler,
             max_norm=max_norm,
         )
+        self._parameters = self._optimizers.parameters
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
         self.ranks = Ranks(self._distributed.group(group))
@@ -356,9 +357,6 @@ class GradAccumulator(AccumulatesGradients):
             self._steps, self.last, self.stepped = step.number, step, True
         return is_over
 
-    def _parameters(self) -> list[Tensor]:
-        return self._optimizers.parameters()
-
     def _check_gradients(self) -> None:
         self._detector.check_gradients(is_first=self._pending.is_empty)
 
@@ -376,15 +374,18 @@ class GradAccumulator(AccumulatesGradients):
                 "between steps, where accumulator.stepped is true"
             )
         self._detector.state_saved()
-        return self._pending.encode(self._steps, self._optimizers.parameters())
+        scale = self._optimizers.scale(self._divisor)
+        return self._pending.encode(self._steps, self._parameters(), scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; model, optimizer and sampler must be loaded with it.
 
         Raises:
-            StateError: it is not the state of an accumulator, or of other parameters.
+            StateError: it is not the state of an accumulator, or of other parameters, or of the
+                middle of a step whose gradients have another scale.
         """
-        self._pending = Pending.load(state_dict, self._optimizers.parameters())
+        scale = self._optimizers.scale(self._divisor)
+        self._pending = Pending.load(state_dict, self._parameters(), scale)
         self._steps = state_dict["steps"]
         self._detector.state_loaded(self._pending.micro_batches)
 
