@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from tests.support.large_steps import (
+    EXACT,
     Data,
     accumulate,
+    difference,
     large_step,
     loss_sum,
     make_model,
@@ -155,6 +157,28 @@ def test_gradients_of_a_micro_batch_that_raised_are_noticed() -> None:
     ):
         raising()
     assert not accumulator.stepped
+
+
+def test_a_micro_batch_that_raised_takes_those_before_it_along() -> None:
+    """Their gradients are the same tensors: the step begins again, and is exact."""
+    model, large = make_model("CNN"), make_model("CNN")
+    optimizer, theirs = sgd(model), sgd(large)
+    accumulator = GradAccumulator(optimizer, model, steps=2)
+    first, *data = [Data.make(4, seed=seed) for seed in range(3)]
+    accumulate(accumulator, model, [first])
+
+    def raising() -> None:
+        with accumulator.micro_batch(weight=1):
+            accumulator.backward(loss_sum(model, first))
+            raise KeyboardInterrupt
+
+    with pytest.warns(ForeignStepWarning), pytest.raises(KeyboardInterrupt):
+        raising()
+    assert accumulator.state_dict()["weight"] == 0
+    accumulate(accumulator, model, data)
+    (sum(loss_sum(large, one) for one in data) / sum(one.weight for one in data)).backward()
+    theirs.step()
+    assert difference(model, large) <= EXACT
 
 
 def test_steps_of_others_between_steps_are_fine() -> None:

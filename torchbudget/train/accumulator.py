@@ -165,8 +165,8 @@ class GradAccumulator(AccumulatesGradients):
     ) -> Iterator[None]:
         """Accumulate the forward and the backward inside; take the step where it is complete.
 
-        If the code inside raises, the micro-batch does not count, but its gradients may be there;
-        `run_or_split` takes them back.
+        If the code inside raises, the micro-batch does not count; after its backward, nor do those
+        of the step before it, whose gradients cannot be told apart (`run_or_split` keeps them).
 
         Args:
             weight: what the loss would be divided by if this were the whole batch: the number of
@@ -202,18 +202,20 @@ class GradAccumulator(AccumulatesGradients):
             with self._distributed.accumulating(last=ends):
                 yield
         except BaseException:
-            is_undone = run is not None and run.attempt is not None
-            self._detector.micro_batch_failed(stays=opened.backwards > 0 and not is_undone)
+            if opened.backwards and run is None:  # run_or_split takes its own gradients back
+                self._pending = Pending()
+                self._boundary.taken(before.micro_batches)
+                self._taker.abandon()
+                self._detector.micro_batch_failed()
             raise
         finally:
             self._open = None
-            self._detector.in_micro_batch = False
+            self._detector.micro_batch_left()
         if not opened.backwards:
             raise StepError(
                 "there was no accumulator.backward(loss) inside micro_batch: its gradients would "
                 "be of another scale than the rest"
             )
-        self._detector.check_gradients()
         self._pending = replace(pending, loss=pending.loss + opened.loss)
         if run is not None:
             run.succeed()
@@ -303,8 +305,7 @@ class GradAccumulator(AccumulatesGradients):
                 if run.whole is not None:  # parts that succeeded are undone, too
                     self._pending = before
             if run.gave_up is not None and len(self.ranks) > 1:
-                # The others learn of it in the collective that they meet in next, and abandon their
-                # step, so that what this rank has of it must not be in another one.
+                # The others learn of it in their next collective, and abandon their step, as this.
                 self._take_step(failure=run.gave_up)
             raise
         finally:

@@ -38,7 +38,7 @@ class MisuseDetector:
         distributed: the modules whose forward must be inside `micro_batch`.
 
     Attributes:
-        in_micro_batch: set by `micro_batch_begins`, to be cleared where the micro-batch is left.
+        in_micro_batch: between `micro_batch_begins` and `micro_batch_left`.
     """
 
     def __init__(
@@ -127,19 +127,18 @@ class MisuseDetector:
                 )
         self._sentinel = None
 
-    def micro_batch_failed(self, *, stays: bool) -> None:
-        """A micro-batch raised.
+    def micro_batch_failed(self) -> None:
+        """A micro-batch raised after its backward, and its step was abandoned."""
+        self._warn(
+            errors.ForeignStepWarning,
+            "a micro-batch raised after its backward: the gradients of its step so far were "
+            "cleared, on this rank, and do not count; run_or_split takes back that one alone",
+        )
 
-        Args:
-            stays: it was after its backward, which is not undone.
-        """
-        if stays:
-            self._warn(
-                errors.ForeignStepWarning,
-                "a micro-batch raised after its backward: its gradients are there, its weight does "
-                "not count; call optimizer.zero_grad(), or use run_or_split, which takes them back",
-            )
-        self._sentinel = None
+    def micro_batch_left(self) -> None:
+        """A micro-batch is over, or it raised."""
+        self.in_micro_batch = False
+        self.check_gradients()
 
     def micro_batch_succeeded(self, micro_batches: int, *, ends: bool) -> None:
         """A micro-batch was accumulated.
