@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import warnings
 import weakref
@@ -323,14 +324,15 @@ def _reduction_of(node: Any) -> Any:
 
 
 def _callers_level() -> int:
-    """The stack level, for a warning, of the first frame outside this package and contextlib."""
+    """The stack level, for a warning, of the first frame outside this package and what calls it."""
     level = 1
     frame = sys._getframe(1)
-    inside = (str(Path(__file__).parent), contextlib.__file__)
+    folders = (Path(__file__).parent, Path(torch.__file__).parent)  # torch calls hooks
+    inside = (contextlib.__file__, *(f"{folder}{os.sep}" for folder in folders))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
         level += 1
-    return level - 1
+    return level
 
 
 def _warn_of_lost(pending: dict[str, int]) -> None:
