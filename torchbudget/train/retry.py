@@ -36,7 +36,7 @@ class Buffers:
     def restore(self) -> None:
         """Restore contents and tensor objects: a forward may have replaced them, or made them."""
         for owner, name, buffer, copy in self._copies:
-            owner[name] = None if buffer is None else buffer.copy_(copy)
+            owner[name] = None if buffer is None or copy is None else buffer.copy_(copy)
 
 
 class Attempt:
