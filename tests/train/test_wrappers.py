@@ -128,6 +128,41 @@ def test_gradients_that_fsdp_has_of_a_micro_batch_that_raised_are_dropped(tmp_pa
     assert max(run_ranks(RAISED, tmp_path, 2)) <= 1e-12
 
 
+TWO_PLAYERS = (
+    COMMON
+    + """
+from torch import nn
+from torchbudget.errors import UnsynchronizedWarning
+
+torch.manual_seed(0)
+made = [DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
+generator, critic = made
+players = [
+    GradAccumulator(OPTIMIZERS["SGD"](one.parameters()), made, steps=1) for one in made
+]
+x = torch.ones(2, 2)
+for _ in range(2 + rank):  # ranks may have unequal numbers of micro-batches
+    for player, loss_of in zip(players, (lambda: critic(generator(x)), lambda: critic(x))):
+        for one in made:
+            one.zero_grad()
+        with player.micro_batch(weight=2):
+            player.backward(loss_of().sum())
+try:
+    critic(x)
+except UnsynchronizedWarning as warning:
+    finish(str(warning))
+for player in players:
+    player.flush()
+"""
+)
+
+
+@pytest.mark.distributed
+def test_a_module_in_another_accumulators_micro_batch_is_not_outside(tmp_path: Path) -> None:
+    """Two players that pass both modules to both accumulators; outside of all it is noticed."""
+    assert all("is outside" in told for told in run_ranks(TWO_PLAYERS, tmp_path, 2))
+
+
 REFUSED = (
     COMMON
     + """

@@ -69,7 +69,7 @@ class MisuseDetector:
             self._hook(module.register_forward_pre_hook, MisuseDetector._module_runs)
 
     def _hook(
-        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector], None]
+        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector, Any], None]
     ) -> None:
         """Have a method called, as long as this detector is there."""
         handle = register(_Hook(weakref.ref(self), method))
@@ -269,7 +269,7 @@ class MisuseDetector:
 
     # ------------------------------------------------------------------ called by hooks
 
-    def _optimizer_steps(self) -> None:
+    def _optimizer_steps(self, _: Any) -> None:
         if not self._in_own_step and self._pending["micro_batches"]:
             self._warn(
                 errors.ForeignStepWarning,
@@ -277,15 +277,17 @@ class MisuseDetector:
                 "steps by itself, and accumulator.step() ends a step early",
             )
 
-    def _module_runs(self) -> None:
-        if not self.in_micro_batch and torch.is_grad_enabled():
+    def _module_runs(self, module: Any) -> None:
+        # DDP reduces nothing in a micro-batch of another accumulator that has it, as of a GAN.
+        reduces = getattr(module, "require_backward_grad_sync", True)
+        if not self.in_micro_batch and reduces and torch.is_grad_enabled():
             self._warn(
                 errors.UnsynchronizedWarning,
                 "the forward of a distributed module is outside accumulator.micro_batch(…): it "
                 "will reduce gradients by itself, and they are reduced again",
             )
 
-    def _other_runs(self) -> None:
+    def _other_runs(self, _: Any) -> None:
         if self.in_micro_batch and torch.is_grad_enabled():
             raise errors.OptionError(
                 "a DistributedDataParallel runs that GradAccumulator does not know, so it would "
@@ -305,12 +307,12 @@ class _Hook:
     """Calls a method of a detector without keeping it alive; a copy of the hook does nothing."""
 
     detector: Callable[[], MisuseDetector | None]
-    method: Callable[[MisuseDetector], None]
+    method: Callable[[MisuseDetector, Any], None]
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, owner: Any, *_: Any) -> None:
         detector = self.detector()
         if detector is not None:
-            self.method(detector)
+            self.method(detector, owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
