@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.large_steps import (
     OPTIMIZERS,
@@ -52,11 +53,32 @@ def test_the_state_between_steps_is_plain() -> None:
     assert state["steps"] == 1
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, 3])
+@pytest.mark.parametrize("state", [{}, {"version": 9}, 3])
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
     model = make_model("CNN")
     with pytest.raises(StateError):
         GradAccumulator(sgd(model), model).load_state_dict(state)
+
+
+def scaler(scale: float) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+@pytest.mark.parametrize("options", [{"divisor": 2}, {"scaler": scaler(8)}, {}])
+def test_gradients_of_another_scale_are_refused(options: dict[str, Any]) -> None:
+    """In the middle of a step; between two, none are in the state."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2, divisor=4, scaler=scaler(16))
+    other = GradAccumulator(sgd(model), model, steps=2, **options)
+    other.load_state_dict(accumulator.state_dict())
+    accumulate(accumulator, model, [Data.make(4)])
+    state = accumulator.training_state()
+    with pytest.raises(StateError, match="gradients times 4, but here"):
+        other.load_state_dict(state["accumulator"])
+    same = GradAccumulator(sgd(model), model, divisor=4, scaler=scaler(8))
+    same.load_training_state(state)
+    assert same.state_dict()["weight"] == Data.make(4).weight
+    accumulator.step()
 
 
 def test_gradients_of_other_parameters_are_refused() -> None:

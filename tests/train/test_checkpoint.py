@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from tests.support.ranks import run_ranks
 from tests.support.samplers import LENGTHS, Numbers, as_list, sampler_of
 from tests.train.test_fit import Training
-from torchbudget.errors import StateError
+from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.train.checkpoint import has_position, load_run_state, run_state
 from torchbudget.train.run_folder import RunFolder
 
@@ -50,6 +51,24 @@ def test_a_position_needs_a_loader_that_can_load_it() -> None:
     )
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_ranks_at_different_places_go_on_as_as_many(apart: int) -> None:
+    """Where steps end by samples, one rank may have had more batches than another."""
+    training = Training()
+    sampler, states = training.loader.batch_sampler, []
+    for number, _ in enumerate(sampler.tracked(training.loader), 1):
+        states.append(
+            run_state(
+                training.model, training.accumulator, training.loader, epoch=0, batches_done=number
+            )
+        )
+        if number == 2:
+            break
+    state = {**states[0], "ranks": [states[one]["ranks"][0] for one in (0, apart)]}
+    with pytest.raises(StateMismatchError, match="go on with 2 ranks") if apart else nullcontext():
+        load_run_state(state, training.model, training.accumulator, training.loader)
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:

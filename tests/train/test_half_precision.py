@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchbudget import GradAccumulator
 from torchbudget.train.half_precision import carried_factor
@@ -38,6 +39,29 @@ def test_the_product_of_mean_and_weight_is_of_float32(
     accumulator.step()
     expected = sum(w * row[0].double() for w, row in zip(weights, rows, strict=True)) / sum(weights)
     torch.testing.assert_close(-parameter.detach().double(), expected, rtol=1e-6, atol=0)
+
+
+@given(st.sampled_from([1.0, 0.5, 3.0, 2.0**20]), st.booleans())
+def test_every_leaf_gets_the_same_factor(divisor: float, checkpoints: bool) -> None:
+    """Also one that is no parameter, whose gradient is passed on; also in a checkpoint's graph."""
+    parameter, leaf = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    accumulator = GradAccumulator(torch.optim.SGD([parameter], lr=1.0), divisor=divisor)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x * parameter * leaf).sum().bfloat16()
+
+    with accumulator.micro_batch(1):
+        x = torch.full((2,), 3.0, requires_grad=True)
+        accumulator.backward(
+            checkpoint(forward, x, use_reentrant=True) if checkpoints else forward(x)
+        )
+    assert parameter.grad is not None
+    assert x.grad is not None
+    torch.testing.assert_close(parameter.grad * divisor, torch.full((2,), 3.0))
+    torch.testing.assert_close(x.grad * divisor, torch.ones(2))
+    if not checkpoints:
+        torch.testing.assert_close(leaf.grad, parameter.grad)
+    accumulator.step()
 
 
 @given(st.floats(1e-9, 1e9), st.sampled_from(HALVES))

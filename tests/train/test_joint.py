@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,45 @@ def test_buffers_are_updated_once() -> None:
         once(part)
     assert model[1].num_batches_tracked == 3
     assert torch.equal(model[1].running_mean, once[1].running_mean)
+
+
+@pytest.mark.parametrize("divisor", [0.5, 3.0, 2.0**20])
+def test_a_divisor_is_undone_where_the_loss_is_of_half_precision(divisor: float) -> None:
+    """The gradients that are passed on to the second pass have all of it, too."""
+    torch.manual_seed(0)
+    model, parts = nn.Linear(6, 5), torch.randn(12, 6).split(4)
+    norms = []
+    for one in (1.0, divisor):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        accumulator = GradAccumulator(optimizer, model, divisor=one, max_norm=math.inf)
+        joint_backward(model, parts, lambda z: similarity(z).bfloat16(), accumulator)
+        assert accumulator.last is not None
+        norms.append(accumulator.last.gradient_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+class Averaging(nn.Module):
+    """A buffer that the first forward makes, and later ones move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.mean = mean if self.mean is None else (self.mean + mean) / 2
+        return x
+
+
+def test_a_buffer_that_the_first_pass_makes_is_made_once() -> None:
+    torch.manual_seed(0)
+    model, once = (nn.Sequential(nn.Linear(6, 5), Averaging()) for _ in range(2))
+    once.load_state_dict(model.state_dict())
+    parts = torch.randn(12, 6).split(4)
+    joint_backward(model, parts, similarity)
+    for part in parts:
+        once(part)
+    assert torch.equal(model[1].mean, once[1].mean)
 
 
 def normalised() -> nn.Module:

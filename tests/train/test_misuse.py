@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from tests.support.large_steps import (
+    EXACT,
     Data,
     accumulate,
+    difference,
     large_step,
     loss_sum,
     make_model,
@@ -86,9 +88,52 @@ def test_gradients_that_others_change_are_noticed(how: str) -> None:
         CHANGES[how]({"model": model, "optimizer": optimizer})
         accumulate(accumulator, model, [Data.make(4)])
 
-    with pytest.warns(ForeignStepWarning):
+    with pytest.warns(ForeignStepWarning) as found:
         go_on()
+    if how == "step":  # a hook that torch calls notices it
+        assert found[0].filename == __file__
     accumulator.flush()
+
+
+@pytest.mark.parametrize("how", sorted(set(CHANGES) - {"step"}))
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_gradients_that_others_change_inside_are_noticed(how: str, before: bool) -> None:
+    """Before the backward of a step's second micro-batch, or after it."""
+    model = make_model("CNN")
+    training = {"model": model, "optimizer": sgd(model)}
+    accumulator = GradAccumulator(training["optimizer"], model, steps=3)
+    accumulate(accumulator, model, [Data.make(4)])
+
+    def go_on() -> None:
+        with accumulator.micro_batch(weight=4):
+            for change in (before, not before):
+                if change:
+                    CHANGES[how](training)
+                else:
+                    accumulator.backward(loss_sum(model, Data.make(4)))
+
+    with pytest.warns(ForeignStepWarning, match="by others than accumulator.backward"):
+        go_on()
+    accumulate(accumulator, model, [Data.make(4)])
+
+
+def test_several_backwards_of_a_micro_batch_are_fine() -> None:
+    """Those of its losses, and of what `backward_runs` announces; nor what failed and is undone."""
+    model = nn.Linear(2, 1)
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+
+    def step(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(x)):
+            for _ in range(2):
+                accumulator.backward(model(x).sum())
+            with accumulator.backward_runs():
+                model(x).sum().backward()
+            if len(x) == 4:
+                raise MemoryError
+
+    for _ in range(2):
+        accumulator.run_or_split(step, torch.ones(4, 2))
+    assert accumulator.stepped
 
 
 def test_gradients_of_before_are_noticed() -> None:
@@ -114,6 +159,29 @@ def test_gradients_of_a_micro_batch_that_raised_are_noticed() -> None:
     ):
         raising()
     assert not accumulator.stepped
+
+
+def test_a_micro_batch_that_raised_takes_those_before_it_along() -> None:
+    """Their gradients are the same tensors: the step begins again, and is exact."""
+    model, large = make_model("CNN"), make_model("CNN")
+    optimizer, theirs = sgd(model), sgd(large)
+    accumulator = GradAccumulator(optimizer, model, steps=2)
+    first, *data = [Data.make(4, seed=seed) for seed in range(3)]
+    accumulate(accumulator, model, [first])
+
+    def raising() -> None:
+        with accumulator.micro_batch(weight=1):
+            accumulator.backward(loss_sum(model, first))
+            raise KeyboardInterrupt
+
+    with pytest.warns(ForeignStepWarning) as found, pytest.raises(KeyboardInterrupt):
+        raising()
+    assert found[0].filename == __file__  # not that of contextlib
+    assert accumulator.state_dict()["weight"] == 0
+    accumulate(accumulator, model, data)
+    (sum(loss_sum(large, one) for one in data) / sum(one.weight for one in data)).backward()
+    theirs.step()
+    assert difference(model, large) <= EXACT
 
 
 def test_steps_of_others_between_steps_are_fine() -> None:
@@ -169,21 +237,30 @@ def test_means_over_several_axes_are_noticed(loss_of: Any) -> None:
             accumulator.backward(loss)
 
 
+def accumulate_ones(accumulator: GradAccumulator, model: nn.Module) -> None:
+    for _ in range(2):
+        with accumulator.micro_batch(weight=4):
+            accumulator.backward(model(torch.ones(4, 3)).square().sum())
+
+
 def test_batch_normalisation_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for steps, warned in ((1, False), (2, True)):
         accumulator = GradAccumulator(sgd(model), model, steps=steps)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            for _ in range(2):
-                with accumulator.micro_batch(weight=4):
-                    accumulator.backward(model(torch.ones(4, 3)).square().sum())
+            accumulate_ones(accumulator, model)
         assert [w.category for w in seen] == [BatchNormWarning] * warned
     model.eval()
+    accumulate_ones(GradAccumulator(sgd(model), model, steps=2), model)
+
+
+def test_batch_normalisation_without_running_statistics_is_noticed_in_evaluation() -> None:
+    """It takes those of the batch in either mode."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
     accumulator = GradAccumulator(sgd(model), model, steps=2)
-    for _ in range(2):
-        with accumulator.micro_batch(weight=4):
-            accumulator.backward(model(torch.ones(4, 3)).square().sum())
+    with pytest.warns(BatchNormWarning, match="running statistics"):
+        accumulate_ones(accumulator, model)
 
 
 def test_changed_parameters_are_noticed() -> None:

@@ -133,6 +133,15 @@ def test_the_state_of_other_optimizers_is_refused() -> None:
         GradAccumulator(sgd(models[0]), models[0]).load_training_state(state)
 
 
+def test_a_scaler_needs_each_parameter_in_one_optimizer() -> None:
+    """It would divide the gradient by its scale twice."""
+    model = make_model("CNN")
+    optimizers = [sgd(model), sgd(model)]
+    with pytest.raises(OptionError, match="in one optimizer"):
+        GradAccumulator(optimizers, scaler=torch.amp.GradScaler("cpu"))
+    GradAccumulator(optimizers)
+
+
 def test_an_infinite_norm_is_only_measured() -> None:
     """Finite gradients stay finite where their norm overflows, since nothing is clipped."""
     parameter = nn.Parameter(torch.zeros(2))

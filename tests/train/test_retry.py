@@ -283,21 +283,21 @@ def test_other_errors_are_let_through_and_undone() -> None:
 
 
 class Counting(nn.Module):
-    """A buffer that each forward replaces."""
+    """A buffer that each forward replaces, from a number or, at first, from nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: torch.Tensor | None) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen", start)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen + 1
+        self.seen = torch.ones(()) if self.seen is None else self.seen + 1
         return self.layer(x)
 
 
 def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
     """Memory runs out on four samples, the second half raises: nothing of the batch stays."""
-    model = Counting()
+    model = Counting(torch.zeros(()))
     accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=3)
     first = torch.ones(2, 2)
 
@@ -320,6 +320,44 @@ def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
     accumulator.run_or_split(step, torch.ones(4, 2))
     assert model.seen == 1 + 2  # nothing of what failed is among them
     accumulator.flush()
+
+
+def test_a_batch_that_a_step_has_taken_is_not_undone() -> None:
+    """The function fails after the step, in its logging say: nothing counts twice."""
+    model = nn.Linear(2, 1)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
+    fails = [False]
+
+    def step(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(x)):
+            accumulator.backward(model(x).sum())
+            if len(x) == 4:
+                raise MemoryError
+        if fails[0] and accumulator.stepped:
+            raise ValueError("the logging")
+
+    accumulator.run_or_split(step, torch.ones(4, 2))
+    fails[0] = True
+    with pytest.raises(ValueError, match="the logging"):
+        accumulator.run_or_split(step, torch.ones(4, 2))
+    assert accumulator.last is not None
+    assert accumulator.last.weight == 8
+    assert all(p.grad is None for p in model.parameters())
+    assert accumulator.state_dict()["weight"] == 0
+
+
+def test_a_buffer_that_a_failed_forward_made_is_made_again() -> None:
+    model = Counting(None)
+    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=1)
+
+    def step(x: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(x)):
+            accumulator.backward(model(x).sum())
+            if len(x) == 4:
+                raise MemoryError
+
+    accumulator.run_or_split(step, torch.ones(4, 2))
+    assert model.seen == 2
 
 
 def test_generators_are_put_back() -> None:

@@ -94,6 +94,75 @@ def test_parameters_that_fsdp_does_not_reduce(case: str, tmp_path: Path) -> None
     assert results[0][1] > 0.1  # which was clipped
 
 
+RAISED = (
+    COMMON
+    + """
+from torchbudget.errors import ForeignStepWarning
+
+kind, name = "fsdp", "transformer"
+warnings.simplefilter("ignore", ForeignStepWarning)
+large, model = make_model(name), make_model(name)
+fully_shard(model)
+theirs = OPTIMIZERS["SGD"](large.parameters())
+accumulator = GradAccumulator(OPTIMIZERS["SGD"](model.parameters()), model, steps=2)
+data = Data.make(4 * ranks)
+try:
+    with accumulator.micro_batch(weight=1):
+        accumulator.backward(loss_sum(model, data))
+        raise KeyError
+except KeyError:
+    pass
+for at in (0, 2):
+    piece = data[list(range(4 * rank + at, 4 * rank + at + 2))]
+    with accumulator.micro_batch(weight=piece.weight):
+        accumulator.backward(loss_sum(model, piece))
+large_step(large, theirs, data, None)
+finish(difference(whole(model), large))
+"""
+)
+
+
+@pytest.mark.distributed
+def test_gradients_that_fsdp_has_of_a_micro_batch_that_raised_are_dropped(tmp_path: Path) -> None:
+    """It has accumulated them where no optimizer sees them."""
+    assert max(run_ranks(RAISED, tmp_path, 2)) <= 1e-12
+
+
+TWO_PLAYERS = (
+    COMMON
+    + """
+from torch import nn
+from torchbudget.errors import UnsynchronizedWarning
+
+torch.manual_seed(0)
+made = [DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
+generator, critic = made
+players = [
+    GradAccumulator(OPTIMIZERS["SGD"](one.parameters()), made, steps=1) for one in made
+]
+x = torch.ones(2, 2)
+for _ in range(2 + rank):  # ranks may have unequal numbers of micro-batches
+    for player, loss_of in zip(players, (lambda: critic(generator(x)), lambda: critic(x))):
+        for one in made:
+            one.zero_grad()
+        with player.micro_batch(weight=2):
+            player.backward(loss_of().sum())
+try:
+    critic(x)
+except UnsynchronizedWarning as warning:
+    finish(str(warning))
+for player in players:
+    player.flush()
+"""
+)
+
+
+@pytest.mark.distributed
+def test_a_module_in_another_accumulators_micro_batch_is_not_outside(tmp_path: Path) -> None:
+    """Two players that pass both modules to both accumulators; outside of all it is noticed."""
+    assert all("is outside" in told for told in run_ranks(TWO_PLAYERS, tmp_path, 2))
+
+
 REFUSED = (
     COMMON
     + """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +115,7 @@ class GradAccumulator(AccumulatesGradients):
             scaler=scaler,
             max_norm=max_norm,
         )
+        self._parameters = self._optimizers.parameters
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
         self.ranks = Ranks(self._distributed.group(group))
@@ -132,9 +133,7 @@ class GradAccumulator(AccumulatesGradients):
         self._steps = 0
         self._open: OpenMicroBatch | None = None
         self._run: SplitRun | None = None  # of `run_or_split`
-        self._detector = MisuseDetector(
-            self._optimizers.optimizers, self.modules, self._distributed.modules
-        )
+        self._detector = MisuseDetector(self._optimizers, self.modules, self._distributed.modules)
         self._taker = StepTaker(
             ranks=self.ranks,
             distributed=self._distributed,
@@ -166,8 +165,8 @@ class GradAccumulator(AccumulatesGradients):
     ) -> Iterator[None]:
         """Accumulate the forward and the backward inside; take the step where it is complete.
 
-        If the code inside raises, the micro-batch does not count, but its gradients may be there;
-        `run_or_split` takes them back.
+        If the code inside raises, the micro-batch does not count; after its backward, nor do those
+        of the step before it, whose gradients cannot be told apart (`run_or_split` keeps them).
 
         Args:
             weight: what the loss would be divided by if this were the whole batch: the number of
@@ -203,12 +202,15 @@ class GradAccumulator(AccumulatesGradients):
             with self._distributed.accumulating(last=ends):
                 yield
         except BaseException:
-            if opened.backwards and not (run is not None and run.attempt):
+            if opened.backwards and run is None:  # run_or_split takes its own gradients back
+                self._pending = Pending()
+                self._boundary.taken(before.micro_batches)
+                self._taker.abandon()
                 self._detector.micro_batch_failed()
             raise
         finally:
             self._open = None
-            self._detector.in_micro_batch = False
+            self._detector.micro_batch_left()
         if not opened.backwards:
             raise StepError(
                 "there was no accumulator.backward(loss) inside micro_batch: its gradients would "
@@ -217,9 +219,7 @@ class GradAccumulator(AccumulatesGradients):
         self._pending = replace(pending, loss=pending.loss + opened.loss)
         if run is not None:
             run.succeed()
-        self._detector.micro_batch_succeeded(
-            pending.micro_batches, self._optimizers.each_parameter(), ends=ends
-        )
+        self._detector.micro_batch_succeeded(pending.micro_batches, ends=ends)
         if ends:
             self._take_step()
 
@@ -247,8 +247,12 @@ class GradAccumulator(AccumulatesGradients):
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
-        with self._detector.backward_runs(() if self._steps else self._parameters()):
+        with self.backward_runs():
             backward_times(loss, factor, self._parameters, self._optimizers.scaler, **options)
+
+    def backward_runs(self) -> AbstractContextManager[None]:
+        """The context of a backward by other means, whose gradients are of the right scale."""
+        return self._detector.backward_runs(is_first_step=not self._steps)
 
     def run_or_split(
         self, function: Callable[[Any], object], batch: Any, *, cost: MeasuredCost | None = None
@@ -284,7 +288,7 @@ class GradAccumulator(AccumulatesGradients):
         if cost is not None and not isinstance(batch, SplittablePaddedBatch):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
-        before = self._pending
+        before, self.stepped = self._pending, False
         self._run = run = SplitRun(batch, self._parameters(), self.modules, self.ranks)
         try:
             for part in run.failures(function, self._check_gradients):
@@ -295,12 +299,13 @@ class GradAccumulator(AccumulatesGradients):
                 if n == 1:
                     run.give_up("out of memory with one sample; shorten it, or give it more memory")
         except BaseException:
-            run.undo()
-            if run.whole is not None:  # parts that succeeded are undone, too
-                self._pending = before
+            self._detector.check_gradients()
+            if not self.stepped:  # or else the batch is in the step, and the function failed after
+                run.undo()
+                if run.whole is not None:  # parts that succeeded are undone, too
+                    self._pending = before
             if run.gave_up is not None and len(self.ranks) > 1:
-                # The others learn of it in the collective that they meet in next, and abandon their
-                # step, so that what this rank has of it must not be in another one.
+                # The others learn of it in their next collective, and abandon their step, as this.
                 self._take_step(failure=run.gave_up)
             raise
         finally:
@@ -353,12 +358,8 @@ class GradAccumulator(AccumulatesGradients):
             self._steps, self.last, self.stepped = step.number, step, True
         return is_over
 
-    def _parameters(self) -> list[Tensor]:
-        return self._optimizers.parameters()
-
     def _check_gradients(self) -> None:
-        is_first = self._pending.is_empty
-        self._detector.check_gradients(self._optimizers.each_parameter() if is_first else ())
+        self._detector.check_gradients(is_first=self._pending.is_empty)
 
     # ------------------------------------------------------------------ the state
 
@@ -374,15 +375,18 @@ class GradAccumulator(AccumulatesGradients):
                 "between steps, where accumulator.stepped is true"
             )
         self._detector.state_saved()
-        return self._pending.encode(self._steps, self._optimizers.parameters())
+        scale = self._optimizers.scale(self._divisor)
+        return self._pending.encode(self._steps, self._parameters(), scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; model, optimizer and sampler must be loaded with it.
 
         Raises:
-            StateError: it is not the state of an accumulator, or of other parameters.
+            StateError: it is not the state of an accumulator, or of other parameters, or of the
+                middle of a step whose gradients have another scale.
         """
-        self._pending = Pending.load(state_dict, self._optimizers.parameters())
+        scale = self._optimizers.scale(self._divisor)
+        self._pending = Pending.load(state_dict, self._parameters(), scale)
         self._steps = state_dict["steps"]
         self._detector.state_loaded(self._pending.micro_batches)
 

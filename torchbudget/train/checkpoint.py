@@ -60,13 +60,15 @@ def load_run_state(
 
     Raises:
         StateError: it is not the state of a run.
-        StateMismatchError: it is of another version.
+        StateMismatchError: it is of another version, or of another number of ranks that were at
+            different places of the epoch.
     """
     if state.get("version") != _VERSION:
         raise StateMismatchError(
             f"the checkpoint has version {state.get('version')!r}, this torchbudget reads "
             f"{_VERSION}: go on with the torchbudget that wrote it, or use another folder"
         )
+    _check_places(state["ranks"], len(accumulator.ranks))
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
     sampler, dataset = _sources(loader)
@@ -76,6 +78,20 @@ def load_run_state(
         if not isinstance(source, Stateful):
             raise StateError(f"the checkpoint has a position, but {source!r} cannot load one")
         source.load_state_dict(position)
+
+
+def _check_places(saved: list[dict[str, Any]], ranks: int) -> None:
+    """Raise where what is left cannot be shared out, since no place stands for all ranks'.
+
+    The position of a `StatefulDataLoader` is not compared, which has more than a place in it.
+    """
+    places = [(one["is_over"], {**one["data"], "loader": None}) for one in saved]
+    if len(saved) != ranks and any(place != places[0] for place in places):
+        raise StateMismatchError(
+            f"the {len(saved)} ranks of the checkpoint were at different places of the epoch, as "
+            f"where steps end by samples= or weight=, so that {ranks} ranks would leave out and "
+            f"repeat samples: go on with {len(saved)} ranks"
+        )
 
 
 def is_over(

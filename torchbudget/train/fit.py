@@ -100,7 +100,8 @@ def fit(
             data set has samples; or an epoch, or its validation, has no batch.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
-        StateMismatchError: the ranks do not see the same `last.pt`.
+        StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
+            those that saved it, which were at different places of the epoch.
         RankError: a callback or a checkpoint failed on another rank.
         OSError: a file cannot be written; the checkpoint before it is whole.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,12 +25,13 @@ def backward_times(
 
     A loss of half precision gets its gradient in its own dtype, in which most factors would be
     rounded, by up to 0.4 %, or become infinite. So the graph carries a power of 2 that is at most
-    1, and the rest is multiplied where gradients come to the parameters, in their dtype.
+    1, and the rest is multiplied where gradients come to the leaves, in their dtype.
 
     Args:
         loss: a scalar.
         factor: above 0.
-        parameters: that get gradients, each once.
+        parameters: that may be leaves of graphs which are made in the backward, as of a reentrant
+            checkpoint; other leaves are found.
         scaler: of the gradients.
         options: of `torch.autograd.backward`.
     """
@@ -39,13 +40,28 @@ def backward_times(
     scaled = loss if carried == 1 else loss * carried
     if scaler is not None:
         scaled = scaler.scale(scaled)
-    hooked = [] if rest == 1 else [one for one in parameters() if one.requires_grad]
-    handles = [parameter.register_hook(lambda gradient: gradient * rest) for parameter in hooked]
+    leaves = [] if rest == 1 else dict.fromkeys((*parameters(), *_leaves(loss)))
+    hooked = [leaf for leaf in leaves if leaf.requires_grad]
+    handles = [leaf.register_hook(lambda gradient: gradient * rest) for leaf in hooked]
     try:
         torch.autograd.backward(scaled, **options)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves of a graph; O(nodes)."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        nodes.extend(inner for inner, _ in node.next_functions)
 
 
 def check_carried(loss: Tensor, factor: float) -> None:

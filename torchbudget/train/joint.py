@@ -11,7 +11,7 @@ there. (Gao et al.,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import Buffers
 
 
@@ -72,13 +71,11 @@ def joint_backward(
         raise OptionError("joint_backward needs at least one micro-batch on every rank")
     known = ForwardModules(forward, several("modules", modules, nn.Module), accumulator)
     if accumulator is None:
-        return _two_passes(forward, batches, criterion, known, None, torch.autograd.backward)
+        return _two_passes(forward, batches, criterion, known, None)
     # Every rank has the whole loss, with weight 1, and the step divides by their number: so the
     # criterion's own parameters get their gradient once.
     with accumulator.micro_batch(1, last=True):
-        return _two_passes(
-            forward, batches, criterion, known, accumulator.ranks, accumulator.backward
-        )
+        return _two_passes(forward, batches, criterion, known, accumulator)
 
 
 class ForwardModules:
@@ -134,8 +131,7 @@ def _two_passes(
     micro_batches: Sequence[Any],
     criterion: Callable[[Any], Tensor],
     modules: ForwardModules,
-    ranks: Ranks | None,
-    backward: Callable[[Tensor], None],
+    accumulator: GradAccumulator | None,
 ) -> Tensor:
     buffers = Buffers(modules.known)
     states, parts = [], []  # of each micro-batch: random generators, and representations
@@ -148,16 +144,19 @@ def _two_passes(
     structure = tree_structure(parts[0])
     whole = [torch.cat(leaves) for leaves in zip(*map(tree_leaves, parts), strict=True)]
     starts = [0] * len(whole)  # the row of each tensor at which the next micro-batch begins
-    if ranks is not None:
-        whole, starts = ranks.gather_rows(whole)
+    if accumulator is not None:
+        whole, starts = accumulator.ranks.gather_rows(whole)
     for leaf in whole:
         leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     loss = criterion(tree_unflatten(whole, structure))
     if loss.numel() != 1:
         raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")
-    backward(loss)
+    if accumulator is None:
+        loss.backward()
+    else:
+        accumulator.backward(loss)
     # The step divides by the number of ranks, but each representation is on one rank only.
-    factor = 1 if ranks is None else len(ranks)
+    factor = 1 if accumulator is None else len(accumulator.ranks)
     for micro_batch, state in zip(micro_batches, states, strict=True):
         state.restore()
         outputs, gradients = [], []
@@ -168,7 +167,8 @@ def _two_passes(
             if of_all.grad is not None and leaf.requires_grad:
                 outputs.append(leaf)
                 gradients.append(of_all.grad[rows] * factor)
-        torch.autograd.backward(outputs, gradients)
+        with nullcontext() if accumulator is None else accumulator.backward_runs():
+            torch.autograd.backward(outputs, gradients)
         del leaves, leaf, outputs, gradients  # graphs, before the next one is made
     after.restore()
     return loss.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import warnings
 import weakref
@@ -17,10 +18,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from torchbudget import errors
-from torchbudget.train.optimizers import STEPS_IN_BACKWARD
+from torchbudget.train.optimizers import STEPS_IN_BACKWARD, Optimizers
 from torchbudget.train.step import check_scalar
 
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
@@ -39,36 +39,37 @@ class MisuseDetector:
         distributed: the modules whose forward must be inside `micro_batch`.
 
     Attributes:
-        in_micro_batch: set by `micro_batch_begins`, to be cleared where the micro-batch is left.
+        in_micro_batch: between `micro_batch_begins` and `micro_batch_left`.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
+        optimizers: Optimizers,
         modules: Sequence[nn.Module],
         distributed: Sequence[nn.Module],
     ) -> None:
         self._batch_norms = [
             part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
         ]
+        self._each_parameter = optimizers.each_parameter
         self._parameters: list[int] | None = None  # ids of those of the latest step
         self._texts: set[str] = set()  # that were warned of
         self.in_micro_batch = False
         self._in_own_step = False
         self._is_muted = False
-        # A parameter with its gradient and that one's version, after the latest micro-batch.
+        # A parameter with its gradient and that one's version, as the accumulator left them.
         self._sentinel: tuple[Tensor, Tensor, int] | None = None
         # The finalizer reads this when the detector is gone. "lost" are the micro-batches that
         # would be lost then: a state that was saved in the middle of a step has them, too.
         self._pending = {"micro_batches": 0, "lost": 0}
         weakref.finalize(self, _warn_of_lost, self._pending)
-        for optimizer in optimizers:
+        for optimizer in optimizers.optimizers:
             self._hook(optimizer.register_step_pre_hook, MisuseDetector._optimizer_steps)
         for module in distributed:
             self._hook(module.register_forward_pre_hook, MisuseDetector._module_runs)
 
     def _hook(
-        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector], None]
+        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector, Any], None]
     ) -> None:
         """Have a method called, as long as this detector is there."""
         handle = register(_Hook(weakref.ref(self), method))
@@ -95,14 +96,22 @@ class MisuseDetector:
                 "end of an epoch",
             )
         self.in_micro_batch = True
+        self._remember_gradients()
 
-    def check_gradients(self, without_gradients: Iterable[Tensor]) -> None:
-        """Warn where gradients changed since the last micro-batch; from here on they may.
+    def _remember_gradients(self) -> None:
+        """From here on gradients must stay as they are. O(1) where the first one has one."""
+        for parameter in self._each_parameter():
+            if parameter.grad is not None:
+                self._sentinel = parameter, parameter.grad, parameter.grad._version
+                break
+
+    def check_gradients(self, *, is_first: bool = False) -> None:
+        """Warn where others have changed gradients; from here on they may change.
 
         Args:
-            without_gradients: parameters that must not have gradients yet.
+            is_first: the first micro-batch of a step begins, before which there must be none.
         """
-        if any(parameter.grad is not None for parameter in without_gradients):
+        if is_first and any(parameter.grad is not None for parameter in self._each_parameter()):
             self._warn(
                 errors.ForeignStepWarning,
                 "gradients were there before the step's first micro-batch, and count for it: call "
@@ -113,58 +122,62 @@ class MisuseDetector:
             if parameter.grad is not gradient or gradient._version != version:
                 self._warn(
                     errors.ForeignStepWarning,
-                    "gradients were changed between two micro-batches of a step (by zero_grad, a "
-                    "clipping, a backward outside of micro_batch?): the step is not the large "
+                    "gradients were changed within a step by others than accumulator.backward "
+                    "(by zero_grad, a clipping, another backward?): the step is not the large "
                     "batch's",
                 )
         self._sentinel = None
 
     def micro_batch_failed(self) -> None:
-        """A micro-batch raised after its backward, and is not undone."""
+        """A micro-batch raised after its backward, and its step was abandoned."""
         self._warn(
             errors.ForeignStepWarning,
-            "a micro-batch raised after its backward: its gradients are there, its weight does "
-            "not count; call optimizer.zero_grad(), or use run_or_split, which takes them back",
+            "a micro-batch raised after its backward: the gradients of its step so far were "
+            "cleared, on this rank, and do not count; run_or_split takes back that one alone",
         )
-        self._sentinel = None
 
-    def micro_batch_succeeded(
-        self, micro_batches: int, parameters: Iterable[Tensor], *, ends: bool
-    ) -> None:
+    def micro_batch_left(self) -> None:
+        """A micro-batch is over, or it raised."""
+        self.in_micro_batch = False
+        self.check_gradients()
+
+    def micro_batch_succeeded(self, micro_batches: int, *, ends: bool) -> None:
         """A micro-batch was accumulated.
 
         Args:
             micro_batches: of the step so far.
-            parameters: that are trained.
             ends: whether the step ends with it.
         """
         self._pending.update(micro_batches=micro_batches, lost=micro_batches)
-        self._sentinel = None
         if ends:
             return
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._sentinel = parameter, parameter.grad, parameter.grad._version
-                break
-        if any(norm.training for norm in self._batch_norms):
+        self._remember_gradients()
+        # Without running statistics, those of the batch are taken in evaluation mode, too.
+        if any(norm.training or norm.running_mean is None for norm in self._batch_norms):
             self._warn(
                 errors.BatchNormWarning,
                 "batch normalisation takes its statistics from each micro-batch, so that the step "
                 "is not the large batch's; use group or layer normalisation, or freeze it with "
-                "eval()",
+                "eval(), where it has running statistics",
             )
 
     @contextmanager
-    def backward_runs(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """A backward runs inside, which must leave these parameters as they are.
+    def backward_runs(self, *, is_first_step: bool) -> Iterator[None]:
+        """A backward runs inside, which changes gradients, and must not change parameters.
+
+        Args:
+            is_first_step: in which parameters are checked.
 
         Raises:
             OptionError: it changed one.
         """
+        self.check_gradients()
+        parameters = list(self._each_parameter()) if is_first_step else []
         versions = [parameter._version for parameter in parameters]
         yield
         if versions != [parameter._version for parameter in parameters]:
             raise errors.OptionError(STEPS_IN_BACKWARD)
+        self._remember_gradients()
 
     def check_loss(self, loss: Tensor, *, mean: bool, weight: float) -> None:
         """Warn where a loss is a mean but a sum is expected, or the reverse.
@@ -256,7 +269,7 @@ class MisuseDetector:
 
     # ------------------------------------------------------------------ called by hooks
 
-    def _optimizer_steps(self) -> None:
+    def _optimizer_steps(self, _: Any) -> None:
         if not self._in_own_step and self._pending["micro_batches"]:
             self._warn(
                 errors.ForeignStepWarning,
@@ -264,15 +277,17 @@ class MisuseDetector:
                 "steps by itself, and accumulator.step() ends a step early",
             )
 
-    def _module_runs(self) -> None:
-        if not self.in_micro_batch and torch.is_grad_enabled():
+    def _module_runs(self, module: Any) -> None:
+        # DDP reduces nothing in a micro-batch of another accumulator that has it, as of a GAN.
+        reduces = getattr(module, "require_backward_grad_sync", True)
+        if not self.in_micro_batch and reduces and torch.is_grad_enabled():
             self._warn(
                 errors.UnsynchronizedWarning,
                 "the forward of a distributed module is outside accumulator.micro_batch(…): it "
                 "will reduce gradients by itself, and they are reduced again",
             )
 
-    def _other_runs(self) -> None:
+    def _other_runs(self, _: Any) -> None:
         if self.in_micro_batch and torch.is_grad_enabled():
             raise errors.OptionError(
                 "a DistributedDataParallel runs that GradAccumulator does not know, so it would "
@@ -292,12 +307,12 @@ class _Hook:
     """Calls a method of a detector without keeping it alive; a copy of the hook does nothing."""
 
     detector: Callable[[], MisuseDetector | None]
-    method: Callable[[MisuseDetector], None]
+    method: Callable[[MisuseDetector, Any], None]
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, owner: Any, *_: Any) -> None:
         detector = self.detector()
         if detector is not None:
-            self.method(detector)
+            self.method(detector, owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
@@ -311,14 +326,15 @@ def _reduction_of(node: Any) -> Any:
 
 
 def _callers_level() -> int:
-    """The stack level, for a warning, of the first frame outside this package and contextlib."""
+    """The stack level, for a warning, of the first frame outside this package and what calls it."""
     level = 1
     frame = sys._getframe(1)
-    inside = (str(Path(__file__).parent), contextlib.__file__)
+    folders = (Path(__file__).parent, Path(torch.__file__).parent)  # torch calls hooks
+    inside = (contextlib.__file__, *(f"{folder}{os.sep}" for folder in folders))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
         level += 1
-    return level - 1
+    return level
 
 
 def _warn_of_lost(pending: dict[str, int]) -> None:

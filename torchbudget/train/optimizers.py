@@ -77,6 +77,12 @@ class Optimizers:
                 "a GradScaler cannot unscale the gradients of DTensors and of plain parameters "
                 "together: give each kind an optimizer of its own, and pass both"
             )
+        each = [id(parameter) for parameter in self.each_parameter()]
+        if self.scaler is not None and len(set(each)) < len(each):
+            raise OptionError(
+                "a GradScaler unscales a parameter's gradient once for every optimizer that has "
+                "it: let each parameter be in one optimizer"
+            )
         if self.max_norm is not None:
             positive_number("max_norm", self.max_norm)
 
@@ -99,6 +105,10 @@ class Optimizers:
     def parameters(self) -> list[Tensor]:
         """All parameters, each once."""
         return list({id(p): p for p in self.each_parameter()}.values())
+
+    def scale(self, divisor: float) -> float:
+        """What gradients are multiplied by before the step, where losses are divided by so much."""
+        return (1.0 if self.scaler is None else self.scaler.get_scale()) / divisor
 
     def step(self, factor: float, divisors: Mapping[int, float]) -> tuple[Tensor | None, bool]:
         """Multiply the gradients, unscale them once, clip them, step, and update the scale.

@@ -27,17 +27,16 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         parts = dict.fromkeys(part for module in modules for part in module.modules())
         self._copies = [
-            (part._buffers, name, buffer, buffer.detach().clone())
+            (part._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
             for part in parts
             for name, buffer in part._buffers.items()
-            if buffer is not None
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore their contents, and the tensor objects: a forward may have replaced them."""
+        """Restore contents and tensor objects: a forward may have replaced them, or made them."""
         for owner, name, buffer, copy in self._copies:
-            owner[name] = buffer.copy_(copy)
+            owner[name] = None if buffer is None or copy is None else buffer.copy_(copy)
 
 
 class Attempt:

@@ -17,7 +17,7 @@ from torchbudget.plan.step_source import StepSource
 
 Number = TypeVar("Number")
 
-_VERSION: Final = 1  # of the state
+_VERSION: Final = 2  # of the state
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
@@ -108,12 +108,13 @@ class Pending:
             return self
         return replace(self, weight=self.weight + checked_weight(self.unread), unread=None)
 
-    def encode(self, steps: int, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    def encode(self, steps: int, parameters: Sequence[Tensor], scale: float) -> dict[str, Any]:
         """The state as plain types; the gradients of what is pending are copied.
 
         Args:
             steps: that were taken before.
             parameters: that have the gradients.
+            scale: that the gradients are multiplied by.
         """
         gradients = [p.grad for p in parameters] if self.micro_batches else []
         state = asdict(replace(self.read(), loss=float(self.loss)))
@@ -122,15 +123,21 @@ class Pending:
             "version": _VERSION,
             "steps": steps,
             **state,
+            "scale": scale,
             "gradients": [None if g is None else g.detach().clone() for g in gradients],
         }
 
     @classmethod
-    def load(cls, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> Pending:
+    def load(cls, state: Mapping[str, Any], parameters: Sequence[Tensor], scale: float) -> Pending:
         """What was pending, after the parameters' gradients are set to those of the state.
 
+        Args:
+            state: that was encoded.
+            parameters: that get the gradients.
+            scale: that the gradients of the step are multiplied by here.
+
         Raises:
-            StateError: it is not the state of an accumulator, or of other parameters.
+            StateError: it is not the state of an accumulator, or of other parameters, or scale.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise StateError("expected what GradAccumulator.state_dict() returned")
@@ -142,6 +149,12 @@ class Pending:
         ):
             raise StateError(
                 "the state's gradients are of other parameters, or of others than are sharded here"
+            )
+        if state["gradients"] and state["scale"] != scale:
+            raise StateError(
+                f"the state is of the middle of a step, with gradients times {state['scale']:g}, "
+                f"but here they are multiplied by {scale:g}: use the same divisor=, and load the "
+                "scaler's state before, as load_training_state does"
             )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)

@@ -63,9 +63,14 @@ class StepTaker:
         try:
             return self._take(pending.read(), number, done=done, failure=failure)
         except BaseException:
-            self.optimizers.clear()
-            self.detector.step_abandoned()
+            self.abandon()
             raise
+
+    def abandon(self) -> None:
+        """Clear the gradients of a step that is not taken."""
+        self.optimizers.clear()
+        self.distributed.clear()
+        self.detector.step_abandoned()
 
     def _take(
         self, pending: Pending, number: int, *, done: bool, failure: str | None

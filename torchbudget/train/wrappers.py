@@ -199,6 +199,14 @@ class DistributedModules:
                 module.require_forward_param_sync = False
             yield
 
+    def clear(self) -> None:
+        """Drop gradients that FSDP2 has not reduced, which `Optimizer.zero_grad` does not see."""
+        for group in self._param_groups():
+            for one in group.fsdp_params:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):  # since the first forward
+                    one._unsharded_param.grad = None
+
     def broadcast_buffers(self) -> None:
         """Copy DDP's buffers from its first rank to every rank, as each forward of DDP does.
 
