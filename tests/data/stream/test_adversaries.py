@@ -316,6 +316,14 @@ def test_sizes_of_other_axes_are_no_failures() -> None:
         list(make(size=mixed, on_error="skip"))
 
 
+def test_a_copied_crop_has_what_was_noted_on_it() -> None:
+    crop: Any = torch.zeros(100_000)[5:8]
+    crop.note = "left"
+    copied, nbytes = without_rest(crop)
+    assert nbytes < 1000
+    assert copied.note == "left"
+
+
 def test_a_part_in_which_all_fail() -> None:
     shards = [[(n, "a") for n in range(60)] + [(n, 3) for n in range(60, 70)]]
     stream = make(shards, on_error="skip", look_ahead=2000)
