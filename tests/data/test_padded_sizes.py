@@ -22,7 +22,7 @@ from torchbudget import (
     PaddedCost,
 )
 from torchbudget.data.padded_sizes import PaddedSizes
-from torchbudget.errors import OtherNumbersWarning, PaddedSizeWarning
+from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
 
 TOKENS = PaddedCost(unit_bytes=1)
 SIZES = np.random.default_rng(0).integers(3, 60, 300)
@@ -228,6 +228,49 @@ def test_packed_batches_have_no_padding() -> None:
         collate_fn=PackCollate(length_field="input_ids"),
     )
     assert sum(batch.num_samples for batch in sampler.tracked(loader)) == len(SIZES)
+
+
+def waves(length_axes: int, loop: str) -> Iterator[Any]:
+    """Batches of audio, `(1, T)`, whose sizes are T."""
+    samples = [torch.rand(1, int(size)) for size in SIZES]
+    collate = PadCollate(length_axes=length_axes)
+    if loop == "stream":
+        return iter(
+            BudgetedIterableDataset(
+                [samples], TOKENS, 256, size=lambda wave: wave.shape[1], collate_fn=collate
+            )
+        )
+    sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 256)
+    return sampler.tracked(
+        DataLoader(
+            samples,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=collate,
+        )
+    )
+
+
+@pytest.mark.parametrize("loop", ["sampler", "stream"])
+def test_lengths_of_another_axis_than_the_sizes_are_noticed(loop: str) -> None:
+    """By default they are those of the first axis, here the channels', and no mask is right."""
+    assert sum(batch.num_tokens for batch in waves(1, loop)) == SIZES.sum()
+    with pytest.warns(
+        OtherSizesWarning, match=r"other axes: give the collate length_axes=1$"
+    ) as all_:
+        list(waves(0, loop))
+    assert len(all_) == 1
+
+
+def test_lengths_of_another_axis_of_images() -> None:
+    sizes = RNG.integers(10, 40, (100, 2))
+    sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(pair_bytes=[[0, 1], [0, 0]]), 8192)
+    loader = DataLoader(
+        [torch.rand(3, height, width) for height, width in sizes.tolist()],  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=PadCollate(),
+    )
+    with pytest.warns(OtherSizesWarning, match=r"length_axes=\(1, 2\)"):
+        list(sampler.tracked(loader))
 
 
 class Rebuilding:

@@ -38,12 +38,16 @@ class KnowsPadding(Protocol):
     ) -> tuple[Sequence[int], Sequence[int]] | None:
         """The padded size, and the one that was planned, if that is less; else `None`."""
 
+    def axes_elsewhere(self, planned: Sequence[int], /) -> Sequence[int]:
+        """The axes that are as long as planned, where those of its lengths are not; else none."""
+
 
 class PaddedSizes:
     """Compares the padded sizes of batches with the planned ones, and warns once of each finding.
 
     Of a batch that knows its samples their number is compared, too: a data set's `__getitems__`, or
-    a collate, may leave samples out, or make several of one.
+    a collate, may leave samples out, or make several of one. And so are the axes of its lengths: of
+    audio, `(1, T)`, whose sizes are T, the first axis is the channels'.
 
     A collate may round up to a multiple that the sampler or stream does not know. Of a batch that
     knows its lengths that is seen at once. Of any other, a tensor that is longer than planned is
@@ -59,6 +63,7 @@ class PaddedSizes:
         self._suspected: dict[Path, int] = {}  # in how many batches; -1: never more
         self._warned = False
         self._has_warned_of_number = False
+        self._elsewhere: set[tuple[int, ...]] | None = set()  # planned sizes; `None`: not any more
 
     def compare(self, batch: Any, planned: Sequence[int], num_samples: int) -> None:
         """Look at a batch of samples whose planned padded size is known; O(its tensors).
@@ -67,6 +72,7 @@ class PaddedSizes:
         """
         if _knows_padding(type(batch)):  # type: ignore[arg-type]  # types are hashable
             self._compare_number(batch.known_samples(), num_samples)
+            self._compare_axes(batch, planned)
             self._compare_own(batch, planned)
             return
         if self._warned:
@@ -91,6 +97,27 @@ class PaddedSizes:
             "adds some, which the budget does not count. Leave them out, or add them, before sizes "
             "are taken",
             OtherNumbersWarning,
+            stacklevel=5,  # the loop
+        )
+
+    def _compare_axes(self, batch: Any, planned: Sequence[int]) -> None:
+        seen = self._elsewhere
+        if seen is None:
+            return
+        axes = batch.axes_elsewhere(planned)
+        if not axes:  # by chance, then, those before
+            seen.clear()
+            return
+        seen.add(tuple(planned))
+        if len(seen) < _BATCHES:
+            return
+        self._elsewhere = None
+        named = axes[0] if len(axes) == 1 else tuple(axes)
+        warnings.warn(
+            f"samples are as long as planned along axis {named} of the field whose lengths are the "
+            "batch's, but its lengths, mask and num_tokens are those of other axes: give the "
+            f"collate length_axes={named}",
+            OtherSizesWarning,
             stacklevel=5,  # the loop
         )
 
