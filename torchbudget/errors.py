@@ -22,7 +22,7 @@ TorchBudgetError
 
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was discarded before it was used
-├── OtherNumbersWarning                  an epoch has other numbers of batches than it was to have
+├── OtherNumbersWarning                  other numbers of batches or samples than were planned
 ├── RepeatedSamplesWarning               an epoch reads what the one before has read
 ├── PaddedSizeWarning                    batches are padded to more than was planned
 ├── OtherSizesWarning                    sizes are not those of the samples that come
@@ -129,7 +129,7 @@ class DiscardedStateWarning(TorchBudgetWarning):
 
 
 class OtherNumbersWarning(TorchBudgetWarning):
-    """An epoch goes on with other numbers of batches than `batches_per_epoch` and its like give."""
+    """An epoch has other numbers of batches, or a batch of samples, than were planned."""
 
 
 class RepeatedSamplesWarning(TorchBudgetWarning):

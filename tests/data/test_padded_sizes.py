@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from torchbudget import (
     BudgetedIterableDataset,
+    CostModel,
     MemoryBudgetBatchSampler,
     PackCollate,
     PackedCost,
@@ -21,7 +22,7 @@ from torchbudget import (
     PaddedCost,
 )
 from torchbudget.data.padded_sizes import PaddedSizes
-from torchbudget.errors import PaddedSizeWarning
+from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
 
 TOKENS = PaddedCost(unit_bytes=1)
 SIZES = np.random.default_rng(0).integers(3, 60, 300)
@@ -229,6 +230,49 @@ def test_packed_batches_have_no_padding() -> None:
     assert sum(batch.num_samples for batch in sampler.tracked(loader)) == len(SIZES)
 
 
+def waves(length_axes: int, loop: str) -> Iterator[Any]:
+    """Batches of audio, `(1, T)`, whose sizes are T."""
+    samples = [torch.rand(1, int(size)) for size in SIZES]
+    collate = PadCollate(length_axes=length_axes)
+    if loop == "stream":
+        return iter(
+            BudgetedIterableDataset(
+                [samples], TOKENS, 256, size=lambda wave: wave.shape[1], collate_fn=collate
+            )
+        )
+    sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 256)
+    return sampler.tracked(
+        DataLoader(
+            samples,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=collate,
+        )
+    )
+
+
+@pytest.mark.parametrize("loop", ["sampler", "stream"])
+def test_lengths_of_another_axis_than_the_sizes_are_noticed(loop: str) -> None:
+    """By default they are those of the first axis, here the channels', and no mask is right."""
+    assert sum(batch.num_tokens for batch in waves(1, loop)) == SIZES.sum()
+    with pytest.warns(
+        OtherSizesWarning, match=r"other axes: give the collate length_axes=1$"
+    ) as all_:
+        list(waves(0, loop))
+    assert len(all_) == 1
+
+
+def test_lengths_of_another_axis_of_images() -> None:
+    sizes = RNG.integers(10, 40, (100, 2))
+    sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(pair_bytes=[[0, 1], [0, 0]]), 8192)
+    loader = DataLoader(
+        [torch.rand(3, height, width) for height, width in sizes.tolist()],  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=PadCollate(),
+    )
+    with pytest.warns(OtherSizesWarning, match=r"length_axes=\(1, 2\)"):
+        list(sampler.tracked(loader))
+
+
 class Rebuilding:
     """A collate of a user that adds a field to the batches of another."""
 
@@ -285,3 +329,64 @@ def test_a_long_list_is_one_of_samples(count: int, warns: bool) -> None:
         for _ in range(4):
             sizes.compare([torch.tensor([[1, 1, 0, 0]])] * count, [2], 1)
     assert [one.category for one in caught] == [PaddedSizeWarning] * warns
+
+
+class ReadsMany(Dataset[Any]):
+    """Reads a batch at once; after the first ones it returns another number than asked for."""
+
+    def __init__(self, change: Callable[[list[Any]], list[Any]], first: int) -> None:
+        self.change, self.first, self.batches = change, first, 0
+
+    def __len__(self) -> int:
+        return 10 * len(SAMPLES)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        samples = [{"input_ids": SAMPLES[i % len(SAMPLES)]["input_ids"]} for i in indices]
+        self.batches += 1
+        return self.change(samples) if self.batches > self.first else samples
+
+
+def all_but_one(samples: list[Any]) -> list[Any]:
+    return samples[1:] or samples
+
+
+def twice(samples: list[Any]) -> list[Any]:
+    return samples * 2
+
+
+@pytest.mark.parametrize("change", [all_but_one, twice])
+@pytest.mark.parametrize("cost", [TOKENS, PackedCost(unit_bytes=1)])
+@pytest.mark.parametrize("late", [False, True])
+def test_other_numbers_of_samples_than_planned_are_noticed(
+    change: Callable[[list[Any]], list[Any]], cost: CostModel, late: bool
+) -> None:
+    """Lost or uncounted ones, from the first batch or from a later one on."""
+    collate = PadCollate() if cost is TOKENS else PackCollate()
+    sampler = MemoryBudgetBatchSampler(np.tile(SIZES, 10), cost, 1024)
+    dataset = ReadsMany(change, first=80 if late else 0)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    match = r"a batch came with \d+ samples, where \d+ were planned"
+    with pytest.warns(OtherNumbersWarning, match=match) as caught:
+        for _ in sampler.tracked(loader):
+            pass
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # the loop
+
+
+@pytest.mark.parametrize("change", [all_but_one, twice])
+def test_other_numbers_of_samples_in_a_stream_are_noticed(
+    change: Callable[[list[Any]], list[Any]],
+) -> None:
+    """Its collate makes the batches."""
+    samples = [{"input_ids": sample["input_ids"]} for sample in SAMPLES]
+    with pytest.warns(OtherNumbersWarning, match="a batch came with") as caught:
+        list(
+            BudgetedIterableDataset(
+                [samples],
+                TOKENS,
+                1024,
+                size="input_ids",
+                collate_fn=lambda samples: PadCollate()(change(samples)),
+            )
+        )
+    assert len(caught) == 1

@@ -1,4 +1,4 @@
-"""Whether batches are padded to the size that was planned, or to more than their budget counts."""
+"""Whether batches have the samples and the padded size that were planned, or other ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, strided
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.other_samples import OtherSamples, attention_mask_of
-from torchbudget.errors import OtherSizesWarning, PaddedSizeWarning
+from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
 from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.plan import Plan
 
@@ -27,17 +27,27 @@ _BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign
 class KnowsPadding(Protocol):
     """A batch that knows how it was padded: `PaddedBatch`, `PackedBatch`."""
 
-    def has_at_most(self, amount: int, /) -> bool:
-        """Whether no field has more along any axis, or in all of its samples where it is packed."""
+    def known_samples(self) -> int | None:
+        """How many it has; `None` of a batch that was rebuilt."""
+
+    def has_at_most(self, amount: int, num_samples: int, /) -> bool:
+        """Whether it has so many samples, and no field more in an axis, or in all if packed."""
 
     def more_than_planned(
         self, planned: Sequence[int], size_multiple: int, /
     ) -> tuple[Sequence[int], Sequence[int]] | None:
         """The padded size, and the one that was planned, if that is less; else `None`."""
 
+    def axes_elsewhere(self, planned: Sequence[int], /) -> Sequence[int]:
+        """The axes that are as long as planned, where those of its lengths are not; else none."""
+
 
 class PaddedSizes:
-    """Compares the padded sizes of batches with the planned ones, and warns once.
+    """Compares the padded sizes of batches with the planned ones, and warns once of each finding.
+
+    Of a batch that knows its samples their number is compared, too: a data set's `__getitems__`, or
+    a collate, may leave samples out, or make several of one. And so are the axes of its lengths: of
+    audio, `(1, T)`, whose sizes are T, the first axis is the channels'.
 
     A collate may round up to a multiple that the sampler or stream does not know. Of a batch that
     knows its lengths that is seen at once. Of any other, a tensor that is longer than planned is
@@ -52,16 +62,20 @@ class PaddedSizes:
         self._size_multiple = size_multiple
         self._suspected: dict[Path, int] = {}  # in how many batches; -1: never more
         self._warned = False
+        self._has_warned_of_number = False
+        self._elsewhere: set[tuple[int, ...]] | None = set()  # planned sizes; `None`: not any more
 
     def compare(self, batch: Any, planned: Sequence[int], num_samples: int) -> None:
         """Look at a batch of samples whose planned padded size is known; O(its tensors).
 
         A packed batch has none, and its samples are at most rounded.
         """
-        if self._warned:
-            return
         if _knows_padding(type(batch)):  # type: ignore[arg-type]  # types are hashable
+            self._compare_number(batch.known_samples(), num_samples)
+            self._compare_axes(batch, planned)
             self._compare_own(batch, planned)
+            return
+        if self._warned:
             return
         if isinstance(batch, (tuple, list)) and not _may_hold_tensors(batch):
             return  # most often, and in a third of the time
@@ -73,7 +87,43 @@ class PaddedSizes:
                     is_masked = mask is not None and mask.shape == tensor.shape[:2] and axis == 1
                     self._suspect((*path, axis), tensor, axis, longest, mask if is_masked else None)
 
+    def _compare_number(self, came: int | None, planned: int) -> None:
+        if came in (None, planned) or self._has_warned_of_number:
+            return
+        self._has_warned_of_number = True
+        warnings.warn(
+            f"a batch came with {came} samples, where {planned} were planned: the data set's "
+            "__getitems__, or the collate_fn, leaves samples out, which are lost to this epoch, or "
+            "adds some, which the budget does not count. Leave them out, or add them, before sizes "
+            "are taken",
+            OtherNumbersWarning,
+            stacklevel=5,  # the loop
+        )
+
+    def _compare_axes(self, batch: Any, planned: Sequence[int]) -> None:
+        seen = self._elsewhere
+        if seen is None:
+            return
+        axes = batch.axes_elsewhere(planned)
+        if not axes:  # by chance, then, those before
+            seen.clear()
+            return
+        seen.add(tuple(planned))
+        if len(seen) < _BATCHES:
+            return
+        self._elsewhere = None
+        named = axes[0] if len(axes) == 1 else tuple(axes)
+        warnings.warn(
+            f"samples are as long as planned along axis {named} of the field whose lengths are the "
+            "batch's, but its lengths, mask and num_tokens are those of other axes: give the "
+            f"collate length_axes={named}",
+            OtherSizesWarning,
+            stacklevel=5,  # the loop
+        )
+
     def _compare_own(self, batch: Any, planned: Sequence[int]) -> None:
+        if self._warned:
+            return
         more = batch.more_than_planned(planned, self._size_multiple)
         if more is not None:
             self._warn("a batch", *more)
@@ -137,7 +187,7 @@ class PlannedLoop:
             return
         amounts, indices = self._planned.popleft()
         own = _knows_padding(type(batch))  # type: ignore[arg-type]  # types are hashable
-        if own and self._has_judged and batch.has_at_most(min(amounts)):
+        if own and self._has_judged and batch.has_at_most(min(amounts), len(indices)):
             return  # at once, as nearly all
         self._sizes.compare(batch, amounts if self._is_padded else (), len(indices))
         if self._samples is not None:

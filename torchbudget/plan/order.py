@@ -194,8 +194,10 @@ def weights_of(weights: npt.ArrayLike | None) -> FloatArray | None:
     What they may be is `Order`'s to check.
 
     Raises:
-        OptionError: they are no numbers.
+        OptionError: they are no numbers, or some are masked.
     """
+    if np.ma.is_masked(weights):  # an array would have what is under the mask
+        raise OptionError("weights must be numbers, and some are masked: fill them, with 0 perhaps")
     try:
         return None if weights is None else np.asarray(weights, np.float64).copy()
     except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor's graph

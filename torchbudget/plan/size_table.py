@@ -46,8 +46,12 @@ class SizeTable:
                 is, and must not be changed.
 
         Raises:
-            SizesError: a wrong shape or type, no samples, or a size out of range (with its index).
+            SizesError: a wrong shape or type, no samples, or a size that is out of range or masked
+                (with its index).
         """
+        if isinstance(sizes, np.ma.MaskedArray) and (masked := np.argwhere(sizes.mask)).size:
+            # An array would have what is under the mask.
+            raise SizesError(f"sizes[{masked[0, 0]}] is masked")
         try:
             values = np.asarray(sizes)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -59,7 +63,7 @@ class SizeTable:
             raise SizesError(f"expected sizes of shape (N,) or (N, d), got {values.shape}")
         if not values.size:
             raise SizesError(f"there are no samples: sizes have the shape {values.shape}")
-        if not np.issubdtype(values.dtype, np.integer):
+        if values.dtype.kind not in "iu":  # durations are integers by np.issubdtype
             raise SizesError(f"expected integer sizes, got dtype {values.dtype}")
         fingerprint, largest = _summary(values)
         narrow = np.min_scalar_type(int(largest.max()))

@@ -59,6 +59,7 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([torch.ones(1), torch.ones(1, 1)], "sample 1 .*expected 1 axes"),
         ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
         ([torch.ones(9999), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
+        ([torch.ones(2).to_sparse(), torch.ones(1).to_sparse()], "sample 0 .*expected a dense"),
         ([torch.ones(1), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
         ([torch.ones(9999), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
         ([torch.tensor(1), torch.tensor(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),

@@ -44,6 +44,18 @@ def test_only_one_sample_is_kept_at_a_time():
     assert sizes_of(Counted(range(100)), progress=False).tolist() == list(range(100))
 
 
+@pytest.mark.parametrize("other", [lambda some: some[1:], lambda some: some * 2])
+def test_other_numbers_of_samples_than_asked_for_are_named(other):
+    """A loader would take them as they come; which size is whose is unknown."""
+
+    class Many(Samples):
+        def __getitems__(self, indices):
+            return other([self[index] for index in indices])
+
+    with pytest.raises(SizesError, match=r"__getitems__ of Many returned \d+ samples for the 3 in"):
+        sizes_of(Many([[1], [2], [3]]), progress=False)
+
+
 def test_a_subclass_of_a_list_is_read_as_it_says():
     """An overridden `__getitem__` is used."""
 

@@ -137,6 +137,31 @@ def test_every_pass_is_dropped() -> None:
         list(make([[(0, 1), (1, 2)]], drop_last=True, batches_per_epoch=4))
 
 
+class UsedUp:
+    """Keeps a generator, which is over after one epoch."""
+
+    def __init__(self) -> None:
+        self.samples = ((i, 1) for i in range(9))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self.samples)
+
+    def open_shard(self, *_: int) -> Iterator[tuple[int, int]]:
+        return iter(self)
+
+
+@pytest.mark.parametrize("of", [UsedUp, lambda: [UsedUp()], lambda: UsedUp().open_shard])
+@pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 1}])
+def test_an_epoch_without_any_sample_is_no_epoch(of: Any, options: dict[str, int]) -> None:
+    """A generator that an iterable keeps is used up: the second epoch would be empty."""
+    stream = make(of(), **options)
+    assert numbers(list(stream)) == list(range(9))
+    with pytest.raises(SampleError, match=r"has no samples.* used up after one epoch"):
+        list(stream)
+    with pytest.raises(SampleError, match="has no samples"):
+        list(make([[], []]))
+
+
 def part(start: int, stop: int) -> SplitsItself:
     return SplitsItself([(n, 1) for n in range(start, stop)])
 
@@ -289,6 +314,14 @@ def mixed(sample: Any) -> Any:
 def test_sizes_of_other_axes_are_no_failures() -> None:
     with pytest.raises(SizesError, match="axes"):
         list(make(size=mixed, on_error="skip"))
+
+
+def test_a_copied_crop_has_what_was_noted_on_it() -> None:
+    crop: Any = torch.zeros(100_000)[5:8]
+    crop.note = "left"
+    copied, nbytes = without_rest(crop)
+    assert nbytes < 1000
+    assert copied.note == "left"
 
 
 def test_a_part_in_which_all_fail() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -335,6 +336,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "iterator": (iter([1]), {}, OptionError, "used up after one epoch"),
     "samples": (["a", "b"], {}, OptionError, "MemoryBudgetBatchSampler"),
     "no shards": ([], {}, OptionError, "empty"),
+    "a file's name": ("texts.jsonl", {}, OptionError, "characters or keys"),
+    "splits": (UserDict(train=[1], test=[2]), {}, OptionError, "one split of a data set"),
+    "splits as shards": ([UserDict(train=[1])], {}, OptionError, "shard 0 is a UserDict"),
     "number": (5, {}, OptionError, "expected an iterable"),
     "no cost": (Spent(), {"cost": 5}, OptionError, "a predicate"),
     "class": (Spent(), {"cost": PaddedCost}, OptionError, "a predicate"),

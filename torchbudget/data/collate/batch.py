@@ -93,6 +93,10 @@ class Batch:
         """The number of samples, n."""
         return self._known.num_samples
 
+    def known_samples(self) -> int | None:
+        """The number of samples; `None` of a batch that was rebuilt from its fields."""
+        return None if self._arrangement is None else self._arrangement.num_samples
+
     @property
     def lengths(self) -> Tensor:
         """Each sample's length in the length field, without padding.
@@ -137,13 +141,13 @@ class Batch:
         ]
         return [*each_layout(lambda layout: layout.shapes, known.layouts).values(), *texts]
 
-    def has_at_most(self, amount: int) -> bool:
-        """Whether no field has more along any axis, or in all of its samples where it is packed.
+    def has_at_most(self, amount: int, num_samples: int) -> bool:
+        """Whether it has so many samples, and no field more in an axis, or in all if packed.
 
         False where that is not known at once: of texts, and of a batch that was rebuilt.
         """
         known = self._arrangement
-        if known is None:
+        if known is None or known.num_samples != num_samples:
             return False
         for layout in known.layouts:  # noqa: SIM110  (asked of each batch: all() takes longer)
             if layout is None or layout.most > amount:

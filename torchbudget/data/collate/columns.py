@@ -103,10 +103,13 @@ class Column(NamedTuple):
             join(values, out=out.numpy())
             return out
         try:
-            return (torch.stack if stacked else torch.cat)(values, out=out)
+            joined = (torch.stack if stacked else torch.cat)(values, out=out)
         except RuntimeError:
             _check_dense(self.path, values)
             raise
+        if joined.layout is not torch.strided:  # sparse ones make a sparse one
+            _check_dense(self.path, values)
+        return joined
 
 
 def read_column(field: Field, list_dtype: torch.dtype | None = None) -> Column:

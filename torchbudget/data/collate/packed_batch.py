@@ -128,6 +128,10 @@ class PackedBatch(Batch):
         """None, as in `PaddedBatch.more_than_planned`: it has no padding."""
         return None
 
+    def axes_elsewhere(self, planned: Sequence[int]) -> list[int]:  # noqa: ARG002  (as above)
+        """None, as in `PaddedBatch.axes_elsewhere`: its samples differ in the first axis alone."""
+        return []
+
     def block_mask(self, *, causal: bool = True) -> BlockMask:
         """The mask for `flex_attention` in which no position sees those of another sample.
 

@@ -169,6 +169,22 @@ class PaddedBatch(Batch):
         allowed = list(map(max, rounded, planned)) if planned else rounded
         return (came, list(planned) or rounded) if any(map(gt, came, allowed)) else None
 
+    def axes_elsewhere(self, planned: Sequence[int]) -> list[int]:
+        """The axes that are as long as planned, where none of those of its lengths is; else none.
+
+        Args:
+            planned: as in `more_than_planned`.
+        """
+        known = self._arrangement
+        layout: Any = None if known is None else known.layouts[known.length_field]
+        if layout is None or not planned or not set(planned).isdisjoint(self.padded_size):
+            return []
+        axes: list[int] = []
+        for length in planned:
+            alike = (a for a, one in enumerate(layout.padded_shape) if one == length)
+            axes += [axis for axis in alike if axis not in axes][:1]
+        return axes if len(axes) == len(planned) else []
+
     @property
     def mask(self) -> Tensor:
         """False where the length field is padding.

@@ -168,8 +168,16 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
         """Those samples, with their indices."""
         rows: Any = getattr(self.dataset, "iloc", self.dataset)
         if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
+            samples = None
             with suppress(Exception):  # the sample is found one by one, below
-                return zip(indices, rows.__getitems__(indices), strict=True)
+                samples = list(rows.__getitems__(indices))
+            if samples is not None:
+                if len(samples) != len(indices):
+                    raise SizesError(
+                        f"__getitems__ of {type(rows).__name__} returned {len(samples)} samples "
+                        f"for the {len(indices)} indices {indices}: sizes need one for each"
+                    )
+                return zip(indices, samples, strict=True)
 
         def read(index: int) -> Any:
             try:

@@ -51,7 +51,11 @@ def without_rest(sample: Any) -> tuple[Any, int]:
 def _copied_part(value: Any) -> Any:
     if not isinstance(value, (torch.Tensor, np.ndarray)) or not _is_part(value, _kept_by(value)[1]):
         return value
-    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    copied = value.clone()
+    copied.__dict__.update(value.__dict__)  # what a user has noted on it
+    return copied
 
 
 def _is_part(value: torch.Tensor | np.ndarray[Any, Any], kept_bytes: int) -> bool:

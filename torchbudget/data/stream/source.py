@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torchbudget.data.stream.reader import IndexReader, Reader, ShardReader
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
+
+# What they iterate over are characters, bytes and keys: hardly the samples that are meant.
+_NO_SOURCES: Final = (str, bytes, bytearray, Mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class Source:
         """Check the data, and how it is split.
 
         Raises:
-            OptionError: it cannot be iterated more than once.
+            OptionError: it cannot be iterated more than once, or not sample by sample.
         """
         adapter = adapter_of(data)
         if isinstance(data, (list, tuple)):
@@ -62,6 +65,11 @@ class Source:
             raise OptionError(
                 "an iterator is used up after one epoch, and cannot be shared by workers: pass "
                 "what it iterates over, or a function (shard, num_shards) that returns an iterator"
+            )
+        elif isinstance(data, _NO_SOURCES):
+            raise OptionError(
+                f"a {type(data).__name__} iterates over its characters or keys, not over samples: "
+                "pass what reads a file, or one value of a mapping, such as one split of a data set"
             )
         if split not in (None, "none", "workers", "ranks"):
             raise OptionError(f"split must be 'none', 'workers' or 'ranks', got {split!r}")
@@ -118,7 +126,7 @@ class Source:
 
 def is_indexed(data: Any) -> bool:
     """Whether it is a map-style data set."""
-    others = (list, tuple, str, bytes, Mapping, IterableDataset)
+    others = (list, tuple, IterableDataset, *_NO_SOURCES)
     return isinstance(data, MapStyle) and not isinstance(data, others)
 
 
@@ -131,7 +139,7 @@ def _check_shards(shards: list[Any] | tuple[Any, ...]) -> None:
                 f"shard {number} is an iterator, which is used up after one epoch: pass what it "
                 "iterates over, or a function without arguments that returns one"
             )
-        if isinstance(shard, (str, bytes, dict, torch.Tensor, np.ndarray)) or not (
+        if isinstance(shard, (*_NO_SOURCES, torch.Tensor, np.ndarray)) or not (
             callable(shard) or isinstance(shard, Iterable)
         ):
             raise OptionError(

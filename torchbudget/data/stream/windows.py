@@ -85,7 +85,7 @@ class Windows:
         """Yield the samples that are in memory together: a window, or as many as the bytes allow.
 
         Raises:
-            SampleError: an item cannot be read, or an endless source has none.
+            SampleError: an item cannot be read, or the source has none.
             StateMismatchError: the source ends before `cursor`.
         """
         for buffered in self._read(cursor):
@@ -108,6 +108,11 @@ class Windows:
                         reader.skip(left)
                         reader.skip(self._tail(reader))
                     cursor = self._after(reader, cursor)
+                if not reader.position and self._slot.part(self._settings.source.split)[1] == 1:
+                    raise SampleError(
+                        "the source has no samples: are its files missing, or is an iterator "
+                        "inside it used up after one epoch? Open it in __iter__, or in the function"
+                    )
                 if cursor.number == number:  # nothing came
                     cursor = cursor.next_pass()
                 empty_passes = empty_passes + 1 if self.num_batches == batches_before else 0
