@@ -72,11 +72,11 @@ def labelled(samples):
     return {"ids": numbers, "labels": numbers}
 
 
-def train(path, source, workers, takes_number, stop=None, resume=None, max_steps=-1,
-          gradient_accumulation_steps=1, **options):
+def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
+               gradient_accumulation_steps=1, **options):
     loader = loader_of(source, workers, collate_fn=labelled, **options)
 
-    class BudgetTrainer(BudgetTrainerMixin, Trainer):
+    class BudgetTrainer(*bases, BudgetTrainerMixin, Trainer):
         def budget_loader(self):
             return loader
 
@@ -86,10 +86,14 @@ def train(path, source, workers, takes_number, stop=None, resume=None, max_steps
         gradient_accumulation_steps=gradient_accumulation_steps, max_grad_norm=0.0,
         learning_rate=0.0, average_tokens_across_devices=True,
     )
-    model, steps = Model(takes_number), Steps(stop)
-    trainer = BudgetTrainer(model, arguments, callbacks=[steps])
+    return BudgetTrainer(Model(takes_number), arguments, callbacks=[steps])
+
+
+def train(path, source, workers, takes_number, *bases, stop=None, resume=None, **options):
+    steps = Steps(stop)
+    trainer = trainer_of(path, source, workers, takes_number, steps, *bases, **options)
     done = trainer.train(resume_from_checkpoint=resume)
-    return model.batches, steps, trainer, done
+    return trainer.model.batches, steps, trainer, done
 
 
 def batches_of(source, workers, **options):
@@ -139,9 +143,33 @@ def check_sized_stream(workers):
         assert stopped + resumed == batches
 
 
-def refused(source, **options):
+class OwnLoss:
+    \"\"\"The mean of a micro-batch, as most losses that users write.\"\"\"
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class MeanLoss(OwnLoss):
+    loss_is_scaled_for_ga = False
+
+
+def check_losses_of_their_own():
+    \"\"\"They are weighted like the model's.\"\"\"
+    sized = {"batches_per_epoch": 7, "gradient_accumulation_steps": 2}
+    for source, options in (("sampler", planned), ("stream", sized)):
+        cell = folder / "own", source, 0
+        _, known, *_ = train(*cell, True, **options)
+        for takes_number, base in ((False, OwnLoss), (False, MeanLoss), (True, MeanLoss)):
+            _, found, *_ = train(*cell, takes_number, base, **options)
+            torch.testing.assert_close(found.gradients, known.gradients, rtol=1e-12, atol=0)
+    assert "set its loss_is_scaled_for_ga to True where" in refused("sampler", OwnLoss, **planned)
+
+
+def refused(source, *bases, **options):
     try:
-        train(folder / "refused", source, 0, True, **options)
+        train(folder / "refused", source, 0, True, *bases, **options)
     except (OptionError, StateError) as error:
         return str(error)
 
@@ -233,7 +261,8 @@ check_that_an_older_trainer_is_refused()
 check_sized_stream(0)
 check_sized_stream(2)
 assert "a sampler without samples_per_step" in refused("sampler")
-planned = {"samples_per_step": STEP, "window": None}
+planned = OPTIONS["sampler"]
+check_losses_of_their_own()
 assert "gradient_accumulation_steps" in refused(
     "sampler", gradient_accumulation_steps=2, **planned)
 results = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice, repeat
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,7 +35,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
     step; a stream without `batches_per_epoch` needs `max_steps`, and is read epoch after epoch.
 
     A step's losses are divided by the labels that count in the whole step, on all ranks: by the
-    model that takes `num_items_in_batch`, else here (without labels, by the samples). Where the
+    model that takes `num_items_in_batch`, else here (without labels, by the samples). A
+    `compute_loss` of your own says by `loss_is_scaled_for_ga` which of the two it is. Where the
     loader stands is in `trainer_state.json`. Rates in samples are right with a sampler; with a
     stream, whose samples are not known in advance, they count micro-batches.
 
@@ -43,10 +45,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
     """
 
-    loss_is_scaled_for_ga = True  # `compute_loss` does that
     _items: _Items | None = None
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
-    _share: float | None = None  # of the step's loss that the present micro-batch has
 
     def budget_loader(self) -> DataLoader[Any]:
         """A loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
@@ -64,8 +64,22 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
                 "BudgetTrainerMixin refuses a Trainer that does not read loss_is_scaled_for_ga "
                 "and would divide the loss again: update transformers"
             )
+        self._check_loss()
         self._items = _Items(self, PositionedLoader(self.budget_loader()))
         return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
+
+    def _check_loss(self) -> None:
+        """Raise an `OptionError` where it cannot be known what losses were divided by."""
+        from transformers import Trainer
+
+        may_be_either = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        if is_own and may_be_either and self.loss_is_scaled_for_ga is None:
+            raise OptionError(
+                f"{type(self).__name__} has a compute_loss of its own: set its "
+                "loss_is_scaled_for_ga to True where that divides by num_items_in_batch, as the "
+                "Trainer's does, or to False where it returns the mean of the micro-batch"
+            )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Samples of an epoch, from which rates are computed."""
@@ -85,7 +99,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         items = list(islice(epoch_iterator, num_batches))
         batches = [batch for item in items for batch in item]
         number = self._get_num_items_in_batch(batches, device)
-        if number is None and batches:
+        if batches and not self._is_of_step(number):
             weight = torch.tensor(sum(map(self._weight, batches)), device=device)
             self._step_weight = float(self.accelerator.gather(weight).sum())
         return items, number
@@ -96,22 +110,24 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         """Forward and backward of each micro-batch of an item; the sum of their losses."""
         losses = []
         ranks = self.accelerator.num_processes  # over which gradients are averaged
-        for number, batch in enumerate(inputs, 1):
-            if num_items_in_batch is None:
-                self._share = self._weight(batch) * ranks / max(self._step_weight, 1)
-            last = number == len(inputs)
-            with nullcontext() if last else self.accelerator.no_sync(model=model):
-                losses.append(super().training_step(model, batch, num_items_in_batch))
-        self._share = None
+        said, of_step = self.loss_is_scaled_for_ga, self._is_of_step(num_items_in_batch)
+        self.loss_is_scaled_for_ga = of_step
+        try:
+            for number, batch in enumerate(inputs, 1):
+                if not of_step:  # the Trainer divides by it, whoever has computed the loss
+                    share = self._weight(batch) * ranks / max(self._step_weight, 1)
+                    self.current_gradient_accumulation_steps = 1 / share if share else inf
+                last = number == len(inputs)
+                with nullcontext() if last else self.accelerator.no_sync(model=model):
+                    losses.append(super().training_step(model, batch, num_items_in_batch))
+        finally:
+            self.loss_is_scaled_for_ga = said
         return torch.stack(losses).sum()
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *more: Any, **options: Any) -> Any:
-        """The loss; in training, the share of it that this micro-batch has in its step."""
-        share = self._share
-        found = super().compute_loss(model, inputs, *more, **options)
-        if share is None:
-            return found
-        return (found[0] * share, *found[1:]) if isinstance(found, tuple) else found * share
+    def _is_of_step(self, num_items_in_batch: Any) -> bool:
+        """Whether losses are divided by the labels of the whole step, not by the micro-batch's."""
+        said = self.loss_is_scaled_for_ga
+        return num_items_in_batch is not None if said is None else bool(said)
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Of all micro-batches of an item."""
