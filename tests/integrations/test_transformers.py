@@ -174,6 +174,32 @@ def refused(source, *bases, **options):
         return str(error)
 
 
+class UnderDeepSpeed:
+    \"\"\"As `accelerate launch` sets it up, whatever the arguments say.\"\"\"
+
+    def get_train_dataloader(self):
+        self.is_deepspeed_enabled = True
+        return super().get_train_dataloader()
+
+
+class TensorParallel:
+    \"\"\"All processes have one model, and take the same batches.\"\"\"
+
+    def get_tp_size(self):
+        return ranks
+
+
+def check_that_batches_are_dealt_to_data_parallel_ranks():
+    assert "DeepSpeed" in refused("sampler", UnderDeepSpeed, **planned)
+    assert f"rank {rank} of {ranks}" in refused(
+        "sampler", num_replicas=ranks + 1, rank=0, **planned)
+    if ranks > 1:
+        assert "pass num_replicas=1, rank=0" in refused("sampler", TensorParallel, **planned)
+    given = {"num_replicas": 1, "rank": 0} | planned
+    trainer = trainer_of(folder, "sampler", 0, True, Steps(), TensorParallel, **given)
+    assert len(trainer.get_train_dataloader()) == 9  # 203 samples, 24 a step
+
+
 def check_that_an_older_trainer_is_refused():
     \"\"\"One that would divide the loss again; no release of those times is installed.\"\"\"
     attribute = Trainer.loss_is_scaled_for_ga
@@ -263,6 +289,7 @@ check_sized_stream(2)
 assert "a sampler without samples_per_step" in refused("sampler")
 planned = OPTIONS["sampler"]
 check_losses_of_their_own()
+check_that_batches_are_dealt_to_data_parallel_ranks()
 assert "gradient_accumulation_steps" in refused(
     "sampler", gradient_accumulation_steps=2, **planned)
 results = {}

@@ -11,6 +11,7 @@ from torchbudget.errors import StateError
 from torchbudget.integrations.positioned import (
     Position,
     PositionedLoader,
+    check_dealt,
     of_each_rank,
     of_this_rank,
 )
@@ -46,10 +47,16 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         """That loader, at the position of the checkpoint.
 
         Raises:
+            OptionError: the batches are dealt to other ranks than the strategy's data-parallel
+                ones.
             StateError: the checkpoint is from within an epoch, and has no position.
         """
+        budget_loader = self.budget_loader()
+        of_one = {"num_replicas": 1, "rank": 0}
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
+        check_dealt(budget_loader, **ranks)
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        self._loader = loader = _Loader(self.budget_loader(), lambda: progress.total.processed)
+        self._loader = loader = _Loader(budget_loader, lambda: progress.total.processed)
         loaded, self._loaded = self._loaded, None
         position = None if loaded is None else of_this_rank(loaded)
         loop = self.trainer.fit_loop

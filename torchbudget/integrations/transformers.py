@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, StateError
-from torchbudget.integrations.positioned import PositionedLoader, of_each_rank, of_this_rank
+from torchbudget.integrations.positioned import (
+    PositionedLoader,
+    check_dealt,
+    of_each_rank,
+    of_this_rank,
+)
 from torchbudget.protocols import Stateful
 from torchbudget.train.batches import num_samples
 
@@ -65,7 +70,14 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
                 "and would divide the loss again: update transformers"
             )
         self._check_loss()
-        self._items = _Items(self, PositionedLoader(self.budget_loader()))
+        loader = self.budget_loader()
+        shared_by = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        check_dealt(
+            loader,
+            num_replicas=self.args.world_size // shared_by,
+            rank=self.args.process_index // shared_by,
+        )
+        self._items = _Items(self, PositionedLoader(loader))
         return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
 
     def _check_loss(self) -> None:
@@ -170,7 +182,7 @@ class _Items(IterableDataset[list[Any]]):
         self.loader = loader
         self.sampler = source if isinstance(source, MemoryBudgetBatchSampler) else None
         self._trainer = trainer
-        _check(trainer.args, loader.loader, self.sampler)
+        _check(trainer, loader.loader, self.sampler)
         self._length = _length_of(loader)
         self._began = False
 
@@ -269,8 +281,9 @@ def _length_of(loader: PositionedLoader) -> int | None:
         return None
 
 
-def _check(args: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
+def _check(trainer: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
     """Raise an `OptionError` that names what does not go together."""
+    args = trainer.args
     refused = {
         "a StatefulDataLoader: use a DataLoader, whose position is saved": isinstance(
             loader, Stateful
@@ -286,7 +299,7 @@ def _check(args: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> 
         ),
         "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
         "DataParallel: start one process for each GPU": args.n_gpu > 1,
-        "DeepSpeed: it counts the micro-batches of a step itself": bool(args.deepspeed),
+        "DeepSpeed: it counts the micro-batches of a step itself": trainer.is_deepspeed_enabled,
     }
     for what, is_so in refused.items():
         if is_so:
