@@ -30,6 +30,7 @@ os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun d
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.tuner import Tuner
 from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
 from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
 from torchbudget.integrations.lightning import BudgetDataMixin
@@ -51,14 +52,14 @@ class Model(LightningModule):
     def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(1, 1)
-        self.epochs = {}
+        self.epochs, self.lr = {}, 0.0
 
     def training_step(self, batch):
         self.epochs.setdefault(self.current_epoch, []).append(batch["ids"].tolist())
         return self.linear(batch["ids"].float()[:, None]).mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Save(Callback):
@@ -152,6 +153,7 @@ def refused(data, **options):
 
 
 def check_what_is_refused():
+    assert "overfit_batches" in refused(Data(lambda: loader_of("sampler", 0)), overfit_batches=2)
     given = {"num_replicas": ranks + 1, "rank": 0}
     for source in ("sampler", "stream"):
         message = refused(Data(lambda: loader_of(source, 0, **given)))
@@ -172,6 +174,17 @@ def check_that_processes_of_one_model_take_the_same_batches():
     data = Data(lambda: loader_of("sampler", 0, num_replicas=1, rank=0))
     first, *_ = fit(data, strategy=strategy(), kind=Parallel)
     assert sorted(sum(first, [])) == [*range(len(LENGTHS))]
+
+
+def check_the_search_of_a_learning_rate():
+    \"\"\"It trains on a few batches; the training begins with the first epoch all the same.\"\"\"
+    loader = loader_of("sampler", 0)
+    trainer, model = trainer_of(), Model()
+    options = {"num_training": 5, "early_stop_threshold": None}
+    Tuner(trainer).lr_find(model, datamodule=Data(lambda: loader), **options)
+    assert len(model.epochs.pop(0)) >= 5
+    trainer.fit(model, datamodule=Data(lambda: loader))
+    assert [*model.epochs.values()] == fit(Data(lambda: loader_of("sampler", 0)))
 
 
 def check_that_a_limit_ends_epochs(source):
@@ -238,7 +251,9 @@ def resumed_twice(source, workers, kind, path, stop):
 
 
 check_what_is_refused()
-if ranks > 1:
+if ranks == 1:
+    check_the_search_of_a_learning_rate()
+else:
     check_that_processes_of_one_model_take_the_same_batches()
 check_that_a_limit_ends_epochs("sampler")
 check_that_a_limit_ends_epochs("stream")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import StateError
+from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.positioned import (
     Position,
     PositionedLoader,
@@ -47,10 +47,16 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         """That loader, at the position of the checkpoint.
 
         Raises:
-            OptionError: the batches are dealt to other ranks than the strategy's data-parallel
-                ones.
+            OptionError: `overfit_batches` is set; or the batches are dealt to other ranks than the
+                strategy's data-parallel ones.
             StateError: the checkpoint is from within an epoch, and has no position.
         """
+        if self.trainer.overfit_batches:
+            raise OptionError(
+                "overfit_batches would train on the first batches of each epoch, and they are "
+                "others in every epoch here: leave it out, and have budget_loader make a loader "
+                "over a few samples"
+            )
         budget_loader = self.budget_loader()
         of_one = {"num_replicas": 1, "rank": 0}
         ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
@@ -64,7 +70,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         # An epoch that a limit has ended is not gone on with: Lightning chooses the next one.
         if position is not None and position["epoch"] >= epoch:
             loader.go_to(position)
-        elif position is None and loop.restarting:
+        elif position is None and loop.restarting and progress.current.processed:
             raise StateError(
                 f"the checkpoint has no position of a {type(self).__name__} to go on from within "
                 "an epoch: resume from one that was saved with this data module, or load the "
