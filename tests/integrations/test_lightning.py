@@ -187,6 +187,25 @@ def check_the_search_of_a_learning_rate():
     assert [*model.epochs.values()] == fit(Data(lambda: loader_of("sampler", 0)))
 
 
+class Validated(Model):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+
+def check_that_an_evaluation_is_not_cut_short():
+    \"\"\"Lightning would take as many batches of each validation as of the first.\"\"\"
+    def data(*loaders):
+        module = Data(lambda: loader_of("sampler", 0))
+        module.val_dataloader = lambda: [*loaders]
+        return module
+
+    fixed, shuffled = loader_of("sampler", 0, shuffle=False), loader_of("sampler", 0)
+    fit(data(fixed), kind=Validated)
+    for loaders in ((shuffled,), (fixed, loader_of("sampler", 0))):
+        message = refused(data(*loaders), kind=Validated)
+        assert "but lightning has read len once" in message and "shuffle=False" in message
+
+
 def check_that_a_limit_ends_epochs(source):
     path = f"{folder}/limit {source}"
     limited = {"limit_train_batches": 3}
@@ -251,6 +270,7 @@ def resumed_twice(source, workers, kind, path, stop):
 
 
 check_what_is_refused()
+check_that_an_evaluation_is_not_cut_short()
 if ranks == 1:
     check_the_search_of_a_learning_rate()
 else:
