@@ -200,6 +200,26 @@ def check_that_batches_are_dealt_to_data_parallel_ranks():
     assert len(trainer.get_train_dataloader()) == 9  # 203 samples, 24 a step
 
 
+class Evaluated:
+    def get_eval_dataloader(self, eval_dataset=None):
+        return loader_of("sampler", 0, collate_fn=labelled, shuffle=False)
+
+
+def check_an_evaluation_of_unequal_batches():
+    \"\"\"The Trainer would gather them, and its processes wait for each other for ever.\"\"\"
+    trainer = trainer_of(folder, "sampler", 0, True, Steps(), Evaluated, **planned)
+    if ranks > 1:
+        try:
+            trainer.evaluate()
+        except OptionError as error:
+            assert "leave get_eval_dataloader" in str(error)
+        else:
+            raise AssertionError("batches of unequal sizes were gathered")
+        return
+    trainer.evaluate()
+    assert sorted(sum(trainer.model.batches, [])) == [*range(len(LENGTHS))]
+
+
 def check_that_an_older_trainer_is_refused():
     \"\"\"One that would divide the loss again; no release of those times is installed.\"\"\"
     attribute = Trainer.loss_is_scaled_for_ga
@@ -290,6 +310,7 @@ assert "a sampler without samples_per_step" in refused("sampler")
 planned = OPTIONS["sampler"]
 check_losses_of_their_own()
 check_that_batches_are_dealt_to_data_parallel_ranks()
+check_an_evaluation_of_unequal_batches()
 assert "gradient_accumulation_steps" in refused(
     "sampler", gradient_accumulation_steps=2, **planned)
 results = {}

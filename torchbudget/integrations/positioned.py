@@ -128,20 +128,28 @@ class PositionedLoader:
         return {"epoch": epoch, "batches": batches, "state": state}
 
 
+def find_source(loader: Any) -> ResumableSource | None:
+    """The sampler or the stream of a loader, if it has one."""
+    for name in ("batch_sampler", "dataset"):
+        source = getattr(loader, name, None)
+        if isinstance(source, ResumableSource):
+            return source
+    return None
+
+
 def source_of(loader: Any) -> ResumableSource:
     """The sampler or the stream of a loader.
 
     Raises:
         OptionError: it has none.
     """
-    for name in ("batch_sampler", "dataset"):
-        source = getattr(loader, name, None)
-        if isinstance(source, ResumableSource):
-            return source
-    raise OptionError(
-        "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or whose data "
-        f"set is a BudgetedIterableDataset, got {type(loader).__name__}"
-    )
+    source = find_source(loader)
+    if source is None:
+        raise OptionError(
+            "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or whose "
+            f"data set is a BudgetedIterableDataset, got {type(loader).__name__}"
+        )
+    return source
 
 
 def check_dealt(loader: Any, *, num_replicas: int, rank: int) -> None:

@@ -17,6 +17,7 @@ from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.positioned import (
     PositionedLoader,
     check_dealt,
+    find_source,
     of_each_rank,
     of_this_rank,
 )
@@ -140,6 +141,20 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         """Whether losses are divided by the labels of the whole step, not by the micro-batch's."""
         said = self.loss_is_scaled_for_ga
         return num_items_in_batch is not None if said is None else bool(said)
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
+        """As the Trainer's.
+
+        Raises:
+            OptionError: the Trainer would gather batches of unequal sizes, which never ends.
+        """
+        if self.args.world_size > 1 and find_source(dataloader) is not None:
+            raise OptionError(
+                "the Trainer evaluates batches of as many samples on each process, and a sampler "
+                "or stream deals unequal ones: leave get_eval_dataloader and get_test_dataloader "
+                "as they are, or evaluate with torchbudget.predict"
+            )
+        return super().evaluation_loop(dataloader, *more, **options)
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Of all micro-batches of an item."""
