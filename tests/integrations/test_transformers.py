@@ -73,7 +73,7 @@ def labelled(samples):
 
 
 def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
-               gradient_accumulation_steps=1, **options):
+               gradient_accumulation_steps=1, accelerator_config=None, **options):
     loader = loader_of(source, workers, collate_fn=labelled, **options)
 
     class BudgetTrainer(*bases, BudgetTrainerMixin, Trainer):
@@ -85,6 +85,7 @@ def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
         report_to=[], save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
         gradient_accumulation_steps=gradient_accumulation_steps, max_grad_norm=0.0,
         learning_rate=0.0, average_tokens_across_devices=True,
+        accelerator_config=accelerator_config,
     )
     return BudgetTrainer(Model(takes_number), arguments, callbacks=[steps])
 
@@ -200,6 +201,17 @@ def check_that_batches_are_dealt_to_data_parallel_ranks():
     assert len(trainer.get_train_dataloader()) == 9  # 203 samples, 24 a step
 
 
+def check_that_each_batch_is_reduced_where_that_is_asked_for():
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    steps, known = Steps(), Steps()
+    cell = folder / "synchronised", "sampler", 0, True
+    trainer_of(*cell, known, **planned).train()
+    trainer = trainer_of(*cell, steps, accelerator_config=config, **planned)
+    trainer.accelerator.no_sync = None  # would raise
+    trainer.train()
+    torch.testing.assert_close(steps.gradients, known.gradients, rtol=1e-12, atol=0)
+
+
 class Evaluated:
     def get_eval_dataloader(self, eval_dataset=None):
         return loader_of("sampler", 0, collate_fn=labelled, shuffle=False)
@@ -311,6 +323,7 @@ planned = OPTIONS["sampler"]
 check_losses_of_their_own()
 check_that_batches_are_dealt_to_data_parallel_ranks()
 check_an_evaluation_of_unequal_batches()
+check_that_each_batch_is_reduced_where_that_is_asked_for()
 assert "gradient_accumulation_steps" in refused(
     "sampler", gradient_accumulation_steps=2, **planned)
 results = {}

@@ -123,6 +123,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         """Forward and backward of each micro-batch of an item; the sum of their losses."""
         losses = []
         ranks = self.accelerator.num_processes  # over which gradients are averaged
+        # Chosen under FSDP, where gradients that wait to be reduced are kept whole.
+        syncs_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         said, of_step = self.loss_is_scaled_for_ga, self._is_of_step(num_items_in_batch)
         self.loss_is_scaled_for_ga = of_step
         try:
@@ -130,8 +132,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
                 if not of_step:  # the Trainer divides by it, whoever has computed the loss
                     share = self._weight(batch) * ranks / max(self._step_weight, 1)
                     self.current_gradient_accumulation_steps = 1 / share if share else inf
-                last = number == len(inputs)
-                with nullcontext() if last else self.accelerator.no_sync(model=model):
+                syncs = syncs_each or number == len(inputs)
+                with nullcontext() if syncs else self.accelerator.no_sync(model=model):
                     losses.append(super().training_step(model, batch, num_items_in_batch))
         finally:
             self.loss_is_scaled_for_ga = said
