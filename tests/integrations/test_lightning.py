@@ -270,8 +270,8 @@ def resumed_twice(source, workers, kind, path, stop):
 
 
 check_what_is_refused()
-check_that_an_evaluation_is_not_cut_short()
 if ranks == 1:
+    check_that_an_evaluation_is_not_cut_short()
     check_the_search_of_a_learning_rate()
 else:
     check_that_processes_of_one_model_take_the_same_batches()
