@@ -51,6 +51,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
     """
 
+    loss_is_scaled_for_ga: bool | None  # the Trainer's
     _items: _Items | None = None
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
 
