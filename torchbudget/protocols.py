@@ -82,6 +82,21 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class DealsToRanks(Protocol):
+    """A sampler or stream of which each rank reads its own part."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that have a part."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+
 class ResumableSource(ABC):
     """A sampler or stream that knows where it stands after each batch that came from it.
 

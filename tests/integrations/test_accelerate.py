@@ -24,10 +24,11 @@ import itertools, json, sys
 from pathlib import Path
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tests.integrations.cells import EPOCHS, STOP, each_cell, ids, loader_of, name_of
+from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, ids, loader_of, name_of
 from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.accelerate import prepare
 
@@ -123,6 +124,23 @@ try:
     prepare(accelerator_of(dispatch_batches=True), loader_of("sampler", 0))
 except OptionError as error:
     results["dispatch_batches"] = str(error)
+ranks = dist.get_world_size()
+given = {"num_replicas": ranks + 1, "rank": 0}
+try:
+    prepare(accelerator_of(), loader_of("stream", 0, **given))
+except OptionError as error:
+    results["other ranks"] = str(error)
+accelerator = accelerator_of()
+accelerator.state.parallelism_config = ParallelismConfig(tp_size=ranks)  # it needs GPUs itself
+whole = prepare(accelerator, loader_of("sampler", 0, num_replicas=1, rank=0))
+assert sorted(sum(ids(whole), [])) == [*range(len(LENGTHS))]
+if ranks > 1:
+    try:
+        prepare(accelerator, loader_of("sampler", 0))
+    except OptionError as error:
+        assert "pass num_replicas=1, rank=0" in str(error)
+    else:
+        raise AssertionError("processes of one model got different batches")
 (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
 """
 
@@ -134,10 +152,12 @@ def test_every_sample_comes_once_under_each_option(
 ) -> None:
     """Epochs, `save_state`, `load_state` and `skip_first_batches`; what dispatches is refused."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert len(found[0]) == 21
+    assert len(found[0]) == 22
     assert_epochs_grow(found[0]["sampler, 0, {}"])
     for one in found:
         assert one["dispatch_batches"].startswith("dispatch_batches=True has")
+    for rank, one in enumerate(found):
+        assert f"pass num_replicas={ranks}, rank={rank}" in one["other ranks"]
     rows = {
         "{}": "Accelerate: default",
         "{'even_batches': False}": "Accelerate: `even_batches=False`",

@@ -29,7 +29,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun does
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from tests.integrations.cells import EPOCHS, STOP, each_cell, loader_of, name_of
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.tuner import Tuner
+from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
 from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
 from torchbudget.integrations.lightning import BudgetDataMixin
 
@@ -50,14 +52,14 @@ class Model(LightningModule):
     def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(1, 1)
-        self.epochs = {}
+        self.epochs, self.lr = {}, 0.0
 
     def training_step(self, batch):
         self.epochs.setdefault(self.current_epoch, []).append(batch["ids"].tolist())
         return self.linear(batch["ids"].float()[:, None]).mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Save(Callback):
@@ -76,14 +78,17 @@ class Save(Callback):
             trainer.should_stop = self.stops
 
 
-def fit(data, *callbacks, ckpt_path=None, **options):
-    trainer = Trainer(
-        accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False,
-        max_epochs=EPOCHS, callbacks=[*callbacks], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
+def trainer_of(*callbacks, strategy="ddp" if ranks > 1 else "auto", **options):
+    return Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, max_epochs=EPOCHS,
+        callbacks=[*callbacks], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, **options,
     )
-    model = Model()
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+
+
+def fit(data, *callbacks, ckpt_path=None, kind=None, **options):
+    model = Model() if kind is None else kind()
+    trainer_of(*callbacks, **options).fit(model, datamodule=data, ckpt_path=ckpt_path)
     return [batches for _, batches in sorted(model.epochs.items())]
 
 
@@ -138,6 +143,67 @@ def check_that_a_loader_is_not_cut_short():
         assert "BudgetDataMixin" in str(error)
     else:
         raise AssertionError("Lightning cut epochs short")
+
+
+def refused(data, **options):
+    try:
+        fit(data, **options)
+    except OptionError as error:
+        return str(error)
+
+
+def check_what_is_refused():
+    assert "overfit_batches" in refused(Data(lambda: loader_of("sampler", 0)), overfit_batches=2)
+    given = {"num_replicas": ranks + 1, "rank": 0}
+    for source in ("sampler", "stream"):
+        message = refused(Data(lambda: loader_of(source, 0, **given)))
+        assert f"pass num_replicas={ranks}, rank={rank}" in message
+
+
+class Parallel(Model):
+    def configure_model(self):
+        pass
+
+
+def check_that_processes_of_one_model_take_the_same_batches():
+    def strategy():
+        return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=ranks)
+
+    data = Data(lambda: loader_of("sampler", 0))
+    assert "pass num_replicas=1, rank=0" in refused(data, strategy=strategy(), kind=Parallel)
+    data = Data(lambda: loader_of("sampler", 0, num_replicas=1, rank=0))
+    first, *_ = fit(data, strategy=strategy(), kind=Parallel)
+    assert sorted(sum(first, [])) == [*range(len(LENGTHS))]
+
+
+def check_the_search_of_a_learning_rate():
+    \"\"\"It trains on a few batches; the training begins with the first epoch all the same.\"\"\"
+    loader = loader_of("sampler", 0)
+    trainer, model = trainer_of(), Model()
+    options = {"num_training": 5, "early_stop_threshold": None}
+    Tuner(trainer).lr_find(model, datamodule=Data(lambda: loader), **options)
+    assert len(model.epochs.pop(0)) >= 5
+    trainer.fit(model, datamodule=Data(lambda: loader))
+    assert [*model.epochs.values()] == fit(Data(lambda: loader_of("sampler", 0)))
+
+
+class Validated(Model):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+
+def check_that_an_evaluation_is_not_cut_short():
+    \"\"\"Lightning would take as many batches of each validation as of the first.\"\"\"
+    def data(*loaders):
+        module = Data(lambda: loader_of("sampler", 0))
+        module.val_dataloader = lambda: [*loaders]
+        return module
+
+    fixed, shuffled = loader_of("sampler", 0, shuffle=False), loader_of("sampler", 0)
+    fit(data(fixed), kind=Validated)
+    for loaders in ((shuffled,), (fixed, loader_of("sampler", 0))):
+        message = refused(data(*loaders), kind=Validated)
+        assert "but lightning has read len once" in message and "shuffle=False" in message
 
 
 def check_that_a_limit_ends_epochs(source):
@@ -203,6 +269,12 @@ def resumed_twice(source, workers, kind, path, stop):
     return sum(sum(parts, []), [])
 
 
+check_what_is_refused()
+if ranks == 1:
+    check_that_an_evaluation_is_not_cut_short()
+    check_the_search_of_a_learning_rate()
+else:
+    check_that_processes_of_one_model_take_the_same_batches()
 check_that_a_limit_ends_epochs("sampler")
 check_that_a_limit_ends_epochs("stream")
 for kind in (DataLoader, StatefulDataLoader):

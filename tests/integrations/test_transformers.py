@@ -72,11 +72,11 @@ def labelled(samples):
     return {"ids": numbers, "labels": numbers}
 
 
-def train(path, source, workers, takes_number, stop=None, resume=None, max_steps=-1,
-          gradient_accumulation_steps=1, **options):
+def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
+               gradient_accumulation_steps=1, accelerator_config=None, **options):
     loader = loader_of(source, workers, collate_fn=labelled, **options)
 
-    class BudgetTrainer(BudgetTrainerMixin, Trainer):
+    class BudgetTrainer(*bases, BudgetTrainerMixin, Trainer):
         def budget_loader(self):
             return loader
 
@@ -85,11 +85,16 @@ def train(path, source, workers, takes_number, stop=None, resume=None, max_steps
         report_to=[], save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
         gradient_accumulation_steps=gradient_accumulation_steps, max_grad_norm=0.0,
         learning_rate=0.0, average_tokens_across_devices=True,
+        accelerator_config=accelerator_config,
     )
-    model, steps = Model(takes_number), Steps(stop)
-    trainer = BudgetTrainer(model, arguments, callbacks=[steps])
+    return BudgetTrainer(Model(takes_number), arguments, callbacks=[steps])
+
+
+def train(path, source, workers, takes_number, *bases, stop=None, resume=None, **options):
+    steps = Steps(stop)
+    trainer = trainer_of(path, source, workers, takes_number, steps, *bases, **options)
     done = trainer.train(resume_from_checkpoint=resume)
-    return model.batches, steps, trainer, done
+    return trainer.model.batches, steps, trainer, done
 
 
 def batches_of(source, workers, **options):
@@ -139,11 +144,92 @@ def check_sized_stream(workers):
         assert stopped + resumed == batches
 
 
-def refused(source, **options):
+class OwnLoss:
+    \"\"\"The mean of a micro-batch, as most losses that users write.\"\"\"
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class MeanLoss(OwnLoss):
+    loss_is_scaled_for_ga = False
+
+
+def check_losses_of_their_own():
+    \"\"\"They are weighted like the model's.\"\"\"
+    sized = {"batches_per_epoch": 7, "gradient_accumulation_steps": 2}
+    for source, options in (("sampler", planned), ("stream", sized)):
+        cell = folder / "own", source, 0
+        _, known, *_ = train(*cell, True, **options)
+        for takes_number, base in ((False, OwnLoss), (False, MeanLoss), (True, MeanLoss)):
+            _, found, *_ = train(*cell, takes_number, base, **options)
+            torch.testing.assert_close(found.gradients, known.gradients, rtol=1e-12, atol=0)
+    assert "set its loss_is_scaled_for_ga to True where" in refused("sampler", OwnLoss, **planned)
+
+
+def refused(source, *bases, **options):
     try:
-        train(folder / "refused", source, 0, True, **options)
+        train(folder / "refused", source, 0, True, *bases, **options)
     except (OptionError, StateError) as error:
         return str(error)
+
+
+class UnderDeepSpeed:
+    \"\"\"As `accelerate launch` sets it up, whatever the arguments say.\"\"\"
+
+    def get_train_dataloader(self):
+        self.is_deepspeed_enabled = True
+        return super().get_train_dataloader()
+
+
+class TensorParallel:
+    \"\"\"All processes have one model, and take the same batches.\"\"\"
+
+    def get_tp_size(self):
+        return ranks
+
+
+def check_that_batches_are_dealt_to_data_parallel_ranks():
+    assert "DeepSpeed" in refused("sampler", UnderDeepSpeed, **planned)
+    assert f"rank {rank} of {ranks}" in refused(
+        "sampler", num_replicas=ranks + 1, rank=0, **planned)
+    if ranks > 1:
+        assert "pass num_replicas=1, rank=0" in refused("sampler", TensorParallel, **planned)
+    given = {"num_replicas": 1, "rank": 0} | planned
+    trainer = trainer_of(folder, "sampler", 0, True, Steps(), TensorParallel, **given)
+    assert len(trainer.get_train_dataloader()) == 9  # 203 samples, 24 a step
+
+
+def check_that_each_batch_is_reduced_where_that_is_asked_for():
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    steps, known = Steps(), Steps()
+    cell = folder / "synchronised", "sampler", 0, True
+    trainer_of(*cell, known, **planned).train()
+    trainer = trainer_of(*cell, steps, accelerator_config=config, **planned)
+    trainer.accelerator.no_sync = None  # would raise
+    trainer.train()
+    torch.testing.assert_close(steps.gradients, known.gradients, rtol=1e-12, atol=0)
+
+
+class Evaluated:
+    def get_eval_dataloader(self, eval_dataset=None):
+        return loader_of("sampler", 0, collate_fn=labelled, shuffle=False)
+
+
+def check_an_evaluation_of_unequal_batches():
+    \"\"\"The Trainer would gather them, and its processes wait for each other for ever.\"\"\"
+    trainer = trainer_of(folder, "sampler", 0, True, Steps(), Evaluated, **planned)
+    if ranks > 1:
+        try:
+            trainer.evaluate()
+        except OptionError as error:
+            assert "leave get_eval_dataloader" in str(error)
+        else:
+            raise AssertionError("batches of unequal sizes were gathered")
+        return
+    trainer.evaluate()
+    assert sorted(sum(trainer.model.batches, [])) == [*range(len(LENGTHS))]
 
 
 def check_that_an_older_trainer_is_refused():
@@ -233,7 +319,11 @@ check_that_an_older_trainer_is_refused()
 check_sized_stream(0)
 check_sized_stream(2)
 assert "a sampler without samples_per_step" in refused("sampler")
-planned = {"samples_per_step": STEP, "window": None}
+planned = OPTIONS["sampler"]
+check_losses_of_their_own()
+check_that_batches_are_dealt_to_data_parallel_ranks()
+check_an_evaluation_of_unequal_batches()
+check_that_each_batch_is_reduced_where_that_is_asked_for()
 assert "gradient_accumulation_steps" in refused(
     "sampler", gradient_accumulation_steps=2, **planned)
 results = {}

@@ -10,42 +10,44 @@ from typing import Final
 
 from torchbudget.errors import OptionError
 
-# By module, the function that reads the number of batches once, and the one that begins an epoch;
-# what else calls from there (evaluation) reads to the end. And the adapter that needs no number.
-_LIGHTNING: Final = "torchbudget.integrations.lightning.BudgetDataMixin"
+# By module: the function that reads the number of batches once, those that begin to read batches,
+# and what needs no number.
+_FIT: Final = ("setup_data", {"advance"}, "torchbudget.integrations.lightning.BudgetDataMixin")
+_EVALUATE: Final = ("setup_data", {"reset", "run"}, "shuffle=False")  # of several loaders, run
+_TRAIN: Final = (
+    "set_initial_training_values",
+    {"_run_epoch"},
+    "torchbudget.integrations.transformers.BudgetTrainerMixin",
+)
 _HOSTS: Final = {
-    "lightning.pytorch.loops.fit_loop": ("setup_data", "advance", _LIGHTNING),
-    "lightning.pytorch.loops.evaluation_loop": ("", "", _LIGHTNING),
-    "pytorch_lightning.loops.fit_loop": ("setup_data", "advance", _LIGHTNING),
-    "pytorch_lightning.loops.evaluation_loop": ("", "", _LIGHTNING),
-    "transformers.trainer": (
-        "set_initial_training_values",
-        "_run_epoch",
-        "torchbudget.integrations.transformers.BudgetTrainerMixin",
-    ),
+    "lightning.pytorch.loops.fit_loop": _FIT,
+    "lightning.pytorch.loops.evaluation_loop": _EVALUATE,
+    "pytorch_lightning.loops.fit_loop": _FIT,
+    "pytorch_lightning.loops.evaluation_loop": _EVALUATE,
+    "transformers.trainer": _TRAIN,
 }
 _ADAPTERS: Final = "torchbudget.integrations."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Host:
-    """The training loop that calls.
+    """The loop that calls.
 
     Attributes:
         framework: whose it is.
-        adapter: for that framework.
+        instead: what needs no number of batches.
         loop: the identity of the object.
         reads: it reads the number of batches; else it begins an epoch.
     """
 
     framework: str
-    adapter: str
+    instead: str
     loop: int
     reads: bool
 
 
 class ReadOnce:
-    """The length that the training loop of a framework has read for the epochs that it begins."""
+    """The length that the loop of a framework has read for the epochs that it begins."""
 
     def __init__(self) -> None:
         self._loop: int | None = None  # which
@@ -70,13 +72,13 @@ class ReadOnce:
         if length > self._length:
             raise OptionError(
                 f"epoch {epoch} has {length} batches, but {host.framework} has read len "
-                f"once, {self._length}, and would leave the others out: use {host.adapter}, "
+                f"once, {self._length}, and would leave the others out: use {host.instead}, "
                 "or batches_per_epoch, with which every epoch has as many"
             )
 
 
 def _host() -> _Host | None:
-    """The training loop that calls, if no adapter is between."""
+    """The loop that calls, if no adapter is between."""
     loaded = [name for name in _HOSTS if name in sys.modules]
     frame: FrameType | None = sys._getframe(2) if loaded else None
     while frame is not None:
@@ -91,12 +93,13 @@ def _host() -> _Host | None:
 
 def _host_in(frame: FrameType, module: str) -> _Host | None:
     """The loop of a framework's function, if that reads the number or begins an epoch."""
-    *functions, adapter = _HOSTS[module]
-    if frame.f_code.co_name not in functions:
+    reader, beginners, instead = _HOSTS[module]
+    name = frame.f_code.co_name
+    if name != reader and name not in beginners:
         return None
     return _Host(
         framework=module.partition(".")[0],
-        adapter=adapter,
+        instead=instead,
         loop=id(frame.f_locals["self"]),
-        reads=frame.f_code.co_name == functions[0],
+        reads=name == reader,
     )

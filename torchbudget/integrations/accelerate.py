@@ -11,6 +11,7 @@ from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.positioned import (
     Position,
     PositionedLoader,
+    check_dealt,
     of_each_rank,
     of_this_rank,
 )
@@ -31,7 +32,8 @@ def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
         An `accelerate.data_loader.DataLoaderShard`.
 
     Raises:
-        OptionError: the accelerator dispatches batches, or it is another loader.
+        OptionError: the accelerator dispatches batches, or it is another loader; or its batches
+            are dealt to other ranks than the accelerator's data-parallel ones.
     """
     from accelerate.data_loader import prepare_data_loader
 
@@ -40,6 +42,13 @@ def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
             "dispatch_batches=True has the first process read the batches of all, but each rank "
             "reads its own here: leave dispatch_batches out of DataLoaderConfiguration"
         )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    shared_by = 1 if parallel is None else parallel.non_data_parallel_size
+    check_dealt(
+        loader,
+        num_replicas=accelerator.num_processes // shared_by,
+        rank=accelerator.process_index // shared_by,
+    )
     base = _BaseLoader(loader)
     shard = prepare_data_loader(
         loader,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import StateError
+from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.positioned import (
     Position,
     PositionedLoader,
+    check_dealt,
     of_each_rank,
     of_this_rank,
 )
@@ -46,10 +47,22 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         """That loader, at the position of the checkpoint.
 
         Raises:
+            OptionError: `overfit_batches` is set; or the batches are dealt to other ranks than the
+                strategy's data-parallel ones.
             StateError: the checkpoint is from within an epoch, and has no position.
         """
+        if self.trainer.overfit_batches:
+            raise OptionError(
+                "overfit_batches would train on the first batches of each epoch, and they are "
+                "others in every epoch here: leave it out, and have budget_loader make a loader "
+                "over a few samples"
+            )
+        budget_loader = self.budget_loader()
+        of_one = {"num_replicas": 1, "rank": 0}
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
+        check_dealt(budget_loader, **ranks)
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        self._loader = loader = _Loader(self.budget_loader(), lambda: progress.total.processed)
+        self._loader = loader = _Loader(budget_loader, lambda: progress.total.processed)
         loaded, self._loaded = self._loaded, None
         position = None if loaded is None else of_this_rank(loaded)
         loop = self.trainer.fit_loop
@@ -57,7 +70,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         # An epoch that a limit has ended is not gone on with: Lightning chooses the next one.
         if position is not None and position["epoch"] >= epoch:
             loader.go_to(position)
-        elif position is None and loop.restarting:
+        elif position is None and loop.restarting and progress.current.processed:
             raise StateError(
                 f"the checkpoint has no position of a {type(self).__name__} to go on from within "
                 "an epoch: resume from one that was saved with this data module, or load the "

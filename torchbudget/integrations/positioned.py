@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchbudget.distributed import gathered, is_distributed, ranks_of
 from torchbudget.errors import OptionError, StateError
-from torchbudget.protocols import ResumableSource, Stateful
+from torchbudget.protocols import DealsToRanks, ResumableSource, Stateful
 
 Position: TypeAlias = dict[str, Any]
 
@@ -128,20 +128,50 @@ class PositionedLoader:
         return {"epoch": epoch, "batches": batches, "state": state}
 
 
+def find_source(loader: Any) -> ResumableSource | None:
+    """The sampler or the stream of a loader, if it has one."""
+    for name in ("batch_sampler", "dataset"):
+        source = getattr(loader, name, None)
+        if isinstance(source, ResumableSource):
+            return source
+    return None
+
+
 def source_of(loader: Any) -> ResumableSource:
     """The sampler or the stream of a loader.
 
     Raises:
         OptionError: it has none.
     """
-    for name in ("batch_sampler", "dataset"):
-        source = getattr(loader, name, None)
-        if isinstance(source, ResumableSource):
-            return source
-    raise OptionError(
-        "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or whose data "
-        f"set is a BudgetedIterableDataset, got {type(loader).__name__}"
-    )
+    source = find_source(loader)
+    if source is None:
+        raise OptionError(
+            "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or whose "
+            f"data set is a BudgetedIterableDataset, got {type(loader).__name__}"
+        )
+    return source
+
+
+def check_dealt(loader: Any, *, num_replicas: int, rank: int) -> None:
+    """Raise an `OptionError` unless the source deals as the framework shares out its processes.
+
+    Processes of one model, under tensor, context or sequence parallelism, take the same batches.
+
+    Args:
+        loader: see `source_of`.
+        num_replicas: the framework's groups of processes that take batches of their own.
+        rank: of this process's group.
+    """
+    source = source_of(loader)
+    if not isinstance(source, DealsToRanks):
+        return
+    if (source.num_replicas, source.rank) != (num_replicas, rank):
+        raise OptionError(
+            f"the {type(source).__name__} has the batches of rank {source.rank} of "
+            f"{source.num_replicas}, and to the framework this process is rank {rank} of "
+            f"{num_replicas} that take batches of their own: pass "
+            f"num_replicas={num_replicas}, rank={rank}"
+        )
 
 
 def of_each_rank(position: Position) -> list[Position]:

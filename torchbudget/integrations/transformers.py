@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice, repeat
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,7 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, StateError
-from torchbudget.integrations.positioned import PositionedLoader, of_each_rank, of_this_rank
+from torchbudget.integrations.positioned import (
+    PositionedLoader,
+    check_dealt,
+    find_source,
+    of_each_rank,
+    of_this_rank,
+)
 from torchbudget.protocols import Stateful
 from torchbudget.train.batches import num_samples
 
@@ -34,7 +41,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
     step; a stream without `batches_per_epoch` needs `max_steps`, and is read epoch after epoch.
 
     A step's losses are divided by the labels that count in the whole step, on all ranks: by the
-    model that takes `num_items_in_batch`, else here (without labels, by the samples). Where the
+    model that takes `num_items_in_batch`, else here (without labels, by the samples). A
+    `compute_loss` of your own says by `loss_is_scaled_for_ga` which of the two it is. Where the
     loader stands is in `trainer_state.json`. Rates in samples are right with a sampler; with a
     stream, whose samples are not known in advance, they count micro-batches.
 
@@ -43,10 +51,9 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
     """
 
-    loss_is_scaled_for_ga = True  # `compute_loss` does that
+    loss_is_scaled_for_ga: bool | None  # the Trainer's
     _items: _Items | None = None
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
-    _share: float | None = None  # of the step's loss that the present micro-batch has
 
     def budget_loader(self) -> DataLoader[Any]:
         """A loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
@@ -64,8 +71,29 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
                 "BudgetTrainerMixin refuses a Trainer that does not read loss_is_scaled_for_ga "
                 "and would divide the loss again: update transformers"
             )
-        self._items = _Items(self, PositionedLoader(self.budget_loader()))
+        self._check_loss()
+        loader = self.budget_loader()
+        shared_by = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        check_dealt(
+            loader,
+            num_replicas=self.args.world_size // shared_by,
+            rank=self.args.process_index // shared_by,
+        )
+        self._items = _Items(self, PositionedLoader(loader))
         return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
+
+    def _check_loss(self) -> None:
+        """Raise an `OptionError` where it cannot be known what losses were divided by."""
+        from transformers import Trainer
+
+        may_be_either = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        is_own = type(self).compute_loss is not Trainer.compute_loss
+        if is_own and may_be_either and self.loss_is_scaled_for_ga is None:
+            raise OptionError(
+                f"{type(self).__name__} has a compute_loss of its own: set its "
+                "loss_is_scaled_for_ga to True where that divides by num_items_in_batch, as the "
+                "Trainer's does, or to False where it returns the mean of the micro-batch"
+            )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Samples of an epoch, from which rates are computed."""
@@ -85,7 +113,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         items = list(islice(epoch_iterator, num_batches))
         batches = [batch for item in items for batch in item]
         number = self._get_num_items_in_batch(batches, device)
-        if number is None and batches:
+        if batches and not self._is_of_step(number):
             weight = torch.tensor(sum(map(self._weight, batches)), device=device)
             self._step_weight = float(self.accelerator.gather(weight).sum())
         return items, number
@@ -96,22 +124,40 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         """Forward and backward of each micro-batch of an item; the sum of their losses."""
         losses = []
         ranks = self.accelerator.num_processes  # over which gradients are averaged
-        for number, batch in enumerate(inputs, 1):
-            if num_items_in_batch is None:
-                self._share = self._weight(batch) * ranks / max(self._step_weight, 1)
-            last = number == len(inputs)
-            with nullcontext() if last else self.accelerator.no_sync(model=model):
-                losses.append(super().training_step(model, batch, num_items_in_batch))
-        self._share = None
+        # Chosen under FSDP, where gradients that wait to be reduced are kept whole.
+        syncs_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        said, of_step = self.loss_is_scaled_for_ga, self._is_of_step(num_items_in_batch)
+        self.loss_is_scaled_for_ga = of_step
+        try:
+            for number, batch in enumerate(inputs, 1):
+                if not of_step:  # the Trainer divides by it, whoever has computed the loss
+                    share = self._weight(batch) * ranks / max(self._step_weight, 1)
+                    self.current_gradient_accumulation_steps = 1 / share if share else inf
+                syncs = syncs_each or number == len(inputs)
+                with nullcontext() if syncs else self.accelerator.no_sync(model=model):
+                    losses.append(super().training_step(model, batch, num_items_in_batch))
+        finally:
+            self.loss_is_scaled_for_ga = said
         return torch.stack(losses).sum()
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *more: Any, **options: Any) -> Any:
-        """The loss; in training, the share of it that this micro-batch has in its step."""
-        share = self._share
-        found = super().compute_loss(model, inputs, *more, **options)
-        if share is None:
-            return found
-        return (found[0] * share, *found[1:]) if isinstance(found, tuple) else found * share
+    def _is_of_step(self, num_items_in_batch: Any) -> bool:
+        """Whether losses are divided by the labels of the whole step, not by the micro-batch's."""
+        said = self.loss_is_scaled_for_ga
+        return num_items_in_batch is not None if said is None else bool(said)
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
+        """As the Trainer's.
+
+        Raises:
+            OptionError: the Trainer would gather batches of unequal sizes, which never ends.
+        """
+        if self.args.world_size > 1 and find_source(dataloader) is not None:
+            raise OptionError(
+                "the Trainer evaluates batches of as many samples on each process, and a sampler "
+                "or stream deals unequal ones: leave get_eval_dataloader and get_test_dataloader "
+                "as they are, or evaluate with torchbudget.predict"
+            )
+        return super().evaluation_loop(dataloader, *more, **options)
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Of all micro-batches of an item."""
@@ -154,7 +200,7 @@ class _Items(IterableDataset[list[Any]]):
         self.loader = loader
         self.sampler = source if isinstance(source, MemoryBudgetBatchSampler) else None
         self._trainer = trainer
-        _check(trainer.args, loader.loader, self.sampler)
+        _check(trainer, loader.loader, self.sampler)
         self._length = _length_of(loader)
         self._began = False
 
@@ -253,8 +299,9 @@ def _length_of(loader: PositionedLoader) -> int | None:
         return None
 
 
-def _check(args: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
+def _check(trainer: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
     """Raise an `OptionError` that names what does not go together."""
+    args = trainer.args
     refused = {
         "a StatefulDataLoader: use a DataLoader, whose position is saved": isinstance(
             loader, Stateful
@@ -270,7 +317,7 @@ def _check(args: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> 
         ),
         "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
         "DataParallel: start one process for each GPU": args.n_gpu > 1,
-        "DeepSpeed: it counts the micro-batches of a step itself": bool(args.deepspeed),
+        "DeepSpeed: it counts the micro-batches of a step itself": trainer.is_deepspeed_enabled,
     }
     for what, is_so in refused.items():
         if is_so:
