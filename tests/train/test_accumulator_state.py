@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.large_steps import (
     parts_of,
     sgd,
 )
+from tests.support.ranks import run_ranks
 from torchbudget import GradAccumulator
 from torchbudget.errors import StateError
 
@@ -89,3 +91,50 @@ def test_gradients_of_other_parameters_are_refused() -> None:
     accumulator.step()
     with pytest.raises(StateError, match="other parameters"):
         GradAccumulator(sgd(other), other).load_state_dict(state)
+
+
+OF_RANKS = """
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.support.large_steps import Data, accumulate, make_model, parts_of, sgd
+from torchbudget import GradAccumulator
+from torchbudget.errors import StateMismatchError
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = make_model("CNN")
+accumulator = GradAccumulator(sgd(model), model, steps=2)
+pieces = parts_of(Data.make(16), 4)
+found = []
+for done in (1, 2):
+    accumulate(accumulator, model, [pieces[rank]])
+    states = [None, None]
+    dist.all_gather_object(states, accumulator.state_dict())
+    other = GradAccumulator(sgd(model), model, steps=2)
+    for state in states:
+        try:
+            other.load_state_dict(state)
+        except StateMismatchError as error:
+            found.append(str(error))
+        else:
+            found.append(None)
+    other.load_state_dict(states[rank])
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([found, states[0]]))
+"""
+
+
+@pytest.mark.distributed
+def test_one_rank_s_part_of_a_step_is_for_that_rank_alone(tmp_path: Path) -> None:
+    """Between steps, any rank's state will do."""
+    results = run_ranks(OF_RANKS, tmp_path, 2)
+    for rank, (found, _) in enumerate(results):
+        within, between = found[:2], found[2:]
+        assert within[rank] is None
+        assert f"rank {1 - rank} of 2, but this is rank {rank} of 2" in within[1 - rank]
+        assert between == [None, None]
+    model = make_model("CNN")
+    GradAccumulator(sgd(model), model, steps=2).load_state_dict(results[0][1])

@@ -50,8 +50,7 @@ class GradAccumulator(AccumulatesGradients):
         samples: or, at least this many samples, over all ranks.
         weight: or, at least this weight, over all ranks. With none of the three, `step` ends it.
         mean: losses are means, to be multiplied by their weights.
-        max_norm: gradients are clipped to this norm, over the parameters of all optimizers;
-            infinity only measures it.
+        max_norm: that the gradients of all parameters are clipped to; infinity only measures it.
         scaler: of gradients, for half precision.
         scheduler: of learning rates, one or several.
         divisor: a constant that losses are divided by before backward, and gradients multiplied by
@@ -64,6 +63,7 @@ class GradAccumulator(AccumulatesGradients):
     Attributes:
         last: the latest `Step`, `None` before the first.
         stepped: whether the latest call took a step.
+        optimizers: that step together.
         out_of_memory: how often memory ran out in `run_or_split`.
         needs_samples: whether each micro-batch must state its samples, since steps end by them.
         ranks: that share the steps.
@@ -109,18 +109,18 @@ class GradAccumulator(AccumulatesGradients):
         self.out_of_memory = 0
         self.needs_samples = samples is not None
         self._divisor = positive_number("divisor", divisor)
-        self._optimizers = Optimizers(
+        self.optimizers = Optimizers(
             optimizers=several("optimizer", optimizer, Optimizer),
             schedulers=several("scheduler", scheduler, object),
             scaler=scaler,
             max_norm=max_norm,
         )
-        self._parameters = self._optimizers.parameters
+        self._parameters = self.optimizers.parameters
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
         self.ranks = Ranks(self._distributed.group(group))
-        self._distributed.check_meshes(self._optimizers.parameters(), self.ranks.group)
-        self._optimizers.check_sparse(self.modules, len(self.ranks))
+        self._distributed.check_meshes(self.optimizers.parameters(), self.ranks.group)
+        self.optimizers.check_sparse(self.modules, len(self.ranks))
         if self.sharded and (samples or weight):
             raise OptionError(
                 "with fully_shard every rank must know the step's last micro-batch in advance, and "
@@ -133,11 +133,11 @@ class GradAccumulator(AccumulatesGradients):
         self._steps = 0
         self._open: OpenMicroBatch | None = None
         self._run: SplitRun | None = None  # of `run_or_split`
-        self._detector = MisuseDetector(self._optimizers, self.modules, self._distributed.modules)
+        self._detector = MisuseDetector(self.optimizers, self.modules, self._distributed.modules)
         self._taker = StepTaker(
             ranks=self.ranks,
             distributed=self._distributed,
-            optimizers=self._optimizers,
+            optimizers=self.optimizers,
             detector=self._detector,
             divisor=self._divisor,
         )
@@ -248,7 +248,7 @@ class GradAccumulator(AccumulatesGradients):
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
         with self.backward_runs():
-            backward_times(loss, factor, self._parameters, self._optimizers.scaler, **options)
+            backward_times(loss, factor, self._parameters, self.optimizers.scaler, **options)
 
     def backward_runs(self) -> AbstractContextManager[None]:
         """The context of a backward by other means, whose gradients are of the right scale."""
@@ -375,8 +375,8 @@ class GradAccumulator(AccumulatesGradients):
                 "between steps, where accumulator.stepped is true"
             )
         self._detector.state_saved()
-        scale = self._optimizers.scale(self._divisor)
-        return self._pending.encode(self._steps, self._parameters(), scale)
+        scale = self.optimizers.scale(self._divisor)
+        return self._pending.encode(self._steps, self._parameters(), scale, self.ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; model, optimizer and sampler must be loaded with it.
@@ -385,16 +385,16 @@ class GradAccumulator(AccumulatesGradients):
             StateError: it is not the state of an accumulator, or of other parameters, or of the
                 middle of a step whose gradients have another scale.
         """
-        scale = self._optimizers.scale(self._divisor)
-        self._pending = Pending.load(state_dict, self._parameters(), scale)
+        scale = self.optimizers.scale(self._divisor)
+        self._pending = Pending.load(state_dict, self._parameters(), scale, self.ranks)
         self._steps = state_dict["steps"]
         self._detector.state_loaded(self._pending.micro_batches)
 
     def training_state(self) -> dict[str, Any]:
         """The states of this, of the optimizers, the schedulers and the scaler."""
-        return {"accumulator": self.state_dict(), **self._optimizers.state_dict()}
+        return {"accumulator": self.state_dict(), **self.optimizers.state_dict()}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
         """Load what `training_state` returned."""
-        self._optimizers.load_state_dict(state)
+        self.optimizers.load_state_dict(state)
         self.load_state_dict(state["accumulator"])

@@ -64,6 +64,9 @@ def fit(
     kernels are deterministic. Only the random numbers of the loader's workers are not repeated:
     workers that are started again are seeded as before, and begin again with their first numbers.
 
+    Optimizers with `train` and `eval`, as schedule-free ones have, set the model to the weights
+    that they return, for validation, for `best.pt` and at the end, and back for training.
+
     Args:
         model: as it is called; put into training mode.
         loader: one whose batch sampler or data set is a `MemoryBudgetBatchSampler`, a
@@ -129,6 +132,7 @@ def fit(
     )
     while run.goes_on(epochs):
         model.train()
+        accumulator.optimizers.train()
         train_epoch(
             model,
             run.begin_epoch(),
@@ -143,6 +147,7 @@ def fit(
         )
         if run.stopped:
             break
+        accumulator.optimizers.eval()
         run.check_batches("loader", run.tally.steps)
         loss = None
         if validation is not None:
@@ -158,6 +163,7 @@ def fit(
             run.check_batches("validation", weights)
             loss = total / weights
         run.end_epoch(loss)
+    accumulator.optimizers.eval()
     return run.history
 
 

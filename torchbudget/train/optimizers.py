@@ -184,6 +184,20 @@ class Optimizers:
                 torch._foreach_mul_(list(parts), factor.to(device))
         return norm if self.max_norm is not None else None
 
+    def train(self) -> None:
+        """Let those that train other weights than they return set the model to those they train."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Let those, such as schedule-free ones, set the model to the weights that they return."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        for optimizer in self.optimizers:
+            set_mode = getattr(optimizer, mode, None)
+            if callable(set_mode):
+                set_mode()
+
     def clear(self) -> None:
         """Set all gradients to `None`."""
         for optimizer in self.optimizers:

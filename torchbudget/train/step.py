@@ -12,8 +12,9 @@ from torch import Tensor
 
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
 from torchbudget.dtensors import is_dtensor
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import StepSource
+from torchbudget.train.process_group import Ranks
 
 Number = TypeVar("Number")
 
@@ -108,13 +109,16 @@ class Pending:
             return self
         return replace(self, weight=self.weight + checked_weight(self.unread), unread=None)
 
-    def encode(self, steps: int, parameters: Sequence[Tensor], scale: float) -> dict[str, Any]:
+    def encode(
+        self, steps: int, parameters: Sequence[Tensor], scale: float, ranks: Ranks
+    ) -> dict[str, Any]:
         """The state as plain types; the gradients of what is pending are copied.
 
         Args:
             steps: that were taken before.
             parameters: that have the gradients.
             scale: that the gradients are multiplied by.
+            ranks: that share the step, of which each has a part of its own pending.
         """
         gradients = [p.grad for p in parameters] if self.micro_batches else []
         state = asdict(replace(self.read(), loss=float(self.loss)))
@@ -123,21 +127,26 @@ class Pending:
             "version": _VERSION,
             "steps": steps,
             **state,
+            "rank": [ranks.rank, len(ranks)],
             "scale": scale,
             "gradients": [None if g is None else g.detach().clone() for g in gradients],
         }
 
     @classmethod
-    def load(cls, state: Mapping[str, Any], parameters: Sequence[Tensor], scale: float) -> Pending:
+    def load(
+        cls, state: Mapping[str, Any], parameters: Sequence[Tensor], scale: float, ranks: Ranks
+    ) -> Pending:
         """What was pending, after the parameters' gradients are set to those of the state.
 
         Args:
             state: that was encoded.
             parameters: that get the gradients.
             scale: that the gradients of the step are multiplied by here.
+            ranks: that share the step here.
 
         Raises:
             StateError: it is not the state of an accumulator, or of other parameters, or scale.
+            StateMismatchError: something was pending on another rank, or on one of another number.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise StateError("expected what GradAccumulator.state_dict() returned")
@@ -155,6 +164,13 @@ class Pending:
                 f"the state is of the middle of a step, with gradients times {state['scale']:g}, "
                 f"but here they are multiplied by {scale:g}: use the same divisor=, and load the "
                 "scaler's state before, as load_training_state does"
+            )
+        rank, number = state["rank"]
+        if state["micro_batches"] and (rank, number) != (ranks.rank, len(ranks)):
+            raise StateMismatchError(
+                f"the state is of the middle of a step, and has the part of rank {rank} of "
+                f"{number}, but this is rank {ranks.rank} of {len(ranks)}: let each rank save and "
+                "load a state of its own, or save between steps, where accumulator.stepped is true"
             )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
