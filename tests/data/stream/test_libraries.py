@@ -85,6 +85,17 @@ def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int)
     assert epochs[0] != epochs[1]
 
 
+def test_workers_of_a_datasets_stream_do_not_share_its_epoch() -> None:
+    """Each adds to it what is missing; two that do so at once would add it twice."""
+    source = hugging_face("plain")
+    stream = stream_of(source)
+    stream.set_epoch(3)
+    assert sorted(numbers(DataLoader(stream, batch_size=None, num_workers=2))) == list(range(N))
+    assert source.epoch == 0
+    assert sorted(numbers(stream)) == list(range(N))
+    assert source.epoch == 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_datasets_stream_goes_on_from_any_batch(kind: str) -> None:
     """From its own state where that says everything, else it is skipped through."""

@@ -10,6 +10,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -336,9 +338,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "iterator": (iter([1]), {}, OptionError, "used up after one epoch"),
     "samples": (["a", "b"], {}, OptionError, "MemoryBudgetBatchSampler"),
     "no shards": ([], {}, OptionError, "empty"),
-    "a file's name": ("texts.jsonl", {}, OptionError, "characters or keys"),
+    "a file's name": ("texts.jsonl", {}, OptionError, "characters, keys or columns"),
     "splits": (UserDict(train=[1], test=[2]), {}, OptionError, "one split of a data set"),
     "splits as shards": ([UserDict(train=[1])], {}, OptionError, "shard 0 is a UserDict"),
+    "table": (pd.DataFrame({"x": [1]}), {}, OptionError, "the rows of a table"),
+    "Arrow table": (pa.table({"x": [1]}), {}, OptionError, "the rows of a table"),
+    "tables as shards": ([pd.DataFrame({"x": [1]})], {}, OptionError, "shard 0 is a DataFrame"),
     "number": (5, {}, OptionError, "expected an iterable"),
     "no cost": (Spent(), {"cost": 5}, OptionError, "a predicate"),
     "class": (Spent(), {"cost": PaddedCost}, OptionError, "a predicate"),

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from torchbudget import BudgetedIterableDataset, PaddedCost, transforms
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, SampleError
 
 TOKENS = PaddedCost(unit_bytes=1)
 
@@ -109,6 +110,40 @@ def test_many_of_one_and_none() -> None:
     found = draws(transforms.expand(pieces), 100)
     assert Counter(found) == {n: n % 3 for n in range(100) if n % 3}
     assert sorted(draws(transforms.keep_if(odd), 100)) == list(range(1, 100, 2))
+
+
+@pytest.mark.parametrize("sample", ["ab", b"ab", {"x": 1}])
+def test_one_sample_is_not_several(sample: Any) -> None:
+    """Its characters or keys would be the samples."""
+    with pytest.raises(SampleError, match=f"item 0 of shard 0.* {type(sample).__name__}: return"):
+        draws(transforms.expand(lambda _: sample), 3)
+
+
+def nothing(value: int) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transforms": [transforms.keep_if(nothing)]},
+        {"transforms": [transforms.apply_at(0, double)], "on_error": "skip"},
+        {"size": int, "oversize": "skip"},
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_an_epoch_without_any_sample_left_is_no_epoch(
+    options: dict[str, Any], workers: int
+) -> None:
+    """An error, but where other workers may have some."""
+    options = {"size": always_one, "window": 50} | options
+    stream = BudgetedIterableDataset(range(100, 200), TOKENS, 99, collate_fn=list, **options)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    if workers == 2:
+        assert list(loader) == []
+        return
+    with pytest.raises(SampleError, match="none of the items that were read became a sample"):
+        list(loader)
 
 
 def test_zip_apply_wants_one_function_for_each_field() -> None:

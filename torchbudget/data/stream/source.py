@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.stream.adapters import adapter_of
@@ -66,10 +66,11 @@ class Source:
                 "an iterator is used up after one epoch, and cannot be shared by workers: pass "
                 "what it iterates over, or a function (shard, num_shards) that returns an iterator"
             )
-        elif isinstance(data, _NO_SOURCES):
+        elif _is_no_source(data):
             raise OptionError(
-                f"a {type(data).__name__} iterates over its characters or keys, not over samples: "
-                "pass what reads a file, or one value of a mapping, such as one split of a data set"
+                f"a {type(data).__name__} iterates over its characters, keys or columns, not over "
+                "samples: pass what reads a file, one value of a mapping, such as one split of a "
+                "data set, or the rows of a table, such as to_dict('records') of pandas"
             )
         if split not in (None, "none", "workers", "ranks"):
             raise OptionError(f"split must be 'none', 'workers' or 'ranks', got {split!r}")
@@ -130,6 +131,12 @@ def is_indexed(data: Any) -> bool:
     return isinstance(data, MapStyle) and not isinstance(data, others)
 
 
+def _is_no_source(data: Any) -> bool:
+    """Whether it iterates over other things than samples, as tables of any library do."""
+    is_table = hasattr(data, "columns") and hasattr(data, "shape")
+    return isinstance(data, _NO_SOURCES) or (is_table and not isinstance(data, Dataset))
+
+
 def _check_shards(shards: list[Any] | tuple[Any, ...]) -> None:
     if not shards:
         raise OptionError("the list of shards is empty")
@@ -139,9 +146,8 @@ def _check_shards(shards: list[Any] | tuple[Any, ...]) -> None:
                 f"shard {number} is an iterator, which is used up after one epoch: pass what it "
                 "iterates over, or a function without arguments that returns one"
             )
-        if isinstance(shard, (*_NO_SOURCES, torch.Tensor, np.ndarray)) or not (
-            callable(shard) or isinstance(shard, Iterable)
-        ):
+        is_sample = _is_no_source(shard) or isinstance(shard, (torch.Tensor, np.ndarray))
+        if is_sample or not (callable(shard) or isinstance(shard, Iterable)):
             raise OptionError(
                 f"a list is read as shards, each an iterable of samples or a function that "
                 f"returns one; shard {number} is a {type(shard).__name__}. Samples in a "

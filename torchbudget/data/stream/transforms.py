@@ -73,8 +73,16 @@ class Expanded:
     function: Callable[[Any], Iterable[Any]]
 
     def __call__(self, sample: Any) -> Iterable[Any]:
-        """The samples."""
-        return self.function(sample)
+        """The samples.
+
+        Raises:
+            TypeError: the function returned one sample.
+        """
+        samples = self.function(sample)
+        if isinstance(samples, (str, bytes, Mapping)):
+            kind = type(samples).__name__
+            raise TypeError(f"expand needs an iterable of samples, got a {kind}: return [sample]")
+        return samples
 
 
 def _then(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Any:
@@ -196,7 +204,10 @@ def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tran
 
 
 def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) -> Transform:
-    """Each element of `function(sample, *args, **kwargs)` becomes a sample of its own."""
+    """Each element of `function(sample, *args, **kwargs)` becomes a sample of its own.
+
+    A text or a mapping is one sample, and an error: return it in a list.
+    """
     return Expanded(_call(function, args, kwargs))
 
 

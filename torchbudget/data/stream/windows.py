@@ -74,6 +74,7 @@ class Windows:
         self._generators = ReadingGenerators()
         self._warned = False
         self._checked = False  # the cost, on the sizes of the first window
+        self._any_left = False  # of the items since the stream's beginning
         self.num_batches = 0
         self.largest_buffered_bytes = 0
 
@@ -100,10 +101,12 @@ class Windows:
                 self._generators.enter()
                 reader = self._open(cursor)
                 number, batches_before = cursor.number, self.num_batches
+                none_left = False
                 while not reader.ended:
                     left = self._settings.window - cursor.start % self._settings.window
                     if self._is_mine(cursor):
                         yield from self._window(reader, cursor, left)
+                        none_left = not self._any_left
                     else:
                         reader.skip(left)
                         reader.skip(self._tail(reader))
@@ -113,6 +116,8 @@ class Windows:
                         "the source has no samples: are its files missing, or is an iterator "
                         "inside it used up after one epoch? Open it in __iter__, or in the function"
                     )
+                if none_left and not self._endless:
+                    self._say_that_none_is_left()
                 if cursor.number == number:  # nothing came
                     cursor = cursor.next_pass()
                 empty_passes = empty_passes + 1 if self.num_batches == batches_before else 0
@@ -125,7 +130,23 @@ class Windows:
         finally:
             self._generators.leave()
 
+    def _say_that_none_is_left(self) -> None:
+        """Log it; what other processes read may have become samples.
+
+        Raises:
+            SampleError: there are no others.
+        """
+        slot = self._slot
+        text = (
+            "none of the items that were read became a sample: transforms dropped them, or they "
+            "were skipped; see skipped_samples, oversize= and on_error="
+        )
+        if slot.workers == 1 and slot.part(self._settings.source.split)[1] == 1:
+            raise SampleError(text)
+        _log.warning("worker %d of %d, rank %d: %s", slot.worker, slot.workers, slot.rank, text)
+
     def _open(self, cursor: StreamCursor) -> Reader:
+        self._any_left |= cursor.start > 0
         source, epoch, number = self._settings.source, cursor.first_epoch, cursor.number
         reader = source.open(self._slot, self._generators, epoch=epoch, number=number)
         if isinstance(reader, ShardReader) and cursor.source is not None:
@@ -209,6 +230,7 @@ class Windows:
         if buffered.samples and self._settings.sized:
             self._measure(buffered)
         if buffered.samples:
+            self._any_left = True
             yield buffered
 
     def _measure(self, buffered: BufferedSamples) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
 from torchbudget.data.stream.adapters.plain import PlainSource
-from torchbudget.data.stream.slot import Split
+from torchbudget.data.stream.slot import Split, WorkerSlot
 
 
 class DatasetsSource(PlainSource):
@@ -34,6 +38,18 @@ class DatasetsSource(PlainSource):
                 waiting.append(stage.ex_iterable)
             waiting += getattr(stage, "ex_iterables", [])
         return True
+
+    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:
+        """The samples of a pass.
+
+        Its `set_epoch` adds the difference to a number that all workers share. Of two that do so at
+        once each may add it, and they would split another order of the shards than each other: in
+        a worker the number is its own.
+        """
+        shared = getattr(self.data, "_epoch", None)
+        if get_worker_info() is not None and isinstance(shared, Tensor):
+            self.data._epoch = shared.clone()
+        return super().open(slot, epoch=epoch)
 
     def first_state(self) -> Any:
         """Its `state_dict` is up to date only after it is read; epoch -1 makes it start over."""
