@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchbudget.data.collate.transformers_layout import TransformersBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, StateError
+from torchbudget.integrations.kept_apart import check_kept_apart
 from torchbudget.integrations.positioned import (
     PositionedLoader,
     check_dealt,
@@ -43,14 +45,16 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
     A step's losses are divided by the labels that count in the whole step, on all ranks: by the
     model that takes `num_items_in_batch`, else here (without labels, by the samples). A
     `compute_loss` of your own says by `loss_is_scaled_for_ga` which of the two it is. Where the
-    loader stands is in `trainer_state.json`. Rates in samples are right with a sampler; with a
-    stream, whose samples are not known in advance, they count micro-batches.
+    loader stands is in `trainer_state.json`. Before the first step with rows of packed samples
+    `check_kept_apart` is called, unless `checks_rows` is false. Rates in samples are right with a
+    sampler; with a stream, whose samples are not known in advance, they count micro-batches.
 
     >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
     ...     def budget_loader(self):
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
     """
 
+    checks_rows = True
     loss_is_scaled_for_ga: bool | None  # the Trainer's
     _items: _Items | None = None
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
@@ -122,6 +126,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         self, model: nn.Module, inputs: list[Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of each micro-batch of an item; the sum of their losses."""
+        if self.checks_rows and inputs and isinstance(inputs[0], TransformersBatch):
+            self._check_rows(model, inputs)
         losses = []
         ranks = self.accelerator.num_processes  # over which gradients are averaged
         # Chosen under FSDP, where gradients that wait to be reduced are kept whole.
@@ -139,6 +145,15 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         finally:
             self.loss_is_scaled_for_ga = said
         return torch.stack(losses).sum()
+
+    def _check_rows(self, model: nn.Module, batches: list[Any]) -> None:
+        """Check the longest row of an item, at each item until one had several samples."""
+        batch = max(batches, key=num_samples)
+        if self.get_cp_size() * self.get_sp_size() == 1:  # or else no process has a whole row
+            with self.compute_loss_context_manager():
+                check_kept_apart(model, self._prepare_inputs(batch))
+        several = torch.tensor([int(num_samples(batch) > 1)], device=self.accelerator.device)
+        self.checks_rows = not self.accelerator.gather(several).any()
 
     def _is_of_step(self, num_items_in_batch: Any) -> bool:
         """Whether losses are divided by the labels of the whole step, not by the micro-batch's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from torchbudget import (
     PaddedCost,
 )
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.errors import OptionError
+from torchbudget.integrations.kept_apart import check_kept_apart
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
 hf = pytest.importorskip("transformers")
@@ -227,12 +230,70 @@ def test_the_trainer_takes_it(tmp_path: Any) -> None:
     assert inputs.cu_seqlens.tolist() == batch.cu_seqlens.tolist()
 
 
-def trained(tmp_path: Any, cost: CostModel, collate: Any) -> Tensor:
+def encoder(attention: str) -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**COMMON, attn_implementation=attention))
+
+
+def other_decoder(attention: str) -> nn.Module:
+    """Its mask is causal, whatever `position_ids` say."""
+    config = hf.OPTConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64,
+        word_embed_proj_dim=32, attn_implementation=attention,
+    )  # fmt: skip
+    return hf.OPTForCausalLM(config)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["row", "multiple", "total"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_of", [llama, gemma, gpt2, encoder, other_decoder])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_let_samples_see_each_other_are_refused(
+    model_of: Callable[[str], nn.Module], attention: str, options: dict[str, Any], dtype: Any
+) -> None:
+    """With random weights, in training mode, and in half precision too; others pass."""
+    torch.manual_seed(0)
+    model = model_of(attention).to(dtype).train()
+    batch = PackCollate(layout="transformers", **options)(samples())
+    if model_of not in (encoder, other_decoder):
+        check_kept_apart(model, batch)
+    else:
+        with pytest.raises(OptionError, match="lets the samples of a row see each other"):
+            check_kept_apart(model, batch)
+        check_kept_apart(model, PackCollate(layout="transformers")(samples()[:1]))
+    assert all(part.training for part in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_the_trainer_refuses_them_before_its_first_step(tmp_path: Any, checks: bool) -> None:
+    run = partial(
+        trained, tmp_path, PackedCost(unit_bytes=1), PackCollate(layout="transformers"),
+        model_of=other_decoder, checks_rows=checks,
+    )  # fmt: skip
+    run(max_batch_size=1)  # each row has one sample, which sees no other
+    if not checks:
+        run()
+        return
+    with pytest.raises(OptionError, match="see each other"):
+        run()
+
+
+def trained(
+    tmp_path: Any,
+    cost: CostModel,
+    collate: Any,
+    *,
+    model_of: Callable[[str], nn.Module] = llama,
+    checks_rows: bool = True,
+    max_batch_size: int | None = None,
+) -> Tensor:
     """The parameters after two steps of the trainer, of the same samples whatever the cost."""
     torch.manual_seed(0)
-    model = llama("sdpa")
+    model = model_of("sdpa")
     data = [{**sample, "labels": sample["input_ids"]} for sample in samples() + samples()]
-    sampler = MemoryBudgetBatchSampler(LENGTHS * 2, cost, 64, samples_per_step=5)
+    sampler = MemoryBudgetBatchSampler(
+        LENGTHS * 2, cost, 64, samples_per_step=5, max_batch_size=max_batch_size
+    )
 
     class Trainer(BudgetTrainerMixin, hf.Trainer):  # type: ignore[misc,name-defined]  # untyped
         def budget_loader(self) -> DataLoader[Any]:
@@ -242,7 +303,11 @@ def trained(tmp_path: Any, cost: CostModel, collate: Any) -> Tensor:
         tmp_path, report_to=[], use_cpu=True, num_train_epochs=1, optim="sgd", learning_rate=0.1,
         max_grad_norm=0, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    Trainer(model, arguments).train()
+    trainer = Trainer(model, arguments)
+    trainer.checks_rows = checks_rows
+    trainer.train()
+    if isinstance(collate, PackCollate):
+        assert trainer.checks_rows == (checks_rows and max_batch_size == 1)
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
