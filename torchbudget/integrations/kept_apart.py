@@ -45,8 +45,9 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     # other sizes may round otherwise; a BERT with its first weights changes by 6e-4.
     allowed = max(1e-5, torch.finfo(one.dtype).eps / 4) * one.abs().max()
     if (one - other).abs().max() > allowed:
+        name = type(getattr(model, "module", model)).__name__  # without DistributedDataParallel
         raise OptionError(
-            f"{type(getattr(model, 'module', model)).__name__} lets the samples of a row see each other: what it makes of "
+            f"{name} lets the samples of a row see each other: what it makes of "
             "one sample has changed with the tokens of another. Use flash attention, a mask from "
             "batch.block_mask() with flex attention, a model whose decoder makes its mask from "
             "position_ids, or PadCollate. Where positions are to mix, BudgetTrainerMixin takes "
