@@ -167,7 +167,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             balance=balance,
             host_batch_bytes=host_batch_bytes,
         )
-        check_cost(rules, table.values)
+        check_cost(rules, table.values, table.largest)
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),

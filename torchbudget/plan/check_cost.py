@@ -17,13 +17,13 @@ _ASKED: Final = 512  # sizes that a cost is asked for
 _MOST: Final = 2**31  # samples: their bytes must not wrap where a sample costs nothing
 
 
-def check_cost(rules: BatchRules, sizes: npt.NDArray[Any]) -> None:
+def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[Any]) -> None:
     """Ask the cost, and what ranks are balanced by, for some of the sizes that will come.
 
     Args:
         rules: with the budget.
-        sizes: at least one, shape `(n,)` or `(n, d)`; up to 513 of them are asked for, the largest
-            among them.
+        sizes: at least one, shape `(n,)` or `(n, d)`; up to 512 of them are asked for.
+        largest: on every axis, shape `()` or `(d,)`, which is asked for, too.
 
     Raises:
         CostError: it takes no arrays; does not return whole bytes, one for each size; or its
@@ -33,8 +33,7 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any]) -> None:
     Warns:
         MeasureWarning: it was predicted for another budget.
     """
-    largest = sizes.max(axis=0, keepdims=True)
-    some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest])
+    some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest[None]])
     padded = rules.padded(some)
     models = [*rules.limits]
     if rules.balance is not None:

@@ -61,7 +61,7 @@ class ByCost:
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """Raise a `CostError` where the cost does not compute what it should for such sizes."""
-        check_cost(self.rules, sizes)
+        check_cost(self.rules, sizes, sizes.max(axis=0))
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """Places of the samples that are to be skipped; raises where that is the policy."""

@@ -110,7 +110,7 @@ def plan_step(
         batch_size_multiple=batch_size_multiple,
         balance=balance,
     )
-    check_cost(rules, table.values)
+    check_cost(rules, table.values, table.largest)
     ranks = Ranks(
         number=at_least_one("num_replicas", num_replicas),
         even_sums=True,
