@@ -87,6 +87,7 @@ def test_a_benchmark_runs_with_tiny_arguments(name: str, tmp_path: Path) -> None
     assert bool(exact) == (name in EXACT)
 
 
+@pytest.mark.slow
 def test_recording_replaces_the_table(tmp_path: Path) -> None:
     """The new table stands where the old one stood, and nothing else changes."""
     for path in BENCHMARKS.glob("*.py"):

@@ -6,20 +6,20 @@ clip(lognormal(3.2, 0.8), 1, 1024) and a budget of 8,192 padded units, compared 
 
 Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
+Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     1.61        0.161  1.000      1.000
-    padded                                0.42        0.042  0.262      0.262
-    padded, len only                      0.28        0.028  0.176      0.175
-    padded, samples_per_step=4096         0.42        0.042  0.267      0.266
-    padded, rank 3 of 8                   0.49        0.049  0.305      0.305
-    padded, two axes                      1.08        0.108  0.678      0.674
-    packed                                1.12        0.112  0.701      0.700
-    padded / torch ≤ 0.3: 0.26187, holds
-    padded, len only / torch ≤ 0.2: 0.17585, holds
-    padded, rank 3 of 8 / torch ≤ 0.7: 0.3046, holds
-    padded, two axes / torch ≤ 0.7: 0.67839, holds
+    torch BatchSampler(RandomSampler)     1.82        0.182  1.000      1.000
+    padded                                0.59        0.059  0.314      0.304
+    padded, len only                      0.30        0.030  0.166      0.160
+    padded, samples_per_step=4096         0.50        0.050  0.276      0.266
+    padded, rank 3 of 8                   0.51        0.051  0.276      0.266
+    padded, two axes                      1.10        0.110  0.535      0.515
+    packed                                1.26        0.126  0.706      0.683
+    padded / torch ≤ 0.3: 0.31352, DOES NOT HOLD
+    padded, len only / torch ≤ 0.2: 0.16564, holds
+    padded, rank 3 of 8 / torch ≤ 0.7: 0.2763, holds
+    padded, two axes / torch ≤ 0.7: 0.53451, holds
 
 Every repetition times each row once, in turn. The ratio is the median over repetitions of the ratio
 within each, of wall time and of CPU time; the bars are for wall time. `µs a sample` divides by all

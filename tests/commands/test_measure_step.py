@@ -51,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_measured_saved_and_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stdout is the cost's report alone, whatever the module prints; `plan` takes the file."""
     done = run_command(

@@ -379,6 +379,7 @@ def run_beside_a_small_disk(folder: Path, mounted: Path, workers: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     """The error names the file, and the training goes on once there is room."""
     mounted = tmp_path / "disk"

@@ -287,6 +287,7 @@ Path(folder, f"{rank}.json").write_text(json.dumps([results, len(seen)]))
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_each_rank_goes_on_at_its_own_place(tmp_path: Path) -> None:
     """Ranks with unequal numbers of batches, broken off where one has none left, too."""
     ranks = run_ranks(UNEVEN, tmp_path, 2, tmp_path / "files")

@@ -118,6 +118,7 @@ def test_a_step_that_looks_at_values_falls_back_to_running() -> None:
     assert len(cost.probes) <= 18
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite() -> None:
     training = CASES["heavy"]()
 

@@ -188,6 +188,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_an_optimizer_traces() -> None:
     """Building an optimizer imports parts of torch that tracing must then not rely on."""
     done = subprocess.run(

@@ -339,6 +339,7 @@ def test_a_model_that_cannot_be_measured(
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.slow
 def test_a_quantized_buffer() -> None:
     """Such a step is run only, and the buffer is restored."""
 

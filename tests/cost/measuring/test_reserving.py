@@ -124,6 +124,7 @@ def test_an_epoch_through_the_allocator_stays_within_the_budget(
         assert peak >= 0.9 * budget
 
 
+@pytest.mark.slow
 def test_fixed_segments_leave_less_room_than_expandable_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

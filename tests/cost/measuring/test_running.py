@@ -170,6 +170,7 @@ def test_a_largest_size_that_does_not_fit_is_noted(monkeypatch: pytest.MonkeyPat
     ("case", "max_size"), [("decoder, scores kept", (512,)), ("encoder and decoder", (256, 256))]
 )
 @pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.slow
 def test_no_batch_is_run_over_the_budget(
     monkeypatch: pytest.MonkeyPatch, case: str, max_size: Size, seed: int
 ) -> None:

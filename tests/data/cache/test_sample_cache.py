@@ -128,6 +128,7 @@ class Killing:
 # What a dead worker had sent is not received.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("where", ["read", "write"])
+@pytest.mark.slow
 def test_a_killed_worker_leaves_it_right(where: str) -> None:
     """The epoch ends with torch's error; the cache goes on, and nothing in it is torn."""
     sizes = np.random.default_rng(0).integers(800, 1200, 100)

@@ -129,7 +129,9 @@ class Every:
 
 # From Python 3.12 on, to fork a process of several threads, as torch's are, warns.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 def test_workers_make_the_same_batches_straight_in_shared_memory(context: str | None) -> None:
     loader = DataLoader(
         Ragged(),

@@ -139,6 +139,7 @@ def test_open_files_limit_what_is_prefetched() -> None:
     assert chosen.needs.descriptors <= 40 < roomy.needs.descriptors
 
 
+@pytest.mark.slow
 def test_more_is_never_predicted_to_need_less() -> None:
     """A worker more, or a batch prefetched more, needs more of everything."""
     dataset, ours = Counted(), sampler()
@@ -161,6 +162,7 @@ def test_more_is_never_predicted_to_need_less() -> None:
     assert [one.shared_bytes for one in needs] == sorted(one.shared_bytes for one in needs)
 
 
+@pytest.mark.slow
 def test_any_loader_can_be_asked_about() -> None:
     """A shuffled one of torch's own is neither iterated nor moved, nor is its data copied."""
     dataset = TensorDataset(torch.zeros(64, 1000))
@@ -216,6 +218,7 @@ def test_a_sample_that_cannot_be_read_raises_here() -> None:
         options(dataset=Broken())
 
 
+@pytest.mark.slow
 def test_the_chosen_options_can_be_pickled() -> None:
     """As checkpoints and launchers do."""
     chosen = options(max_workers=1)

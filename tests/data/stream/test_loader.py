@@ -256,6 +256,7 @@ def die(sample: Any) -> Any:
     return sample
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_no_hang() -> None:
     loader = DataLoader(make(transforms=[die]), batch_size=None, num_workers=2)
     with (
