@@ -102,7 +102,7 @@ class SizeTable:
 def _summary(values: Sizes) -> tuple[str, IntArray]:
     """The fingerprint of sizes, and the largest on every axis, shape `(d,)`."""
     axes = values.shape[1] if values.ndim == 2 else 1
-    weights = random_words(0, count=_CHUNK * axes)
+    weights = random_words(0, count=min(_CHUNK, len(values)) * axes)
     sums, largest = [], np.zeros(axes, np.int64)
     for first in range(0, len(values), _CHUNK):
         # Seen as unsigned, a negative size is a huge one: one comparison finds both.
