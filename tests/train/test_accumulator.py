@@ -26,7 +26,13 @@ from tests.support.large_steps import (
     parts_of,
     sgd,
 )
-from torchbudget import GradAccumulator, trace_peak_bytes
+from torchbudget import (
+    GradAccumulator,
+    MemoryBudgetBatchSampler,
+    PaddedCost,
+    trace_peak_bytes,
+)
+from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.errors import OptionError, StepError
 
 
@@ -165,6 +171,48 @@ def test_measuring_and_warming_up_do_not_count() -> None:
     accumulate(accumulator, model, parts_of(Data.make(8), 4))
     assert accumulator.last.number == 1
     assert accumulator.last.micro_batches == 3
+
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {"steps": 1},
+        {"steps": 3},
+        {"samples": 900},
+        {"weight": 900},
+        {},
+        {"steps": MemoryBudgetBatchSampler([1] * 9, TOKENS, 1, samples_per_step=3)},
+        {"steps": MemoryBudgetBatchSampler([1] * 9, TOKENS, 1, window=3)},
+    ],
+    ids=["one", "three", "samples", "weight", "by hand", "planned", "planned, one"],
+)
+def test_a_measured_step_takes_what_the_costliest_micro_batch_does(ends: Any) -> None:
+    """The gradients of earlier micro-batches are there throughout the next forward."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    accumulator = GradAccumulator(optimizer, model, **ends)
+
+    def step(batch: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=len(batch), samples=len(batch)):
+            accumulator.backward(model(batch).sum())
+
+    predicted = trace_peak_bytes(step, torch.zeros(300, 256))
+    if isinstance(ends.get("steps"), MemoryBudgetBatchSampler):
+        iter(ends["steps"])
+    live = LiveBytes("cpu", block_bytes=64)
+    for parameter in model.parameters():
+        live.count(parameter)
+    for _ in range(3):
+        batch = torch.zeros(300, 256)
+        live.count(batch)
+        with live:
+            step(batch)
+        del batch
+    accumulator.flush()
+    assert predicted == pytest.approx(max(live.history), rel=1e-3)
 
 
 def test_bad_calls() -> None:

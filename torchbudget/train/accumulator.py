@@ -144,12 +144,12 @@ class GradAccumulator(AccumulatesGradients):
 
     @contextmanager
     def single_steps(self) -> Iterator[None]:
-        """Make each micro-batch inside a step of its own, and forget all of them at the end.
+        """Make each micro-batch inside a measured step of its own; all are forgotten at the end.
 
-        `measure_cost` and `warm_up` run a step that accumulates in it; they restore what the
-        optimizers change.
+        Where steps have several, gradients stay allocated, as a later one of a step finds them.
         """
         before = vars(self).copy()
+        self._taker = replace(self._taker, keeps_gradients=self._boundary.has_several())
         self._pending, self._boundary = Pending(), step_boundary_of(1, None, None, ranks=1)
         try:
             with self._detector.muted():

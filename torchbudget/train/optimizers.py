@@ -203,6 +203,11 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def zero(self) -> None:
+        """Set all gradients to 0, so that they take memory still."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+
     def schedule(self) -> None:
         """Step the schedulers."""
         for scheduler in self.schedulers:

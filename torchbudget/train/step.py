@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from torchbudget.train.process_group import Ranks
 Number = TypeVar("Number")
 
 _VERSION: Final = 2  # of the state
+_JUDGED: Final = 256  # planned steps that tell whether steps have several micro-batches
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
@@ -264,6 +266,10 @@ class Reaching:
         """Whether the data began again, so that what is pending is of an earlier epoch."""
         return False
 
+    def has_several(self) -> bool:
+        """Whether steps may have several micro-batches."""
+        return self.amount != "micro_batches" or self.least > 1
+
 
 class Planned:
     """The steps that a sampler has planned for the epoch that it is iterating over."""
@@ -303,6 +309,10 @@ class Planned:
     def restarted(self) -> bool:
         """See `Reaching.restarted`."""
         return self._iteration not in (None, self._source.iterations)
+
+    def has_several(self) -> bool:
+        """See `Reaching.has_several`; judged by the first steps."""
+        return any(number > 1 for number in islice(self._source.steps, _JUDGED))
 
 
 StepBoundary: TypeAlias = Reaching | Planned

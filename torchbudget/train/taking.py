@@ -31,6 +31,7 @@ class StepTaker:
         optimizers: that step.
         detector: of misuse.
         divisor: that losses were divided by.
+        keeps_gradients: gradients stay allocated after a step, as between micro-batches of one.
     """
 
     ranks: Ranks
@@ -38,6 +39,7 @@ class StepTaker:
     optimizers: Optimizers
     detector: MisuseDetector
     divisor: float
+    keeps_gradients: bool = False
 
     def take(
         self, pending: Pending, number: int, *, done: bool, failure: str | None
@@ -94,7 +96,10 @@ class StepTaker:
             if not skipped:
                 divisors = self.distributed.divisors()
                 norm, skipped = self.optimizers.step(self.divisor / weight, divisors)
-            self.optimizers.clear()
+            if self.keeps_gradients:
+                self.optimizers.zero()
+            else:
+                self.optimizers.clear()
         if not skipped:
             self.optimizers.schedule()
         step = Step(
