@@ -21,7 +21,7 @@ from torchbudget import (
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.vouched import VouchedRange
-from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.errors import CostError, CostOverflowError, MeasureWarning
 from torchbudget.machine.peaks import Peak
 from torchbudget.units import MAX_BYTES
 
@@ -232,6 +232,29 @@ def test_a_caching_allocator_keeps_what_the_largest_step_took() -> None:
     with pytest.warns(MeasureWarning):
         cost.observe(1, 100, Peak(bytes=10_200_000, allocated_bytes=90_000))
     assert 0.02 <= cost.with_observed_margin().margin <= 0.03
+
+
+def test_a_batch_without_a_prediction_hides_no_later_one() -> None:
+    """What a sample beyond all that was measured took is known; more than that is a surprise."""
+    cost = measured(margin=0.01, largest=(100,))
+    assert cost.batch_bytes(1, 101) == MAX_BYTES
+    cost.observe(1, 101, Peak(bytes=10_000_000, allocated_bytes=9_000_000))
+    cost.observe(1, 100, Peak(bytes=10_000_000, allocated_bytes=90_000))
+    assert cost.with_observed_margin() is cost
+    with pytest.warns(MeasureWarning, match="needed 9.73 MiB"):
+        cost.observe(1, 100, Peak(bytes=10_200_000, allocated_bytes=90_000))
+
+
+@given(st.floats(0, 1000), st.integers(0, 2**21))
+def test_bytes_with_a_margin_do_not_wrap(margin: float, n: int) -> None:
+    """A batch of 2⁶³ bytes or more is refused, and no other one is said to be free."""
+    term = Term(float(2**42), 1, (0,))
+    cost = MeasuredCost(forms=(Form(terms=(term,)),), margin=margin)
+    exact = n * 2**42 * (1 + margin)
+    try:
+        assert int(cost.batch_bytes(n, 1)) == pytest.approx(exact, rel=1e-3, abs=2**25)
+    except CostOverflowError:
+        assert exact > 2**62.99
 
 
 def test_what_was_reserved_before_a_step_is_no_surprise() -> None:

@@ -20,7 +20,7 @@ from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
 from torchbudget.cost.models.vouched import VouchedRange
-from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.errors import CostError, CostOverflowError, MeasureWarning
 from torchbudget.machine.peaks import Peak
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
@@ -113,13 +113,19 @@ class MeasuredCost:
         return self._polynomials.batch_bytes(n, padded_size)
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing vouches for a prediction."""
+        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing vouches for a prediction.
+
+        Raises:
+            CostOverflowError: what is predicted is 2⁶³ bytes or more.
+        """
         if self.vouched is None:
             fitted = self.fitted_bytes(n, padded_size)
         else:
             fitted = self.vouched.batch_bytes(self.fitted_bytes, n, padded_size)
         beyond = fitted == MAX_BYTES
         known = np.where(beyond, 0, fitted)
+        if (known // _PARTS).max(initial=0) >= MAX_BYTES // (_PARTS + self._parts):
+            raise CostOverflowError("this batch costs 2**63 bytes or more, with the margin")
         total: IntArray = known + (known // _PARTS + 1) * self._parts
         total = np.where(beyond, MAX_BYTES, total)
         if self.table is not None:
@@ -214,7 +220,9 @@ class MeasuredCost:
         observed.retries += peak.retries
         reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
         predicted = max(int(self.batch_bytes(n, size)), reserved_for)
-        observed.largest_bytes = predicted
+        # Of a batch that nothing vouches for, what it took is all that is known.
+        known = predicted if predicted < MAX_BYTES else max(reserved_for, peak.bytes)
+        observed.largest_bytes = known
         # What was reserved before the step, and was enough for it, does not show what it needs.
         enough = 0 < peak.reserved_bytes <= peak.reserved_before_bytes
         if (peak.bytes <= predicted or enough) and not peak.failures:

@@ -12,7 +12,8 @@ class Observations:
     Attributes:
         margin: the least that covers every step.
         steps: how many were observed.
-        largest_bytes: the largest fitted bytes of any, where an allocator keeps what it reserved.
+        largest_bytes: the largest fitted bytes of any, where an allocator keeps what it reserved;
+            what was taken by one that has none.
         planned_margin: the margin of the cost that batches are planned with by now.
         retries: allocations that succeeded once the cache was flushed.
     """
