@@ -93,15 +93,22 @@ class LimitWatch:
 
     Args:
         warn_at: the share of a limit from which on it is near.
+
+    Attributes:
+        most: each limit where the largest share of it was used, by its name. A limit may change:
+            of several control groups, it is that of the one that has the least left.
     """
 
     def __init__(self, warn_at: float) -> None:
         self._warn_at = warn_at
         self._near: set[str] = set()
+        self.most: dict[str, MemoryLimit] = {}
 
     def reached(self, limits: Sequence[MemoryLimit]) -> Iterator[MemoryLimit]:
         """Those that have come near since the last call."""
         for limit in limits:
+            if limit.share >= self.most.setdefault(limit.name, limit).share:
+                self.most[limit.name] = limit
             if limit.share >= self._warn_at:
                 if limit.name not in self._near:
                     self._near.add(limit.name)

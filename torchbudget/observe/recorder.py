@@ -98,9 +98,12 @@ class Recorder:
             peak = replace(peak, **self._reader.device_peaks())
             process_bytes = max(peak.process_bytes, peak.process_peak_bytes or 0)
             most = replace(peak, process_bytes=process_bytes)
+            # The kernel and the allocator know the device's peak better than the samples.
+            limits = {limit.name: limit for limit in self._limits_of(most)}
+            limits |= {k: one for k, one in self._watch.most.items() if k != "device"}
             return MonitorReport(
                 peak=peak,
-                limits=self._limits_of(most),
+                limits=tuple(limits.values()),
                 snapshots=snapshots,
                 events=self._reader.events(),
                 is_exact=self._reader.whole_is_exact,
