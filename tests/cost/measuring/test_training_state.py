@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,36 @@ def test_no_optimizer_step() -> None:
     model = nn.Linear(3, 3)
     with pytest.warns(MeasureWarning, match="no optimizer stepped"):
         trace_peak_bytes(lambda batch: model(batch).sum().backward(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("of_it", ["another", "the same", "frozen", "with its state"])
+def test_one_of_several_optimizers_does_not_step(of_it: str) -> None:
+    """Its state and its step are not in the cost: that is said, unless another one does both."""
+    generator, critic = nn.Linear(3, 3), nn.Linear(3, 3)
+    steps = torch.optim.Adam(critic.parameters())
+    idle = torch.optim.AdamW((critic if of_it == "the same" else generator).parameters())
+    if of_it == "with its state":
+        generator(torch.ones(1, 3)).sum().backward()
+        idle.step()
+    generator.requires_grad_(of_it != "frozen")
+    count = 0
+
+    def step(batch: Any) -> None:
+        nonlocal count
+        count += 1
+        critic(generator(batch)).sum().backward()
+        steps.step()
+        if count % 1000 == 0:
+            idle.step()
+        generator.zero_grad()
+        critic.zero_grad()
+
+    warned = pytest.warns(MeasureWarning, match="AdamW did not step in any measured step")
+    with warned if of_it == "another" else nullcontext():
+        cost = measure_cost(
+            step, lambda n, size: torch.ones(n, size, 3), max_size=64, method="trace"
+        )
+    assert any("AdamW did not step" in note for note in cost.notes) is (of_it == "another")
 
 
 def test_no_model() -> None:

@@ -120,7 +120,8 @@ def measure_cost(
 
     Warns:
         MeasureWarning: the step leaks memory, returns a loss that is not finite, does not fit any
-            form, or is forward only of a module in training mode.
+            form, never steps one of its optimizers, or is forward only of a module in training
+            mode.
     """
     if method not in ("auto", "trace", "run"):
         raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
@@ -140,6 +141,12 @@ def measure_cost(
     with counting(unit="shapes", description="measuring", leave=False, delay_s=2) as advance:
         subject.advance = advance
         cost = _measured(subject, method, room)
+    for idle in state.idle_optimizers():
+        subject.warn(
+            f"{type(idle).__name__} did not step in any measured step, while another optimizer "
+            "did: its state and the memory of its step are not in the cost; let the step step all "
+            "that training steps"
+        )
     return replace(
         cost,
         time_form=fit_time(cost.probes),

@@ -61,6 +61,7 @@ class TrainingState:
         is_compiled: whether a module or a function is called through `torch.compile`.
         accumulators: of gradients, which must make single steps while the step is measured.
         forward_only: whether the step that was checked last made no gradients.
+        stepped: ids of the parameters that an optimizer has stepped in any step that was checked.
     """
 
     def __init__(self, step: Callable[..., object]) -> None:
@@ -73,6 +74,7 @@ class TrainingState:
         self.accumulators = [one for one in found if _accumulates(one)]
         self.is_compiled = any(map(_is_compiled, found))
         self.forward_only = False
+        self.stepped: set[int] = set()
         self.loose = [one for one in found if isinstance(one, torch.Tensor)]
         self.containers = [one for one in found if isinstance(one, CONTAINERS)]
         self.generators = [one for one in found if isinstance(one, GENERATORS)]
@@ -81,7 +83,7 @@ class TrainingState:
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
         found = [p for module in self.modules for p in module.parameters()]
-        found += [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        found += [p for optimizer in self.optimizers for p in _parameters(optimizer)]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def tensors(self) -> list[torch.Tensor]:
@@ -179,8 +181,9 @@ class TrainingState:
                     f"the step steps an optimizer that it does not refer to, {type(optimizer)}, so "
                     "that it could not be restored; let the step's function name it"
                 )
-            gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-            stepped.append(any(gradient is not None for gradient in gradients))
+            with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
+            self.stepped.update(with_gradients)
+            stepped.append(bool(with_gradients))
 
         handle = register_optimizer_step_pre_hook(note)
         try:
@@ -223,6 +226,18 @@ class TrainingState:
         return any(
             module.training and any(True for _ in module.parameters()) for module in self.modules
         )
+
+    def idle_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of which no trained parameter was stepped, by any optimizer, while others were.
+
+        Not those that have their state from steps before: it is counted with all other tensors.
+        """
+        trained = [{id(p) for p in _parameters(one) if p.requires_grad} for one in self.optimizers]
+        return [
+            one
+            for one, its in zip(self.optimizers, trained, strict=True)
+            if self.stepped and its and its.isdisjoint(self.stepped) and not one.state
+        ]
 
     def notes(self) -> list[str]:
         """What a report must say of the step that was checked last."""
@@ -271,6 +286,10 @@ class TrainingState:
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
                 put_back()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _two_devices(where: str, device: torch.device, first: torch.device) -> str:
