@@ -19,6 +19,8 @@ from torchbudget.observe.recorded_run import recorded_runs
 
 MIB = 2**20
 
+pytestmark = pytest.mark.filterwarnings("ignore::torchbudget.errors.MemoryLimitWarning")
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -28,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def monitored(budget: str = "64GiB") -> MemoryMonitor:
     """A run of this process, with a snapshot and a batch; its file is `run.jsonl`."""
-    with MemoryMonitor(budget, path="run.jsonl", device="cpu", warn_at=1e9) as monitor:
+    with MemoryMonitor(budget, path="run.jsonl", device="cpu", warn_at=1) as monitor:
         with monitor.batch(4, 100):
             kept = bytearray(32 * MIB)
         monitor.snapshot("after a batch")

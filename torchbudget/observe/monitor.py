@@ -97,6 +97,8 @@ class MemoryMonitor:
         self._history_bytes = parse_bytes(history)
         self._destinations = path, writer, on_limit
         self._warn_at = positive_number("warn_at", warn_at)
+        if self._warn_at > 1:  # 95 would never warn
+            raise OptionError(f"warn_at must be a share, above 0 and at most 1, got {warn_at!r}")
         self._sampler = replan
         self._replan_batches = at_least_one("replan_batches", replan_batches)
         self._owner: int | None = None  # the process that has entered it
