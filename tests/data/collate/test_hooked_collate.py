@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
+import pytest
 import torch
 
 from torchbudget import PadCollate
+from torchbudget.errors import CollateError
 from torchbudget.readers import HookedCollate
 
 
@@ -23,6 +26,14 @@ def test_hooks_on_inputs_and_targets() -> None:
     inputs, targets = HookedCollate(collate_fn=PadCollate(), on_target=torch.neg)(pairs)
     assert inputs.tolist() == [[1, 0, 0], [3, 3, 3]]
     assert targets.tolist() == [-1, -3]
+
+
+@pytest.mark.parametrize("sample", [[torch.ones(2), 1], {"x": torch.ones(2), "y": 1}])
+def test_a_hook_on_targets_that_there_are_not(sample: Any) -> None:
+    """It would never be called, and the other one would get the targets, too."""
+    hooked = HookedCollate(collate_fn=PadCollate(), on_target=torch.neg)
+    with pytest.raises(CollateError, match="on_target is for samples that are pairs"):
+        hooked([sample])
 
 
 def test_samples_without_targets() -> None:

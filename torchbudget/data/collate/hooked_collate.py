@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchbudget.data.collate.options import of_sized_field
+from torchbudget.errors import CollateError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,9 @@ class HookedCollate:
         on_input: applied to the batch, or to its first field if samples are pairs; its result is
             used instead.
         on_target: likewise for the second field of pairs.
+
+    Raises:
+        CollateError: when called with samples that are no pairs, if there is `on_target`.
 
     >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
     >>> collate([([1.0, 2.0], 3)])
@@ -32,6 +36,11 @@ class HookedCollate:
         """The batch after the hooks: a pair if samples are pairs."""
         batch = self.collate_fn(samples)
         if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
+            if self.on_target is not None:
+                raise CollateError(
+                    "on_target is for samples that are pairs, tuples of an input and a target; got "
+                    f"samples of type {type(samples[0]).__name__}"
+                )
             return batch if self.on_input is None else self.on_input(batch)
         inputs, targets = batch
         return (
