@@ -190,11 +190,13 @@ def test_a_resumed_sampler_keeps_the_margin() -> None:
     again = MemoryBudgetBatchSampler(sizes, measured(margin=0.01), 500_000, window=50)
     again.load_state_dict(state)
     assert again.plan.rules.cost.margin == sampler.plan.rules.cost.margin > 0.5
+    assert again.cost.with_observed_margin().margin == sampler.plan.rules.cost.margin
     left = sorted(index for batch in again for index in batch)
     assert left == sorted(index for batch in batches for index in batch)
     other = MemoryBudgetBatchSampler(sizes, measured(PaddedCost(unit_bytes=900)), 500_000)
     other.load_state_dict(state)
     assert other.plan.rules.cost.margin == 0
+    assert other.cost.with_observed_margin().margin == 0
 
 
 def test_the_next_epoch_has_the_corrected_cost() -> None:

@@ -382,7 +382,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         if margin <= used.margin:
             return used.margin
         self._cursor = self._cursor.dealt_anew(self.plan.left_of(self._cursor))
-        self._plan = self._plan.with_cost(used.with_margin(margin))
+        self._plan = self._plan.with_cost(used.planned_with(margin))
         if iterator is not None:
             iterator.replan(self._plan, after=after)
             if iterator.began.epoch == self.epoch:

@@ -32,4 +32,4 @@ def with_margin_of(plan: Plan, state: Any) -> Plan:
     if not 0 <= begun <= later:
         return plan
     same = cost_fingerprint(cost.with_margin(begun), plan.sizes.largest) == saved
-    return plan.with_cost(cost.with_margin(later)) if same else plan
+    return plan.with_cost(cost.planned_with(later)) if same else plan

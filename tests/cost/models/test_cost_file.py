@@ -48,6 +48,16 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         load_cost(path)
 
 
+def test_what_training_has_shown_is_saved(tmp_path: Path) -> None:
+    """The margin covers the steps that were observed; the cost itself stays as it was."""
+    cost = measured(margin=0.01)
+    with pytest.warns(MeasureWarning):
+        cost.observe(10, 100, 1_500_000)
+    cost.save(tmp_path / "cost.json")
+    assert load_cost(tmp_path / "cost.json").batch_bytes(10, 100) >= 1_500_000
+    assert cost.batch_bytes(10, 100) < 1_500_000
+
+
 def test_forms_time_and_probes_are_saved(tmp_path: Path) -> None:
     """Tables and formulas, and the time of what was run, come back as equal values."""
     table = TableCost(numbers=(8, 2), sizes=((100, 3), (500, 4)), peak_bytes=(1000, 1200))

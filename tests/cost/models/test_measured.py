@@ -278,7 +278,7 @@ def test_allocations_that_failed_raise_the_margin() -> None:
     assert once > 0.03
     cost.observe(10, 100, Peak(bytes=1_000_000, allocated_bytes=900_000, failures=2))
     assert cost.with_observed_margin().margin == once  # later batches still have the old margin
-    cost.with_margin(once)
+    cost.planned_with(once)
     cost.observe(10, 100, None)
     assert once + 0.02 <= cost.with_observed_margin().margin <= once + 0.03
 

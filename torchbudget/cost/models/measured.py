@@ -250,21 +250,27 @@ class MeasuredCost:
         return self._observed.steps > 0
 
     def with_observed_margin(self) -> MeasuredCost:
-        """This cost with a margin that covers every step that `observe` has seen."""
-        if self._observed.margin <= self.margin:
+        """This cost with a margin that covers every step that `observe` has seen.
+
+        At least that which batches are planned with by now: after `replan`, of all ranks' steps;
+        after a sampler's state was loaded, of those before.
+        """
+        observed = self._observed
+        margin = observed.margin + 1e-3 if observed.margin > self.margin else self.margin
+        margin = min(max(margin, observed.planned_margin), MOST_MARGIN)
+        if margin <= self.margin:
             return self
-        steps = self._observed.steps
-        note = f"the margin was {self.margin:.2%} before {steps:,} steps were observed"
-        margin = min(self._observed.margin + 1e-3, MOST_MARGIN)
+        note = f"the margin was {self.margin:.2%} before steps of training were observed"
         notes = (*self.notes, note)
-        return replace(self._with(margin), notes=notes, _observed=Observations())
+        return replace(self.with_margin(margin), notes=notes, _observed=Observations())
+
+    def planned_with(self, margin: float) -> MeasuredCost:
+        """This cost with the margin that batches are planned with from now on."""
+        self._observed.planned_margin = margin
+        return self.with_margin(margin)
 
     def with_margin(self, margin: float) -> MeasuredCost:
-        """This cost with another margin, to plan with; both share what they observe."""
-        self._observed.planned_margin = margin
-        return self._with(margin)
-
-    def _with(self, margin: float) -> MeasuredCost:
+        """This cost with another margin; both share what they observe."""
         table = self.table
         if table is not None:  # which is as far off as the rest
             factor = (1 + margin) / (1 + self.margin)
@@ -274,8 +280,12 @@ class MeasuredCost:
         return replace(self, margin=margin, table=table)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, with what it was measured on; `load_cost` reads it."""
-        attributes = {k: value for k, value in asdict(self).items() if not k.startswith("_")}
+        """Write it as JSON, with what it was measured on; `load_cost` reads it.
+
+        With the margin that covers what was observed: see `with_observed_margin`.
+        """
+        kept = asdict(self.with_observed_margin())
+        attributes = {k: value for k, value in kept.items() if not k.startswith("_")}
         written = {"format": FORMAT, **attributes}
         Path(path).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
