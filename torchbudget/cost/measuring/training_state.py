@@ -82,7 +82,7 @@ class TrainingState:
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
-        found = [p for module in self.modules for p in module.parameters()]
+        found: list[torch.Tensor] = [p for one in self.modules for p in one.parameters()]
         found += [p for optimizer in self.optimizers for p in _parameters(optimizer)]
         return list({id(tensor): tensor for tensor in found}.values())
 
