@@ -245,6 +245,27 @@ def test_a_webdataset_pipeline_goes_on(tars: list[str]) -> None:
     check_every_stop(make, save=save)
 
 
+def test_stages_of_webdataset_that_count_their_passes_begin_with_the_streams_epoch(
+    tars: list[str],
+) -> None:
+    """Else a new process, for a resume or as a worker, would read another order than the last."""
+
+    def make() -> BudgetedIterableDataset:
+        return stream_of(pipeline(tars, shardshuffle=8, detshuffle=True, seed=7))
+
+    stream = make()
+    epochs = [numbers(stream) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    loader = DataLoader(make(), batch_size=None, num_workers=1)
+    assert [numbers(loader) for _ in range(3)] == epochs
+    stream = make()
+    stream.set_epoch(2)
+    begun = list(islice(stream, 3))
+    resumed = make()
+    resumed.load_state_dict(stream.state_dict())
+    assert numbers([*begun, *resumed]) == epochs[2]
+
+
 # ---------------------------------------------------------------------- Ray
 
 
