@@ -218,6 +218,33 @@ def test_webdataset_pipelines_of_two_ranks(
     assert all(found)
 
 
+@pytest.mark.parametrize("splitter", ["split_by_node", "single_node_only"])
+def test_a_webdataset_pipeline_that_knows_of_other_ranks_is_refused(
+    splitter: str, tars: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a spawned worker, which has no process group: each rank would read everything."""
+    import webdataset
+
+    mine = pipeline(tars, nodesplitter=getattr(webdataset, splitter))
+    with pytest.raises(OptionError, match="rank 0 of 1, and to the stream it is rank 1 of 2"):
+        list(stream_of(mine, num_replicas=2, rank=1, uneven=True))
+    own = pipeline(tars, nodesplitter=every_second)
+    assert 0 < len(numbers(stream_of(own, num_replicas=2, rank=1, uneven=True))) < N
+    dealt = [
+        numbers(stream_of(pipeline(tars), num_replicas=2, rank=rank, split="none"))
+        for rank in range(2)
+    ]
+    assert sorted(dealt[0] + dealt[1]) == list(range(N))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(OptionError, match="rank 3 of 4, and to the stream it is rank 1 of 2"):
+        list(stream_of(mine, num_replicas=2, rank=1, uneven=True))
+
+
+def every_second(shards: Any) -> Any:
+    return islice(shards, 1, None, 2)
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("kind", ["datasets", "webdataset"])
 def test_what_splits_itself_goes_on_in_a_plain_loader(

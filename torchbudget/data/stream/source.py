@@ -100,6 +100,8 @@ class Source:
             return ShardReader([data[i] for i in order], order.tolist(), generators)
         if callable(data) and not self.adapter.is_iterable:
             return ShardReader([_Shard(data, part, parts)], [part], generators)
+        if self.split == "ranks":
+            self.adapter.check_ranks(slot)
         iterable = self.adapter.open(slot, epoch=epoch + number)
         worker = None if self.split == "none" else slot.worker
         seekable = data if self.adapter.seeks else None

@@ -35,6 +35,9 @@ class PlainSource:
         """Whether it has a state that says exactly where it stands."""
         return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
 
+    def check_ranks(self, slot: WorkerSlot) -> None:
+        """Raise an `OptionError` where it splits itself by other ranks than the stream's."""
+
     def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:  # noqa: ARG002
         """The samples of a pass, from the beginning, whatever was loaded before."""
         if self.seeks:
