@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,21 @@ def test_autocast_is_the_loops_own() -> None:
         parameter.grad *= 16 / data.weight
     theirs.step()
     assert difference(model, by_hand) == 0
+
+
+def test_an_autocast_around_steps_sees_the_weights_that_they_have_changed() -> None:
+    """It keeps its casts of parameters as long as it is open."""
+    models = [make_model("CNN").float() for _ in range(2)]
+    for model, is_around in zip(models, (False, True), strict=True):
+        accumulator = GradAccumulator(sgd(model), model, steps=1)
+        with torch.autocast("cpu", torch.bfloat16) if is_around else nullcontext():
+            for piece in parts_of(Data.make(12), 4):
+                with (
+                    accumulator.micro_batch(weight=piece.weight),
+                    torch.autocast("cpu", torch.bfloat16),
+                ):
+                    accumulator.backward(loss_sum(model, piece))
+    assert difference(*models) == 0
 
 
 def test_nothing_that_weighs() -> None:

@@ -96,6 +96,8 @@ class StepTaker:
             if not skipped:
                 divisors = self.distributed.divisors()
                 norm, skipped = self.optimizers.step(self.divisor / weight, divisors)
+                # Of the weights before it: an autocast that is open around steps keeps its casts.
+                torch.clear_autocast_cache()
             if self.keeps_gradients:
                 self.optimizers.zero()
             else:
