@@ -46,10 +46,13 @@ class Progress:
     @property
     def epoch(self) -> int:
         """That the next loop reads: the one after the last one, if all workers are done with it."""
-        epoch, workers = int(self._numbers[_EPOCH]), int(self._workers[0, _NUMBER_OF_WORKERS])
-        last = torch.tensor([workers, epoch + 1])
-        done = bool(workers) and bool((self._workers[:workers, :2] == last).all())
-        return epoch + done
+        while True:
+            epoch, workers = int(self._numbers[_EPOCH]), int(self._workers[0, _NUMBER_OF_WORKERS])
+            last = torch.tensor([workers, epoch + 1])
+            done = bool(workers) and bool((self._workers[:workers, :2] == last).all())
+            # Another worker may meanwhile have gone on to the next one, and be done with it, too.
+            if epoch == int(self._numbers[_EPOCH]):
+                return epoch + done
 
     def advance(self) -> int:
         """A process begins a loop: the epoch that it reads.
