@@ -140,6 +140,24 @@ class Averaging(nn.Module):
         return x
 
 
+def test_an_autocast_around_both_passes_is_as_one_in_the_forward() -> None:
+    """What the pass without gradients has cached is not used in the other one."""
+
+    def forward(batch: Any, model: Towers) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: dict[str, Tensor] = model(batch)
+        return {name: values.float() for name, values in found.items()}
+
+    batches = [(left.float(), right.float()) for left, right in cut(pairs(12), [4, 4, 4])]
+    inside, around = Towers().float(), Towers().float()
+    joint_backward(partial(forward, model=inside), batches, inside.contrast)
+    with torch.autocast("cpu", torch.bfloat16):
+        joint_backward(partial(forward, model=around), batches, around.contrast)
+    for one, other in zip(inside.parameters(), around.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, rtol=0.1, atol=0.01)
+
+
 def test_a_buffer_that_the_first_pass_makes_is_made_once() -> None:
     torch.manual_seed(0)
     model, once = (nn.Sequential(nn.Linear(6, 5), Averaging()) for _ in range(2))

@@ -139,6 +139,7 @@ def _two_passes(
         for micro_batch in micro_batches:
             states.append(RandomState.take())
             parts.append(tree_map(lambda leaf: leaf.detach(), forward(micro_batch)))
+    torch.clear_autocast_cache()  # before 2.11, an open autocast has cached casts without a graph
     buffers.restore()
     after = RandomState.take()
     structure = tree_structure(parts[0])

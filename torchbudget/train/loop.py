@@ -184,6 +184,8 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
             model.eval()
         yield
     finally:
+        # Before 2.11, an open autocast has cached casts that were made without a graph.
+        torch.clear_autocast_cache()
         for part, mode in modes:
             if part.training != mode:
                 part.train(mode)
