@@ -284,6 +284,11 @@ HOLDERS: dict[str, tuple[Any, int]] = {
     "picture": (Picture(), 800_000),  # Pillow stores a pixel of several bands in 4 bytes
     "objects": (np.array([np.zeros(100_000), None], object), 800_000),
     "sparse": (torch.ones(50_000).to_sparse(), 600_000),
+    "several sparse": ([torch.ones(50_000).to_sparse() for _ in range(9)], 5_400_000),
+    "several objects": (
+        [np.array([np.zeros(100_000), None], object) for _ in range(9)],
+        7_200_000,
+    ),
     "tokens": (list(range(1000, 30_000)), 29_000 * 28),
 }
 

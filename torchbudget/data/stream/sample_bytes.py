@@ -84,14 +84,15 @@ def _kept_by(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[int, int]:
 def _counted(sample: Any) -> tuple[int, bool]:
     """Bytes that are kept alive, and whether an array is a part of something much larger."""
     total, is_part = 0, False
-    seen: set[int] = set()
+    # With the objects: parts are made here, and another may have the identity of one that is gone.
+    seen: dict[int, Any] = {}
     owners: set[int] = set()
     waiting = [sample]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
             waiting += [value._indices(), value._values()]
         elif isinstance(value, torch.Tensor) and value.layout is torch.jagged:
