@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -100,6 +101,32 @@ def test_workers_that_persist(workers: int) -> None:
                 following.load_state_dict(as_json(running.state_dict()))
                 assert list(tracked_loop(following, workers)) == whole[done:]
         assert running.state_dict()["epoch"] == epoch + 1
+
+
+@pytest.mark.parametrize("wait_s", [0, 0.2])
+def test_a_loop_that_is_broken_off_while_workers_come_to_their_end(wait_s: float) -> None:
+    """It begins again where it began, whenever they are done with what it had asked for."""
+    shards = [list(range(8)), list(range(8, 16))]
+    stream = BudgetedIterableDataset(
+        shards, TOKENS, 4, size=one, window=4, transforms=[slow], collate_fn=same
+    )
+    loader = loader_of(stream, 2, persistent_workers=True)
+    for done, _ in enumerate(stream.tracked(loader), 1):
+        if done == 2:  # both of them read the last of their batches
+            break
+    time.sleep(wait_s)
+    assert stream.epoch == 0
+    assert sorted(number for batch in stream.tracked(loader) for number in batch) == [*range(16)]
+    assert stream.epoch == 1
+
+
+def one(_: Any) -> int:
+    return 1
+
+
+def slow(number: int) -> int:
+    time.sleep(0.02)
+    return number
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from torchbudget.data.padded_sizes import PaddedSizes
 from torchbudget.data.sizes.key import sizes_of_all
@@ -102,6 +103,8 @@ class EpochReader(Iterator[Any]):
         self.began = cursor
         self.epoch, self.finished, self._to_come = cursor.epoch, cursor.finished, cursor.to_come
         self._samples, self._rounds_done = cursor, cursor.rounds
+        # A worker may come to the end when the loop that it reads for was broken off.
+        self._opened = None if get_worker_info() is None else self._progress.opened
 
     @property
     def goes_on(self) -> bool:
@@ -170,7 +173,8 @@ class EpochReader(Iterator[Any]):
 
     def _end_epoch(self) -> None:
         self.finished = True
-        self._progress.end(self.epoch, self.slot.worker, self.slot.workers)
+        slot = self.slot
+        self._progress.end(self.epoch, slot.worker, slot.workers, opened=self._opened)
         if self._to_come is None:
             self.close()
 

@@ -13,9 +13,10 @@ import torch
 from torchbudget.errors import OptionError
 
 WORKERS: Final = 512  # that may read a stream on one rank
-_EPOCH, _CHANGES, _LOADED, _TRACKED, _LAST_LOOP = range(5)
-_HEADER: Final = 5
-_NUMBER_OF_WORKERS, _EPOCHS_DONE, _OVERSIZE, _FAILED = range(4)
+_EPOCH, _CHANGES, _LOADED, _TRACKED, _LAST_LOOP, _OPENED = range(6)
+_HEADER: Final = 6
+_NUMBER_OF_WORKERS, _EPOCHS_DONE, _WHEN_OPENED, _OVERSIZE, _FAILED = range(5)
+_DONE: Final = slice(_NUMBER_OF_WORKERS, _OVERSIZE)
 
 
 class Progress:
@@ -23,7 +24,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._numbers = torch.zeros(_HEADER, dtype=torch.int64).share_memory_()
-        self._workers = torch.zeros(WORKERS, 4, dtype=torch.int64).share_memory_()
+        self._workers = torch.zeros(WORKERS, 5, dtype=torch.int64).share_memory_()
 
     def passed_on(self) -> Progress:
         """For a copy of the stream: the same memory for a process that is started, else another."""
@@ -48,8 +49,8 @@ class Progress:
         """That the next loop reads: the one after the last one, if all workers are done with it."""
         while True:
             epoch, workers = int(self._numbers[_EPOCH]), int(self._workers[0, _NUMBER_OF_WORKERS])
-            last = torch.tensor([workers, epoch + 1])
-            done = bool(workers) and bool((self._workers[:workers, :2] == last).all())
+            last = torch.tensor([workers, epoch + 1, self.opened])
+            done = bool(workers) and bool((self._workers[:workers, _DONE] == last).all())
             # Another worker may meanwhile have gone on to the next one, and be done with it, too.
             if epoch == int(self._numbers[_EPOCH]):
                 return epoch + done
@@ -71,21 +72,37 @@ class Progress:
 
     def was_read(self, epoch: int, worker: int) -> bool:
         """Whether this worker, or an earlier one of its number, was done with an epoch."""
-        return epoch >= 0 and bool(self._workers[worker, _EPOCHS_DONE] == epoch + 1)
+        done = self._workers[worker, [_EPOCHS_DONE, _WHEN_OPENED]].tolist()
+        return epoch >= 0 and done == [epoch + 1, self.opened]
 
-    def end(self, epoch: int, worker: int, workers: int) -> None:
+    def end(self, epoch: int, worker: int, workers: int, *, opened: int | None = None) -> None:
         """A worker is done with an epoch.
+
+        Args:
+            epoch: that it has read.
+            worker: its number.
+            workers: their number.
+            opened: what `opened` was when it began; `None`: what it is now.
 
         Raises:
             OptionError: there are too many workers.
         """
         if workers > WORKERS:
             raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")
-        self._workers[worker, :2] = torch.tensor([workers, epoch + 1])
+        opened = self.opened if opened is None else opened
+        self._workers[worker, _DONE] = torch.tensor([workers, epoch + 1, opened])
+
+    @property
+    def opened(self) -> int:
+        """How often an epoch was opened again: what workers have done before does not count."""
+        return int(self._numbers[_OPENED])
 
     def reopen(self) -> None:
-        """A loop was broken off: the epoch is not over, although workers may be done with it."""
-        self._workers[:, :2] = 0
+        """A loop was broken off: the epoch is not over, although workers are done with it, or will.
+
+        Those that persist go on with what the loop has asked for, ahead of what it took.
+        """
+        self._numbers[_OPENED] += 1
 
     def change(self, epoch: int, *, loaded: bool) -> int:
         """Another epoch was chosen, or a state loaded: all processes begin there.
@@ -93,7 +110,7 @@ class Progress:
         Returns:
             The number of this change.
         """
-        self._workers[:, :2] = 0
+        self.reopen()
         self._numbers[_EPOCH], self._numbers[_LOADED] = epoch, loaded
         self._numbers[_LAST_LOOP] = 0
         self._numbers[_CHANGES] += 1
@@ -133,16 +150,16 @@ class Progress:
 
     def count_skipped(self, worker: int, *, oversize: int = 0, failed: int = 0) -> None:
         """Add samples that a worker skipped."""
-        self._workers[worker, 2:] += torch.tensor([oversize, failed])
+        self._workers[worker, _OVERSIZE:] += torch.tensor([oversize, failed])
 
     def skipped(self) -> tuple[int, int]:
         """How many were oversize, and how many failed."""
-        oversize, failed = self._workers[:, 2:].sum(dim=0).tolist()
+        oversize, failed = self._workers[:, _OVERSIZE:].sum(dim=0).tolist()
         return oversize, failed
 
     def forget_skipped(self) -> None:
         """Count them anew."""
-        self._workers[:, 2:] = 0
+        self._workers[:, _OVERSIZE:] = 0
 
 
 def _progress(numbers: torch.Tensor, workers: torch.Tensor) -> Progress:
