@@ -54,6 +54,7 @@ def run(line: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition(PROGRAM)[2][:40].strip())
+@pytest.mark.slow
 def test_a_documented_command_runs(line: str, folder: Path) -> None:
     """Exit code 0, results on stdout, nothing on stderr."""
     for reads, writes in WRITTEN_BY.items():

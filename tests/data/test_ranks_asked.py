@@ -202,6 +202,7 @@ Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(drawn))
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_spawned_worker_takes_what_its_parent_saw(tmp_path: Path) -> None:
     """It has no process group to ask: the parts of both ranks are still each sample once."""
     first, second = run_ranks(SPAWNED, tmp_path, 2)

@@ -43,7 +43,9 @@ def test_as_a_sampler_of_samples_it_is_refused(workers: int) -> None:
 
 
 @forks
-@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 def test_a_stock_loader_covers_every_sample(context: str | None) -> None:
     """Without workers and with two of each kind: every index once, in the sampler's order."""
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}

@@ -130,6 +130,7 @@ def test_the_peak_of_a_tree_is_the_control_groups(method: str, tmp_path: Path) -
     assert seen == pytest.approx(charged, rel=0.03)
 
 
+@pytest.mark.slow
 def test_it_warns_before_the_limit_once_and_says_what_to_change() -> None:
     """The callback is called each time that it comes near; the warning is issued once."""
     reached: list[MemoryLimit] = []

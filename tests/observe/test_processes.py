@@ -67,7 +67,7 @@ class Sleepy(Dataset[Any]):
         return torch.ones(10)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_come_are_killed_and_come_again(method: str) -> None:
     """They are counted while they are there; the monitor goes on whatever becomes of them."""
     with no_signals_of_workers(), MemoryMonitor(interval_s=0.005) as monitor:

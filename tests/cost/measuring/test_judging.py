@@ -18,6 +18,7 @@ from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import MeasureWarning
 
 
+@pytest.mark.slow
 def test_a_form_that_does_not_fit_gives_a_table() -> None:
     """A step that needs much more from some length on: no step is under it, and a warning."""
     training = CASES["heavy"]()

@@ -80,6 +80,7 @@ def packed_step() -> tuple[Any, Any]:
     return step, batch_of
 
 
+@pytest.mark.slow
 def test_packed_batches_are_measured() -> None:
     """Fitted to samples of one size, packed() holds for mixtures: none below, at most 3 % above.
 
@@ -100,6 +101,7 @@ def test_packed_batches_are_measured() -> None:
         assert trace_peak_bytes(step, batch_of(sizes[batch].tolist())) <= budget
 
 
+@pytest.mark.slow
 def test_size_multiple_is_read_from_the_sampler() -> None:
     """An int, or the sampler whose padded sizes are multiples of it."""
     training = CASES["heavy"]()

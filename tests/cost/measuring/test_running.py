@@ -186,6 +186,7 @@ def test_no_batch_is_run_over_the_budget(
 
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
 @pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.slow
 def test_what_is_freed_between_runs_is_no_evidence(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

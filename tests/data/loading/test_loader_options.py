@@ -114,6 +114,7 @@ def test_it_refuses_with_the_smallest_budget_that_would_do() -> None:
     assert chosen["prefetch_factor"] is None
 
 
+@pytest.mark.slow
 def test_shared_memory_limits_what_is_prefetched() -> None:
     """The budget's share of /dev/shm holds the window of batches; too little of it: no workers."""
     roomy = options(max_workers=2)

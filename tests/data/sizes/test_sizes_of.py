@@ -56,7 +56,7 @@ def test_what_is_no_map_style_dataset_is_refused(dataset):
         sizes_of(dataset)
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_workers_find_what_one_process_finds(context):
     """In order, with a picklable key, over several chunks."""
     samples = [{"text": "x" * (i % 50)} for i in range(1000)]

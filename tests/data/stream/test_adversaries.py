@@ -110,7 +110,7 @@ def test_a_source_that_became_shorter() -> None:
         list(stream)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_look_before_the_workers(context: str) -> None:
     """Threads that a first look has started are not the workers'."""
     stream = make(transforms=[same], threads=4)
