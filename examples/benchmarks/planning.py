@@ -9,17 +9,17 @@ Command: python examples/benchmarks/planning.py [--samples N] [--repetitions R] 
 Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     sampler                            seconds  µs a sample  ratio  CPU ratio
-    torch BatchSampler(RandomSampler)     1.82        0.182  1.000      1.000
-    padded                                0.59        0.059  0.314      0.304
-    padded, len only                      0.30        0.030  0.166      0.160
-    padded, samples_per_step=4096         0.50        0.050  0.276      0.266
-    padded, rank 3 of 8                   0.51        0.051  0.276      0.266
-    padded, two axes                      1.10        0.110  0.535      0.515
-    packed                                1.26        0.126  0.706      0.683
-    padded / torch ≤ 0.3: 0.31352, DOES NOT HOLD
-    padded, len only / torch ≤ 0.2: 0.16564, holds
-    padded, rank 3 of 8 / torch ≤ 0.7: 0.2763, holds
-    padded, two axes / torch ≤ 0.7: 0.53451, holds
+    torch BatchSampler(RandomSampler)     2.48        0.248  1.000      1.000
+    padded                                0.70        0.070  0.285      0.278
+    padded, len only                      0.37        0.037  0.147      0.144
+    padded, samples_per_step=4096         0.69        0.069  0.274      0.265
+    padded, rank 3 of 8                   0.70        0.070  0.276      0.269
+    padded, two axes                      1.55        0.155  0.621      0.604
+    packed                                2.05        0.205  0.827      0.814
+    padded / torch ≤ 0.3: 0.28497, holds
+    padded, len only / torch ≤ 0.2: 0.14711, holds
+    padded, rank 3 of 8 / torch ≤ 0.7: 0.27609, holds
+    padded, two axes / torch ≤ 0.7: 0.62076, holds
 
 Every repetition times each row once, in turn. The ratio is the median over repetitions of the ratio
 within each, of wall time and of CPU time; the bars are for wall time. `µs a sample` divides by all
