@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,19 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
         batch: of `PackCollate(layout="transformers")`.
 
     Raises:
-        OptionError: outputs after the first sample have changed.
+        OptionError: outputs after the first sample, of shape `(1, total, …)`, have changed.
+
+    >>> class OfEach(torch.nn.Module):
+    ...     def forward(self, input_ids, **_):
+    ...         return input_ids[..., None].float()
+    >>> class OfAll(torch.nn.Module):
+    ...     def forward(self, input_ids, **_):
+    ...         return input_ids.float().mean().expand(*input_ids.shape, 1)
+    >>> batch = PackCollate(layout="transformers")([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> check_kept_apart(OfEach(), batch)
+    >>> check_kept_apart(OfAll(), batch)
+    Traceback (most recent call last):
+    torchbudget.errors.OptionError: OfAll lets the samples of a row see each other: ...
     """
     inputs = {name: value for name, value in batch.items() if name != LABELS}
     ids, end = batch[IDS], int(batch.cu_seqlens[1])
@@ -66,7 +79,11 @@ def _changed(ids: Tensor, end: int) -> Tensor:
 
 def _after(output: Any, end: int, ids: Tensor) -> Tensor | None:
     """Some of a model's first output after the first segment, if it has as many positions."""
-    first = output[0]
-    if not isinstance(first, Tensor) or first.shape[:2] != ids.shape or end == ids.shape[1]:
+    first = output
+    if not isinstance(output, Tensor):
+        first = next(iter(output.values() if isinstance(output, Mapping) else output))
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return None
+    if first.shape[:2] != ids.shape or end == ids.shape[1]:
         return None
     return first[0, end : end + _COMPARED].clone()

@@ -19,7 +19,7 @@ from torchbudget.train.process_group import Ranks
 
 Number = TypeVar("Number")
 
-_VERSION: Final = 2  # of the state
+_VERSION: Final = 3  # of the state
 _JUDGED: Final = 256  # planned steps that tell whether steps have several micro-batches
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 

@@ -264,6 +264,27 @@ def test_models_that_let_samples_see_each_other_are_refused(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class ReturnsLogits(nn.Module):
+    """A model of one's own around one of transformers."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, **inputs: Any) -> Any:
+        logits = self.model(**inputs).logits
+        return {"tensor": logits, "tuple": (logits, 1), "dict": {"out": logits}}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
+def test_whatever_the_model_returns_them_in(kind: str) -> None:
+    torch.manual_seed(0)
+    batch = PackCollate(layout="transformers")(samples())
+    check_kept_apart(ReturnsLogits(llama("sdpa"), kind), batch)
+    with pytest.raises(OptionError, match="ReturnsLogits lets"):
+        check_kept_apart(ReturnsLogits(other_decoder("sdpa"), kind), batch)
+
+
 @pytest.mark.parametrize("checks", [True, False])
 def test_the_trainer_refuses_them_before_its_first_step(tmp_path: Any, checks: bool) -> None:
     run = partial(
