@@ -2,34 +2,93 @@
 
 import mmap
 import os
+import subprocess
+import sys
+import uuid
 
 import numpy as np
 import pytest
 
+from tests.support.memory_groups import JOIN, REPOSITORY
 from torchbudget.errors import MachineError
+from torchbudget.machine.cgroups import groups_of
 from torchbudget.machine.limits import free_descriptors, usable_processors
 from torchbudget.machine.process_pages import mapped_data_bytes, process_pages
 from torchbudget.units import MiB
 
+V1, V2 = "cpu.cfs_quota_us cpu.cfs_period_us", "cpu.max"
+GROUPS = {
+    V1: ("4:memory:/\n1:cpu,cpuacct:/job/step\n0::/", "- cgroup cgroup rw,cpu,cpuacct"),
+    V2: ("0::/job/step", "- cgroup2 cgroup2 rw"),
+}
+
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("names", "quotas", "expected"),
     [
-        ({}, None),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "90000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        (V2, {}, None),
+        (V2, {"job/step": "max 100000"}, None),
+        (V2, {"job/step": "50000 100000"}, 1),
+        (V2, {"job/step": "max 100000", "job": "90000 100000"}, 1),
+        (V2, {"job/step": "900000 100000", ".": "50000 100000"}, 1),
+        (V1, {"job/step": "-1 100000"}, None),
+        (V1, {"job/step": "90000 100000"}, 1),
+        (V1, {"job/step": "-1 100000", "job": "90000 100000"}, 1),
     ],
 )
-def test_a_quota_limits_the_processors(tmp_path, files, expected) -> None:
-    """Of either version; without one, those that the process may be scheduled on."""
+def test_a_quota_limits_the_processors(tmp_path, names, quotas, expected) -> None:
+    """Of either version, the least of all groups; else those that it may be scheduled on."""
+    groups, kind = GROUPS[names]
+    mount = f"33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime {kind}"
+    files = {"proc/self/cgroup": groups, "proc/self/mountinfo": mount}
+    for folder, quota in quotas.items():
+        values = quota.split() if names == V1 else [quota]
+        for name, value in zip(names.split(), values, strict=True):
+            files[f"sys/fs/cgroup/cpu/{folder}/{name}"] = value
+    (tmp_path / "sys/fs/cgroup/cpu/job/step").mkdir(parents=True)
     for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(f"{text}\n")
     affinity = len(os.sched_getaffinity(0))
     assert usable_processors(root=tmp_path) == min(affinity, expected or affinity)
+
+
+def test_no_control_groups_no_quota(tmp_path) -> None:
+    assert usable_processors(root=tmp_path) == len(os.sched_getaffinity(0))
+
+
+COUNT = "from torchbudget.machine.limits import usable_processors; print(usable_processors())"
+
+
+def test_a_real_quota_of_the_group_above(tmp_path) -> None:
+    """A process in a group without a quota, below one that pays for one processor."""
+    version, folders = groups_of("cpu")
+    if not version or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("no controller of processors, or one processor only")
+    above = folders[-1] / f"test-{uuid.uuid4().hex}"
+    inner = above / "inner"
+    try:
+        inner.mkdir(parents=True)
+        if version == 1:
+            (above / "cpu.cfs_quota_us").write_text("100000")
+        else:
+            (above / "cpu.max").write_text("100000 100000")
+    except OSError as error:
+        _remove(inner, above)
+        pytest.skip(f"control groups of processors cannot be made here: {error}")
+    try:
+        join = ["sh", "-c", JOIN, str(inner / "cgroup.procs"), sys.executable, "-c", COUNT]
+        done = subprocess.run(join, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+        assert int(done.stdout) == 1
+    finally:
+        _remove(inner, above)
+
+
+def _remove(*folders) -> None:
+    for folder in folders:
+        if folder.exists():
+            folder.rmdir()
 
 
 def test_an_open_file_is_one_less() -> None:

@@ -78,8 +78,8 @@ class ControlGroups:
             pid: the process; None is this one.
             root: the folder that `/proc` and the groups' mount points are looked up in.
         """
-        version, folders = _memory_groups(root, "self" if pid is None else str(pid))
-        return cls(version=version, folders=tuple(folders))
+        version, folders = groups_of("memory", "self" if pid is None else str(pid), root=root)
+        return cls(version=version, folders=folders)
 
     def pools(self, *, own_bytes: int = 0) -> tuple[MemoryPool, ...]:
         """See `cgroup_memory`."""
@@ -184,25 +184,36 @@ def _stalled_s(path: Path) -> float | None:
     return None
 
 
-def _memory_groups(root: Path, process: str) -> tuple[int, list[Path]]:
-    """The version of the memory controller, and the folders of a process's groups.
+def groups_of(
+    controller: str, process: str = "self", *, root: Path = ROOT
+) -> tuple[int, tuple[Path, ...]]:
+    """The version of a controller, and the folders of a process's groups.
 
-    The folders go from the process's own group up to the mount point, as far as memory is charged
-    upwards.
+    The folders go from the process's own group up to the topmost that is visible; of memory, as far
+    as it is charged upwards.
+
+    Args:
+        controller: `"memory"` or `"cpu"`.
+        process: its number, or `"self"`.
+        root: the folder that `/proc` and the groups' mount points are looked up in.
+
+    Returns:
+        Version 0 and no folders where there is no such controller.
     """
     version, path = 0, PurePosixPath("/")
     for line in read_lines(root / "proc" / process / "cgroup"):
         _, controllers, text = line.split(":", 2)
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             version, path = 1, PurePosixPath(text)
-            break  # a controller belongs to one hierarchy, and version 2 then has no memory
+            break  # a controller belongs to one hierarchy, and version 2 then does not have it
         if not controllers:
             version, path = 2, PurePosixPath(text)
     if version == 0:
-        return version, []
+        return version, ()
 
     # The mount that starts highest in the hierarchy shows the most ancestors.
-    mounts = sorted(_cgroup_mounts(root, version), key=lambda mount: len(mount[0].parts))
+    found = _cgroup_mounts(root, version, controller)
+    mounts = sorted(found, key=lambda mount: len(mount[0].parts))
     for mount_root, mount_point in mounts:
         # A path with ".." lies outside this process's namespace: its groups have no name here.
         if path.is_relative_to(mount_root) and ".." not in path.parts:
@@ -211,9 +222,9 @@ def _memory_groups(root: Path, process: str) -> tuple[int, list[Path]]:
                 ancestors = [folder]
                 while ancestors[-1] != mount_point and _charges_upwards(ancestors[-1].parent):
                     ancestors.append(ancestors[-1].parent)
-                return version, ancestors
+                return version, tuple(ancestors)
     # A container sees its own group at the mount's root, but `/proc` may show its path outside.
-    return version, [mount_point for _, mount_point in mounts[:1]]
+    return version, tuple(mount_point for _, mount_point in mounts[:1])
 
 
 def _charges_upwards(folder: Path) -> bool:
@@ -221,8 +232,10 @@ def _charges_upwards(folder: Path) -> bool:
     return read_number(folder / "memory.use_hierarchy") != 0
 
 
-def _cgroup_mounts(root: Path, version: int) -> Iterator[tuple[PurePosixPath, Path]]:
-    """The mounts of the memory hierarchy: its folder that is mounted, and where.
+def _cgroup_mounts(
+    root: Path, version: int, controller: str
+) -> Iterator[tuple[PurePosixPath, Path]]:
+    """The mounts of a controller's hierarchy: its folder that is mounted, and where.
 
     A line of mountinfo reads: id, parent, device, root, mount point, options, any number of tags,
     a hyphen, type, source, options of the file system; blanks inside a field are octal escapes.
@@ -234,6 +247,6 @@ def _cgroup_mounts(root: Path, version: int) -> Iterator[tuple[PurePosixPath, Pa
             for field in mount.split()[3:5]
         )
         kind, _, options = system.split()[:3]
-        controls_memory = "memory" in options.split(",")
-        if kind == "cgroup2" if version == 2 else kind == "cgroup" and controls_memory:
+        controls = controller in options.split(",")
+        if kind == "cgroup2" if version == 2 else kind == "cgroup" and controls:
             yield PurePosixPath(mount_root), root / mount_point.lstrip("/")

@@ -6,32 +6,36 @@ import math
 import os
 import resource
 from pathlib import Path
-from typing import Final
 
+from torchbudget.machine.cgroups import groups_of
 from torchbudget.machine.kernel_files import ROOT, read_lines, read_number
-
-_FOLDER: Final = "sys/fs/cgroup"
 
 
 def usable_processors(*, root: Path = ROOT) -> int:
     """The processors that this process may use at once, at least 1.
 
-    Those that it may be scheduled on, or what a container's quota pays for where that is less.
+    Those that it may be scheduled on, or what the quotas of its control groups, its own and those
+    above it, pay for where that is less.
+
+    Sources:
+        https://docs.kernel.org/scheduler/sched-bwc.html,
+        https://docs.kernel.org/admin-guide/cgroup-v2.html
 
     >>> 1 <= usable_processors() <= os.cpu_count()
     True
     """
-    quota = _quota(root / _FOLDER)
+    _, folders = groups_of("cpu", root=root)
+    quota = min(map(_quota, folders), default=math.inf)
     return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota)))
 
 
 def _quota(folder: Path) -> float:
-    """Processors by the control group that is mounted at the root, as it is in a container."""
+    """Processors that one control group's processes may use at once."""
     for line in read_lines(folder / "cpu.max"):  # version 2: "200000 100000", or "max 100000"
         allowed, _, period = line.partition(" ")
         return int(allowed) / int(period) if allowed.isdecimal() else math.inf
-    allowed_us = read_number(folder / "cpu/cpu.cfs_quota_us")  # "-1" is none
-    period_us = read_number(folder / "cpu/cpu.cfs_period_us")
+    allowed_us = read_number(folder / "cpu.cfs_quota_us")  # "-1" is none
+    period_us = read_number(folder / "cpu.cfs_period_us")
     return allowed_us / period_us if allowed_us and period_us else math.inf
 
 
