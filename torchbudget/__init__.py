@@ -2,7 +2,8 @@
 
 from torchbudget import errors, readers, transforms
 from torchbudget.budget import MemoryBudget, limit_device_memory
-from torchbudget.cost.measuring.measure import describe_step, measure_cost
+from torchbudget.cost.measuring.describe_step import describe_step
+from torchbudget.cost.measuring.measure import measure_cost
 from torchbudget.cost.measuring.tracing import trace_peak_bytes
 from torchbudget.cost.models.cost_file import load_cost
 from torchbudget.cost.models.dense import DenseCost

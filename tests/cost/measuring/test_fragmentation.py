@@ -25,8 +25,8 @@ from torchbudget import (
     peak_memory,
     trace_peak_bytes,
 )
+from torchbudget.cost.measuring.describe_step import describe_step
 from torchbudget.cost.measuring.fragmentation import note_device
-from torchbudget.cost.measuring.measure import describe_step
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term

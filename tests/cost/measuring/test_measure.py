@@ -13,7 +13,6 @@ from tests.support.training_cases import CASES
 from torchbudget import (
     MemoryBudgetBatchSampler,
     PaddedCost,
-    describe_step,
     measure_cost,
     trace_peak_bytes,
 )
@@ -111,12 +110,3 @@ def test_size_multiple_is_read_from_the_sampler() -> None:
             training.step, training.make_batch, max_size=100, method="trace", size_multiple=source
         )
         assert {probe.size[0] % 8 for probe in cost.probes} == {0}
-
-
-def test_a_step_is_described_by_what_its_cost_depends_on() -> None:
-    """Another optimizer or another model differs by name; the same step made again does not."""
-    described = describe_step(CASES["images"]().step)
-    assert described == describe_step(CASES["images"]().step)
-    assert described["optimizer"] == "AdamW"
-    assert set(described) == {"model", "optimizer", "dtype", "device", "torch"}
-    assert described["model"] != describe_step(CASES["waves"]().step)["model"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +14,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.autocast import autocast_is_active
+from torchbudget.cost.measuring.describe_step import describe_step
 from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.judging import fits, judged_cost
@@ -27,7 +26,6 @@ from torchbudget.cost.measuring.tracing import ValueDependentError, check_values
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import CostError
-from torchbudget.machine.device import device_memory
 from torchbudget.progress import counting
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
@@ -216,37 +214,6 @@ def _traced_on_target(subject: Subject, room: int | None) -> Traced:
 
 def _predicted_on() -> dict[str, str]:
     return {"device": "cuda, predicted", "allocator": f"native, {AssumedDevice.detect().segments}"}
-
-
-def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
-    """What a cost of this step depends on, beside the shapes: model, dtype, device, torch.
-
-    On CUDA also the allocator's settings in force, since segments of fixed sizes reserve more than
-    expandable ones do.
-
-    >>> model = torch.nn.Linear(2, 3)
-    >>> describe_step(lambda batch: model(batch))["model"]
-    'Linear, 9 parameters, 2bfe5e49'
-    """
-    state = TrainingState(step)
-    parameters = state.parameters()
-    shapes = repr([(tuple(p.shape), p.requires_grad) for p in parameters])
-    digest = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()
-    names = ", ".join(type(module).__name__ for module in state.modules) or "no module"
-    return {
-        "model": f"{names}, {sum(p.numel() for p in parameters):,} parameters, {digest}",
-        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in state.optimizers),
-        "dtype": ", ".join(sorted({str(p.dtype) for p in parameters})),
-        **_describe_device(state.device),
-        "torch": torch.__version__,
-    }
-
-
-def _describe_device(device: torch.device) -> dict[str, str]:
-    if device.type != "cuda":
-        return {"device": f"cpu ({platform.machine()})"}
-    source = device_memory(device).source
-    return {"device": source.name(), "allocator": source.allocator()}
 
 
 def _traced(subject: Subject, method: Method, room: int) -> Traced | None:
