@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import torch
 
-from torchbudget.checks import is_int
+from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.machine.device import cuda_memory, device_memory, is_cpu
 from torchbudget.machine.host import host_memory, shared_memory
@@ -81,7 +81,7 @@ class MemoryBudget:
         device: str | torch.device | None,
         *,
         fraction: float = 0.9,
-        ranks_per_machine: int = 1,
+        ranks_per_machine: int | None = None,
     ) -> MemoryBudget:
         """A part of what this job can use on this machine now.
 
@@ -110,11 +110,13 @@ class MemoryBudget:
             device: `"cuda:0"`, `"cuda"` (the current device), `"cpu"`, or None for no limit on it.
             fraction: the part to take, above 0 and at most 1.
             ranks_per_machine: by which the machine's memory is divided, `host`, `shared` and
-                `device="cpu"`. A GPU is not divided, as each rank has its own.
+                `device="cpu"`. A GPU is not divided, as each rank has its own. Default: torchrun's
+                `LOCAL_WORLD_SIZE`, 1 for a process that is alone.
 
         Raises:
             OptionError: `fraction` or `ranks_per_machine` is out of range, or `device` is no such
-                device.
+                device; or this is one of several ranks whose launcher does not say how many share
+                the machine, and `ranks_per_machine` is not given.
             MachineError: a reading is missing, or there is no such GPU.
             BudgetError: nothing is left.
 
@@ -125,11 +127,7 @@ class MemoryBudget:
         share = exact(fraction)
         if share is None or not 0 < share <= 1:
             raise OptionError(f"fraction must be above 0 and at most 1, got {fraction!r}")
-        if not is_int(ranks_per_machine) or ranks_per_machine < 1:
-            raise OptionError(
-                f"ranks_per_machine must be an int of at least 1, got {ranks_per_machine!r}"
-            )
-        rank_share = share / int(ranks_per_machine)
+        rank_share = share / ranks_on_this_machine(ranks_per_machine)
         on_host = device is not None and is_cpu(device)
         gpu = None if device is None or on_host else cuda_memory(device)
         host_bytes = _part(min(host_memory(), key=lambda pool: pool.usable_bytes), rank_share)

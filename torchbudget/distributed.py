@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +35,27 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if natural("rank", rank) >= ranks:
         raise OptionError(f"rank must be below num_replicas={ranks}, got {rank}")
     return ranks, rank
+
+
+def ranks_on_this_machine(given: int | None) -> int:
+    """How many ranks share this machine: the number that is given, else torchrun's.
+
+    Raises:
+        OptionError: it is no such number; or none is given, and this is one of several ranks whose
+            launcher does not say it.
+    """
+    if given is not None:
+        return at_least_one("ranks_per_machine", given)
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if said.isdecimal() and int(said):
+        return int(said)
+    ranks, _ = ranks_of(None, None)
+    if ranks > 1:
+        raise OptionError(
+            f"this is one of {ranks} ranks, and its launcher does not say how many of them share "
+            "this machine (torchrun does, in LOCAL_WORLD_SIZE): pass ranks_per_machine="
+        )
+    return 1
 
 
 class AskedRanks:

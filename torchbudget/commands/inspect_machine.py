@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fraction", type=float, default=0.9, metavar="SHARE", help="to budget; default 0.9"
     )
     parser.add_argument(
-        "--ranks-per-machine", type=int, default=1, metavar="N", help="that share its memory"
+        "--ranks-per-machine",
+        type=int,
+        metavar="N",
+        help="that share its memory (default: torchrun's LOCAL_WORLD_SIZE, else 1)",
     )
     parser.add_argument(
         "--need",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, check_flags, is_number, optional
+from torchbudget.checks import check_flags, is_number, optional
 from torchbudget.data.loading.host_model import HostModel, Setting
 from torchbudget.data.loading.limits import HostLimits
 from torchbudget.data.loading.parts import HostBytes
@@ -24,6 +23,7 @@ from torchbudget.data.loading.tried_model import loader_model
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.planned_sampler import PlannedSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
+from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.machine.limits import usable_processors
 from torchbudget.plan.batch_shapes import batches_at
@@ -118,7 +118,7 @@ def loader_options(
         max_workers: workers at the most. Default: the processors that this process may use, divided
             by the ranks of this machine.
         ranks_per_machine: that share its processors and `/dev/shm`. Default: torchrun's
-            `LOCAL_WORLD_SIZE`, else 1. The budget's `host` is that of this rank.
+            `LOCAL_WORLD_SIZE`, 1 for a process that is alone. The budget's `host` is this rank's.
         reserve: bytes that this process will allocate later on, such as a model on the CPU.
         trial_s: seconds for the trial and for timing, half of them each, without the time in which
             workers start; 0: a few batches, and the most workers that fit.
@@ -126,7 +126,8 @@ def loader_options(
     Raises:
         BudgetError: the budget states no host bytes; or no setting fits: the error names the
             smallest budget that would do.
-        OptionError: an argument is invalid, or does not go with the sampler or stream.
+        OptionError: an argument is invalid, or does not go with the sampler or stream; or this is
+            one of several ranks whose launcher does not say how many share the machine.
         MachineError: there is no `/proc` to read memory from.
 
     >>> dataset = [{"ids": torch.arange(length)} for length in (5, 9, 2, 7)]
@@ -144,8 +145,7 @@ def loader_options(
     budget_bytes, later = _host_bytes(budget), parse_bytes(reserve)
     if not is_number(trial_s) or not 0 <= trial_s < float("inf"):
         raise OptionError(f"trial_s must be a number of seconds of at least 0, got {trial_s!r}")
-    ranks = _ranks_here() if ranks_per_machine is None else ranks_per_machine
-    ranks = at_least_one("ranks_per_machine", ranks)
+    ranks = ranks_on_this_machine(ranks_per_machine)
     most = optional("max_workers", max_workers) or max(1, usable_processors() // ranks)
     if get_worker_info() is not None or multiprocessing.current_process().daemon:
         raise OptionError("a worker cannot start workers: call loader_options where the loader is")
@@ -236,11 +236,6 @@ def _host_bytes(budget: MemoryBudget | Amount) -> int:
             f"got {budget!r}"
         )
     return host
-
-
-def _ranks_here() -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return int(text) if text.isdecimal() else 1
 
 
 def _parts(
