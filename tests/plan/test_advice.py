@@ -53,7 +53,7 @@ def test_a_window_of_two_micro_batches() -> None:
     [advice] = report.advice
     assert advice.options == {"samples_per_step": 1024}
     assert str(report).endswith(
-        "\nadvice: a window holds 2 micro-batches, the last one of what is left: raise "
+        "\nadvice: a window holds 2 micro-batches, one of what is left: raise "
         f"samples_per_step to 1,024 (fill {advice.fill:.1%})"
     )
     follow(sizes, TOKENS, 12_000, {"samples_per_step": 64})

@@ -83,6 +83,79 @@ def test_the_cut_under_a_lowered_budget(problem: Any, data: Any) -> None:
 
 
 @given(
+    problems(most=120, packed=False), st.sampled_from([None, 1, 7]), st.sampled_from([1, 1, 4, 64])
+)
+def test_the_short_run_is_where_padding_is_least(
+    problem: Any, most: int | None, multiple: int
+) -> None:
+    """One axis: as many runs as cut from the longest sample on, padded as little as any are.
+
+    That is, as any whose first runs are those from the longest sample on, and whose last ones those
+    from the shortest on. On several axes they are as they were.
+    """
+    sizes, cost, budget = problem
+    ordered = descending(sizes).astype(np.int64)
+    rounded = -(-ordered // multiple) * multiple
+    budget = max(budget, int(cost.batch_bytes(1, rounded.max(axis=0))))
+    rule = BatchRules(cost=cost, budget_bytes=budget, max_batch_size=most, size_multiple=multiple)
+    windows = _windows(ordered, rule)
+    starts = windows.cut(np.array([budget]))[0].tolist()
+    chosen = windows.least_padded(0, np.array(starts)).tolist()
+    if ordered.ndim == 2:
+        assert chosen == starts
+        return
+
+    def padded(cut: list[int]) -> int:
+        return int((np.diff(cut, append=len(sizes)) * rounded[cut]).sum())
+
+    ascending = oracles.rule_cut(rounded[::-1], cost, budget, most=most, multiple=1)
+    assert len(ascending) == len(starts)
+    from_end = (len(sizes) - np.cumsum(ascending))[::-1].tolist()
+    every = [starts[:number] + from_end[number:] for number in range(1, len(starts) + 1)]
+    assert chosen in every
+    assert padded(chosen) == min(map(padded, every))
+
+
+def test_lengths_that_are_multiples_stay() -> None:
+    rule = BatchRules(cost=TOKENS, budget_bytes=120, batch_size_multiple=4)
+    ordered = np.arange(40, 0, -1)
+    windows = _windows(ordered, rule)
+    starts = windows.cut(np.array([120]))[0]
+    assert windows.least_padded(0, starts).tolist() == starts.tolist()
+
+
+class _Dips:
+    """A cost that is not monotone, as none should be."""
+
+    def batch_bytes(self, n: Any, padded_size: Any) -> Any:
+        size = np.maximum(padded_size, 1)
+        return np.asarray(n) * (size + 20 * (size % 3))
+
+    def capacity(self, padded_size: Any, budget_bytes: Any) -> Any:
+        return budget_bytes // self.batch_bytes(1, padded_size)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cost_that_falls_is_not_exceeded(seed: int) -> None:
+    """Bisection may miss the first start that fits, but takes none that does not."""
+    ordered = np.sort(np.random.default_rng(seed).integers(1, 31, 60))[::-1]
+    windows = _windows(ordered, BatchRules(cost=_Dips(), budget_bytes=300))
+    starts = windows.cut(np.array([300]))[0]
+    filled = windows.least_padded(0, starts)
+    counts = np.diff(filled, append=60)
+    assert len(filled) == len(starts)
+    assert filled[0] == 0
+    assert counts.min() > 0
+    assert (_Dips().batch_bytes(counts, ordered[filled]) <= 300).all()
+
+
+def _windows(ordered: Any, rule: BatchRules) -> SortedWindows | TiledWindows:
+    if ordered.ndim == 1:
+        return SortedWindows(ordered[None], rule)
+    return TiledWindows(ordered[None], np.arange(len(ordered))[None], rule)
+
+
+@given(
     st.integers(1, 6),
     st.integers(1, 40),
     st.sampled_from([None, 2, 3]),

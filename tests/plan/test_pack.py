@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import oracles
 from torchbudget import MemoryBudgetBatchSampler, PackedCost
-from torchbudget.plan.cut import pack
+from torchbudget.plan.pack import pack
 
 
 @st.composite

@@ -134,5 +134,5 @@ def _fuller_windows(
     number = f"{rounds:.0f}" if abs(rounds - round(rounds)) < 0.15 else f"{rounds:.1f}"
     plural = "" if number == "1" else "es"
     on_ranks = "" if ranks == 1 else f" on each of {ranks} ranks"
-    reason = f"a window holds {number} micro-batch{plural}{on_ranks}, the last one of what is left"
+    reason = f"a window holds {number} micro-batch{plural}{on_ranks}, one of what is left"
     yield plan.changed(window=wider), reason, f"raise {name} to {wider:,}", {name: wider}

@@ -17,7 +17,7 @@ from torchbudget.plan.fingerprint import MEANING, Plain
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-VERSION: Final = 1
+VERSION: Final = 2
 _PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare")  # natural numbers
 _KEYS: Final = frozenset([*_PLACE, "version", "least", "dealt", "left", "order", "dealing"])
 

@@ -1,22 +1,24 @@
 """Cutting sorted windows into micro-batches: each is the longest run that fits.
 
 Along one axis the first sample of a run alone decides how long the run may be, so a window is cut
-by following jumps from start to start. Along several axes the padded size of a run is the maximum
-over it on every axis, and how long it may be is found by bounding it from both sides.
+by following jumps from start to start. One run gets what the others leave: of all places between
+the longest and the shortest samples it has the one where the window is padded least.
+
+Along several axes the padded size of a run is the maximum over it on every axis, and how long it
+may be is found by bounding it from both sides.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import AdditiveCost, IntArray
-from torchbudget.plan.arrange import arrange, ascending
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.plan.arrange import arrange
 from torchbudget.plan.rules import BatchRules
 
 # Windows times samples of a micro-batch from which on lockstep is faster, as measured.
@@ -51,6 +53,13 @@ class Windows(ABC):
             budgets: bytes, shape `(windows,)`.
         """
 
+    def least_padded(self, row: int, starts: IntArray) -> IntArray:  # noqa: ARG002  (see one axis)
+        """As many runs of a window that was cut under the whole budget, with less padding.
+
+        As they are, where no order tells which run had better be the short one.
+        """
+        return starts
+
     def least(self, micro_batches: IntArray) -> IntArray:
         """Bytes below which no budget gives so few micro-batches; both of shape `(windows,)`.
 
@@ -81,17 +90,27 @@ class SortedWindows(Windows):
 
     def starts(self, row: int, budget: int) -> list[int]:
         """Where the micro-batches of one window start under a budget."""
-        rules = self.rules
-        if self._table is not None and budget == rules.budget_bytes:
-            which, most = self.sizes[row], self._table
-        else:
-            values, which = self._kinds_of(row)
-            most = rules.rounded(rules.capacity(values, budget))
-        starts = _jumps(which.data, most.data, self.length)
+        starts = _jumps(*self._longest(row, budget), self.length)
         # The last run ends with the window, where its length need not be a multiple.
         last = self.length - starts[-1]
-        rest = last - int(rules.rounded(np.array(last)))
+        rest = last - int(self.rules.rounded(np.array(last)))
         return [*starts, self.length - rest] if rest else starts
+
+    def least_padded(self, row: int, starts: IntArray) -> IntArray:
+        """See `Windows.least_padded`; runs whose lengths are to be multiples stay as they are."""
+        if self.rules.batch_size_multiple > 1:
+            return starts
+        which, most = self._longest(row, self.rules.budget_bytes)
+        sizes, multiple = self.sizes[row].data, self.rules.size_multiple
+        return np.array(_least_padded(which, most, sizes, multiple, starts.tolist()))
+
+    def _longest(self, row: int, budget: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Each sample's kind, and by kind how long a run may be whose first sample it is."""
+        rules = self.rules
+        if self._table is not None and budget == rules.budget_bytes:
+            return self.sizes[row].data, self._table.data
+        values, which = self._kinds_of(row)
+        return which.data, rules.rounded(rules.capacity(values, budget)).data
 
     def _kinds_of(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
         """The distinct sizes of a window, and which of them each sample has."""
@@ -115,6 +134,54 @@ def _jumps(which: Sequence[int], most: Sequence[int], length: int) -> list[int]:
         starts.append(start)
         start += most[which[start]]
     return starts
+
+
+def _least_padded(
+    which: Sequence[int],
+    most: Sequence[int],
+    sizes: Sequence[int],
+    multiple: int,
+    starts: list[int],
+) -> list[int]:
+    """As many runs as those of `_jumps`, of which the short one is where padding is least.
+
+    Cut from the end on, each run is as long as its last sample allows. It ends no later than that
+    of `starts`, so that it starts no later, and after the one before, which did not reach so far:
+    there are as many runs, and the short one is the first. With any number of runs from the
+    beginning of `starts`, and the others from the end on, it lies between them. No run is longer
+    than its shortest sample has the capacity for, nor need it be shorter than its longest one has:
+    where neighbours are alike these bounds all but meet. O(log(longest run)) for a run.
+    """
+    moved = starts.copy()
+    stop = len(sizes)
+    from_end = len(starts)  # runs from this one on are those from the end
+    padding = least = 0  # beyond that of `starts`
+    longest = -(-sizes[starts[-1]] // multiple) * multiple
+    for number in range(len(starts) - 1, 0, -1):
+        before, start = starts[number - 1], starts[number]
+        low, high = max(stop - most[which[stop - 1]], before + 1), start
+        bound = stop - most[which[low]]
+        if low < bound < high:
+            allowed = stop - most[which[bound]]
+            if allowed <= bound:  # as of every monotone cost
+                low, high = max(low, allowed), bound
+        while low < high:
+            middle = (low + high) // 2
+            if middle + most[which[middle]] >= stop:
+                high = middle
+            else:
+                low = middle + 1
+        if high == start:
+            break  # and so would be all before it
+        # What moves from the run before to this one, whose own samples may pad to more then.
+        padding += (stop - high) * (-(-sizes[high] // multiple) * multiple)
+        padding -= (stop - start) * longest
+        longest = -(-sizes[before] // multiple) * multiple
+        padding -= (start - high) * longest
+        moved[number] = stop = high
+        if padding < least:
+            least, from_end = padding, number
+    return starts[:from_end] + moved[from_end:]
 
 
 class TiledWindows(Windows):
@@ -222,124 +289,3 @@ class TiledWindows(Windows):
         other = flat.take(row + runs - (1 << level), axis=0)
         longest: IntArray = np.maximum(one, other).astype(np.int64)
         return longest
-
-
-class PackedWindow(Windows):
-    """One window whose samples are packed.
-
-    Args:
-        sizes: shape `(1, S)` or `(1, S, d)`.
-        rules: what a micro-batch may be.
-        packing: its cost.
-    """
-
-    def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, packing: AdditiveCost) -> None:
-        # Along one axis bytes rise with the size, and are needed of the distinct sizes only.
-        keys = sizes if sizes.ndim == 2 else packing.item_bytes(rules.padded(sizes))
-        super().__init__(sizes, arrange(keys, 1), rules)
-        self._sorted = self.samples, self.sizes
-        kinds = keys[0].take(self.samples, mode="clip")
-        first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
-        self._base = packing.base_bytes
-        self._items = packing.item_bytes(rules.padded(self.sizes[0, first]))
-        self._counts = np.diff(first, append=len(kinds))
-
-    def cut(self, budgets: IntArray) -> list[IntArray]:
-        """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
-        room, most = int(budgets[0]) - self._base, self.rules.max_batch_size
-        grouped, starts = pack(self._items, self._counts, room, most)
-        self.samples = self._sorted[0].take(grouped, mode="clip")
-        self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
-        return [starts]
-
-    def least(self, micro_batches: IntArray) -> IntArray:
-        """See `Windows.least`: bins that are all full."""
-        return self._base + -(-int(self._items @ self._counts) // micro_batches)
-
-
-def pack(
-    sizes: IntArray, counts: IntArray, room: int, most: int | None = None
-) -> tuple[IntArray, IntArray]:
-    """Put every item into a bin.
-
-    Args:
-        sizes: bytes of an item of each kind in descending order, shape `(D,)`, D ≥ 1.
-        counts: items of each kind, at least one, shape `(D,)`, together k.
-        room: bytes of a bin. An item of more than that gets a bin of its own.
-        most: items in a bin at the most; a bin of more is cut into pieces.
-
-    Returns:
-        The items' numbers, kind after kind, grouped by bin, shape `(k,)`, and where each bin
-        starts among them, shape `(bins,)`. In NumPy O(k); in Python O(D²) at the very worst, and
-        about O(D log D) in practice.
-    """
-    bins, taken = _shares(sizes.tolist(), counts.tolist(), room)
-    items = np.cumsum(taken) - taken
-    order = ascending(bins[None])[0]
-    bins, taken, items = bins[order], taken[order], items[order]
-    before = np.cumsum(taken) - taken
-    grouped = np.repeat(items - before, taken)
-    grouped += np.arange(len(grouped))
-    starts = before[np.append(True, bins[1:] != bins[:-1])]
-    if most is not None:
-        taken = np.diff(starts, append=len(grouped))
-        pieces = -(-taken // most)
-        before = np.cumsum(pieces) - pieces
-        nth = np.arange(pieces.sum()) - np.repeat(before, pieces)
-        starts = np.repeat(starts, pieces) + most * nth
-    return grouped, starts
-
-
-def _shares(sizes: list[int], counts: list[int], room: int) -> tuple[IntArray, IntArray]:
-    """Which bin takes the next items, kind after kind, and how many of them; shapes `(shares,)`."""
-    smallest = sizes[-1]
-    opened = 0
-    # Bins by the room they have left: its distinct values, ascending, and for each of them
-    # half-open ranges of bins.
-    rooms: list[int] = []
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    # Moves in the order of the items: into `bins[j]` bins from `first[j]` on, `each[j]` items each.
-    first: list[int] = []
-    bins: list[int] = []
-    each: list[int] = []
-
-    def put(low: int, number: int, items: int, left: int) -> None:
-        first.append(low)
-        bins.append(number)
-        each.append(items)
-        if left >= smallest:
-            if left in ranges:
-                ranges[left].append((low, low + number))
-            else:
-                ranges[left] = [(low, low + number)]
-                insort(rooms, left)
-
-    for size, count in zip(sizes, counts, strict=True):
-        while count:
-            fullest = bisect_left(rooms, size) if size else 0
-            if fullest == len(rooms):
-                break
-            left = rooms[fullest]
-            alike = ranges[left]
-            low, high = alike.pop()
-            items = left // size if size else count
-            number = min(high - low, count // items)
-            if not number:  # fewer items than fill a bin
-                number, items = 1, count
-            if low + number < high:
-                alike.append((low + number, high))
-            if not alike:
-                del ranges[left], rooms[fullest]
-            put(low, number, items, left - items * size)
-            count -= number * items
-        while count:
-            items = min(max(room // size, 1) if size else count if room >= 0 else 1, count)
-            number = count // items
-            put(opened, number, items, room - items * size)
-            opened += number
-            count -= number * items
-
-    numbers = np.array(bins)
-    move = np.repeat(np.arange(len(numbers)), numbers)
-    before = np.cumsum(numbers) - numbers
-    return np.array(first)[move] + np.arange(len(move)) - before[move], np.array(each)[move]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.plan.arrange import arrange
-from torchbudget.plan.cut import PackedWindow, SortedWindows, TiledWindows, Windows
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
@@ -28,6 +28,7 @@ from torchbudget.plan.dealing import (
     rotate,
     split_to,
 )
+from torchbudget.plan.pack import PackedWindow
 from torchbudget.plan.permutation import Stream, WordArray, random_words, shuffled_keys
 from torchbudget.plan.rules import BatchRules
 
@@ -220,6 +221,9 @@ def _cut(windows: Windows, ranks: Ranks, reach: Reach | None) -> tuple[list[IntA
             costs = run_costs(windows.sizes[row], starts, stops, rules, rules.cost)
             multiple = rules.batch_size_multiple
             cuts[row] = split_to(starts, length, costs, wanted, multiple=multiple)
+    # A lowered budget leaves no run that is much shorter than the others.
+    for row in np.flatnonzero(~lowered).tolist():
+        cuts[row] = windows.least_padded(row, cuts[row])
     return cuts, budgets
 
 
@@ -364,28 +368,33 @@ def without_last(
     Returns:
         Shape `(S,)`.
     """
-    block = solve(rules, sizes[None], strips=strips)
-    room = _room(block, rules)
+    windows = _arranged(sizes[None], rules, strips)
+    starts = windows.cut(np.array([rules.budget_bytes]))[0]
+    stops = np.append(starts[1:], len(sizes))
+    room = _room(windows.sizes[0], starts, stops, rules)
     last = int(room.argmax())
     stays = np.ones(len(sizes), np.bool_)
     if room[last] > 0:
-        stays[block.samples[block.starts[last] : block.stops[last]]] = False
+        stays[windows.samples[starts[last] : stops[last]]] = False
     largest = sizes.max(axis=0)
     if ranks.number > 1 and rules.capacity(largest, rules.budget_bytes) < 2:
-        still = block.samples[stays[block.samples]]
+        still = windows.samples[stays[windows.samples]]
         stays[still[len(still) - len(still) % ranks.number :]] = False
     return stays
 
 
-def _room(block: Block, rules: BatchRules) -> IntArray:
-    """How much each micro-batch could still have taken; above 0 only where that is a sample."""
+def _room(
+    sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
+) -> IntArray:
+    """How much each run could still have taken; above 0 only where that is a sample."""
     if rules.packing is None:
         # Every run but the last took all that fits.
-        room = rules.rounded(rules.capacity(block.padded(), rules.budget_bytes))
-        room -= block.stops - block.starts
-        return np.where(block.starts == block.starts.max(), room, 0)
-    free = rules.budget_bytes - block.costs(rules, rules.cost)
+        room = np.zeros_like(starts)
+        fits = rules.capacity(sizes[starts[-1] :].max(axis=0), rules.budget_bytes)
+        room[-1] = rules.rounded(fits) - (stops[-1] - starts[-1])
+        return room
+    free = rules.budget_bytes - run_costs(sizes, starts, stops, rules, rules.cost)
     if rules.max_batch_size is not None:
-        free = np.where(block.stops - block.starts < rules.max_batch_size, free, 0)
-    smallest = int(rules.packing.item_bytes(rules.padded(block.sizes)).min())
+        free = np.where(stops - starts < rules.max_batch_size, free, 0)
+    smallest = int(rules.packing.item_bytes(rules.padded(sizes)).min())
     return np.where(free >= smallest, free, 0)
