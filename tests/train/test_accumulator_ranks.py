@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.ranks import run_ranks, torchrun
 
@@ -241,3 +242,28 @@ def test_buffers_and_a_forward_outside(tmp_path: Path) -> None:
     for categories, mean in results:
         assert categories == ["BatchNormWarning", "UnsynchronizedWarning"]
         assert mean == results[0][1]
+
+
+OTHER_DTYPE = (
+    COMMON
+    + """
+used, rare = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+rare.grad_dtype = torch.float64
+accumulator = GradAccumulator(torch.optim.SGD([used, rare], lr=0.5, foreach=False), steps=1)
+with accumulator.micro_batch(weight=1):
+    loss = used.sum() * (rank + 1)
+    if not rank:
+        loss = loss + rare.sum() * 7
+    accumulator.backward(loss)
+finish([used.tolist(), rare.tolist()])
+"""
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="comes with torch 2.10")
+def test_gradients_of_another_dtype_than_their_parameter(tmp_path: Path) -> None:
+    """A rank that has none sums zeros of the same dtype: buffers of ranks have to match."""
+    for used, rare in run_ranks(OTHER_DTYPE, tmp_path, 2):
+        assert used == [1 - 0.5 * (1 + 2) / 2] * 3
+        assert rare == [1 - 0.5 * 7 / 2] * 3

@@ -55,7 +55,7 @@ class GradientSums:
         """
         for parameter in self._missing:
             if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = _zeros(parameter)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = placed_as(parameter.grad, parameter)
@@ -78,7 +78,7 @@ class GradientSums:
         kept = [p for p, ranks in zip(self._parameters, present, strict=True) if ranks]
         for parameter in kept:
             if parameter.grad is None:  # it requires one on other ranks only
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = _zeros(parameter)
         for kind, tensors in self._by_kind(kept).items():
             for bucket in _buckets(tensors):
                 self._sum(bucket, self._flat.get(kind))
@@ -110,6 +110,12 @@ class GradientSums:
         for tensor in (*parts, self._loss):
             kinds[tensor.device, tensor.dtype].append(tensor)
         return kinds
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """What a gradient would be; since torch 2.10 a parameter may have those of another dtype."""
+    dtype = getattr(parameter, "grad_dtype", None)
+    return torch.zeros_like(parameter, dtype=dtype or parameter.dtype)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
