@@ -288,7 +288,7 @@ def _with(**changed: Any) -> Any:
         (lambda _: [1], "got list"),
         (lambda _: {}, "lacks dealing, dealt, done, epoch"),
         (lambda state: {k: v for k, v in state.items() if k != "rounds"}, "lacks rounds"),
-        (_with(version=99), "version 99, this torchbudget reads 1"),
+        (_with(version=99), "version 99, this torchbudget reads 2"),
         (_with(version=None), "version None"),
         (_with(epoch=-1), "epoch must be an int of at least 0, got -1"),
         (_with(epoch=1.0), "epoch must be an int of at least 0, got 1.0"),
