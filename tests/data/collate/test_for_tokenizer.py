@@ -3,7 +3,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -122,6 +122,14 @@ class TestDicts:
         )
         assert (ids[0].tolist(), labels[0].tolist()) == ([value, 1], [-100, 1])
 
+    def test_ids_within_labels_are_ids(self) -> None:
+        texts = [{"input_ids": [1] * n, "attention_mask": [1] * n, "tags": [1] * n} for n in (1, 2)]
+        samples = [text | {"labels": text} for text in texts]
+        batch = PadCollate.for_tokenizer(duck())(samples)
+        padding = {name: int(field[0, 0]) for name, field in batch["labels"].items()}
+        assert padding == {"input_ids": 7, "attention_mask": 0, "tags": -100}
+        assert int(batch["tags"][0, 0]) == 0
+
     def test_nested_ids_get_no_mask_but_that_of_the_batch(self) -> None:
         batch = PadCollate.for_tokenizer(duck())(
             [{"text": {"input_ids": [1]}}, {"text": {"input_ids": [1, 2]}}]
@@ -148,6 +156,31 @@ class TestTuples:
     def test_inputs_may_be_a_dict(self) -> None:
         inputs, y = PadCollate.for_tokenizer(duck())([({"input_ids": [1, 2]}, [3, 4])] * 2)
         assert inputs["input_ids"].shape == y.shape
+
+    def test_of_more_than_pairs_nothing_says_which_is_which(self) -> None:
+        """Of ids, mask and labels the second would get -100, which masks nothing."""
+        samples = [([1, 2], [1, 1], [3, 4]), ([5], [1], [6])]
+        for collate in (PadCollate.for_tokenizer(duck(), **o) for o in ({}, {"padding_value": 5})):
+            with pytest.raises(CollateError, match=r"larger tuples nothing says whether field 1 "):
+                collate(samples)
+        with pytest.raises(CollateError, match="nothing says whether field 2 is"):
+            PadCollate.for_tokenizer(duck(), padding_value={1: 0})(samples)
+        batch = PadCollate.for_tokenizer(duck(), padding_value={1: 0, (2,): -100})(samples)
+        assert [field[1].tolist() for field in batch] == [[7, 5], [0, 1], [-100, 6]]
+        x, y, number = PadCollate.for_tokenizer(duck())([([1, 2], 0, 3), ([5], 1, 4)])
+        assert x.tolist() == [[1, 2], [7, 5]]
+        assert (y.tolist(), number.tolist()) == ([0, 1], [3, 4])
+
+    def test_the_fields_of_named_tuples_have_names(self) -> None:
+        class Text(NamedTuple):
+            attention_mask: list[int]
+            labels: list[int]
+            input_ids: list[int]
+
+        batch = PadCollate.for_tokenizer(duck())(
+            [Text([1, 1], [3, 4], [1, 2]), Text([1], [6], [5])]
+        )
+        assert [field[1].tolist() for field in batch] == [[0, 1], [-100, 6], [7, 5]]
 
     def test_ids_alone(self) -> None:
         batch = PadCollate.for_tokenizer(duck())([[1, 2], [5]])
@@ -239,6 +272,18 @@ class TestTransformers:
                 expected, batch = theirs([dict(s) for s in chosen]), ours(chosen)
                 assert set(batch) == set(expected)
                 assert all(bitwise(batch[name], expected[name]) for name in batch)
+
+    def test_of_a_label_for_each_token(self, side: str) -> None:
+        """Under either of the names that it may have."""
+        tokenizer = self.tokenizer(side)
+        from transformers import DataCollatorForTokenClassification
+
+        for name in ("label", "labels"):
+            samples = [dict(tokenizer(text)) for text in ("a b c", "b")]
+            samples = [one | {name: [1] * len(one["input_ids"])} for one in samples]
+            expected = DataCollatorForTokenClassification(tokenizer)([dict(s) for s in samples])
+            batch = PadCollate.for_tokenizer(tokenizer)(samples)
+            assert all(bitwise(batch[field], expected[field]) for field in batch)
 
     def test_of_sources_and_targets(self, side: str) -> None:
         tokenizer = self.tokenizer(side)

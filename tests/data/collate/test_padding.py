@@ -3,13 +3,14 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from torch.utils._pytree import tree_leaves
 
 from tests.support.sample_strategies import (
     Samples,
@@ -51,6 +52,22 @@ class TestPaddingValue:
         assert [batch[k][1].tolist() for k in batch] == [[3, 7], [3, -100], [1, 0]]
         batch = PadCollate(padding_value={"labels": -1, "ids": 5})(samples)
         assert [batch[k][1].tolist() for k in batch] == [[3, 5], [3, -1], [1, 0]]
+
+    def test_labels_of_named_tuples_and_fields_within_labels(self) -> None:
+        class Text(NamedTuple):
+            ids: list[int]
+            labels: Any
+
+        rows = [[1, 2], [3]]
+        named = PadCollate()([Text(row, row) for row in rows])
+        assert [field[1].tolist() for field in named] == [[3, 0], [3, -100]]
+        for form in (lambda row: {"tags": row}, lambda row: (row,)):
+            batch = PadCollate()([{"ids": row, "labels": form(row)} for row in rows])
+            (field,) = tree_leaves(batch["labels"])
+            assert field[1].tolist() == [3, -100]
+            named = PadCollate()([Text(row, form(row)) for row in rows])
+            (field,) = tree_leaves(named[1])
+            assert field[1].tolist() == [3, -100]
 
     def test_nested_fields_are_named_by_tuples(self) -> None:
         samples = [({"u": [1]}, [1]), ({"u": [1, 2]}, [1, 2])]

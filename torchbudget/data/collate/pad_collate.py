@@ -26,6 +26,7 @@ from torchbudget.data.collate.tokenizer_rules import (
     ATTENTION_MASK,
     OWN_PADDING,
     TokenizerRules,
+    own_padding,
     read_tokenizer,
 )
 from torchbudget.errors import CollateError, OptionError
@@ -81,7 +82,8 @@ class PadCollate(CollateOptions):
     Args:
         padding_value: a number, or a function of a sample's own value: `torch.min` for tensors and
             lists, `np.min` for arrays. The fields `labels` and `attention_mask` pad with -100,
-            which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them.
+            which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them;
+            so do those of named tuples, and all fields within `labels`.
         side: the side of the padding: "right", "left", or the share of it on the left, from 0 to 1;
             0.5 centres samples.
         length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
@@ -128,7 +130,7 @@ class PadCollate(CollateOptions):
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
     mask: str | None = None
     _tokenizer: TokenizerRules | None = field(default=None, repr=False)  # see _sized_field
-    _rules: dict[tuple[FieldPath, int], PaddingRule] = field(
+    _rules: dict[tuple[FieldPath, FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -151,11 +153,12 @@ class PadCollate(CollateOptions):
         """A collate that pads as a tokenizer of transformers does, labels too.
 
         Token ids are padded with the tokenizer's padding token, `token_type_ids` with its type of
-        padding, `special_tokens_mask` with 1, `attention_mask` with 0 and `labels` with -100, on
-        the tokenizer's side. Dict samples get an `attention_mask` where they have none, the model
-        takes one, and the ids are a field of theirs that is not nested. `lengths` are those of the
-        ids. Of tuple samples the first field is the ids and the second the labels. Where no mask
-        is added, it is the batch's `mask`.
+        padding, `special_tokens_mask` with 1, `attention_mask` with 0 and `labels` or `label` with
+        -100, on the tokenizer's side. Dict samples get an `attention_mask` where they have none,
+        the model takes one, and the ids are a field of theirs that is not nested. `lengths` are
+        those of the ids. Of pairs the first field is the ids and the second the labels; in larger
+        tuples `padding_value` names the others, unless they are named tuples of these names. Where
+        no mask is added, it is the batch's `mask`.
 
         Args:
             tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
@@ -167,7 +170,8 @@ class PadCollate(CollateOptions):
 
         Raises:
             OptionError: the tokenizer has no padding token, or an option is invalid.
-            CollateError: when called with samples that have no token ids.
+            CollateError: when called with samples that have no token ids, or with tuples of more
+                than two fields of which nothing says how they are padded.
 
         >>> from types import SimpleNamespace
         >>> tokenizer = SimpleNamespace(pad_token_id=9, padding_side="left")
@@ -188,16 +192,19 @@ class PadCollate(CollateOptions):
 
         def write(entry: Field) -> tuple[torch.Tensor, PaddedLayout]:
             column = read_column(entry, of_field(self.dtype, entry.path, None))
-            return pad(column, self._rule(column.path, column.shapes.shape[1]), placements)
+            rule = self._rule(entry.path, entry.names, column.shapes.shape[1])
+            if self._tokenizer is not None and rule.length_axes:
+                self._check_position(entry, samples[0], self._tokenizer)
+            return pad(column, rule, placements)
 
         batch = make_batch(PADDED_KINDS, samples, self, write)
         if self.mask is not None:
             batch = self._add_mask(batch, self.mask, batch._known.length_field)
         return batch if self._tokenizer is None else self._as_tokenized(batch, self._tokenizer)
 
-    def _rule(self, path: FieldPath, ndim: int) -> PaddingRule:
+    def _rule(self, path: FieldPath, names: FieldPath, ndim: int) -> PaddingRule:
         """How the options apply to a field, computed once."""
-        if (path, ndim) not in self._rules:
+        if (path, names, ndim) not in self._rules:
             axes: list[int] = []
             multiples = [1] * ndim
             named = of_field(self.length_axes, path, (0,))
@@ -213,25 +220,36 @@ class PadCollate(CollateOptions):
                     multiples[axis % ndim] = rounded_to
             if len(set(axes)) < len(axes):
                 raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
-            self._rules[path, ndim] = PaddingRule(
-                value=self._value(path),
+            self._rules[path, names, ndim] = PaddingRule(
+                value=self._value(path, names),
                 left_share=of_field(self.side, path, self._default_side),
                 multiples=tuple(multiples),
                 length_axes=tuple(axes),
             )
-        return self._rules[path, ndim]
+        return self._rules[path, names, ndim]
 
     @property
     def _default_side(self) -> float:
         return _read_side("right" if self._tokenizer is None else self._tokenizer.side)
 
-    def _value(self, path: FieldPath) -> Any:
+    def _value(self, path: FieldPath, names: FieldPath) -> Any:
         given, rules = self.padding_value, self._tokenizer
-        token = rules.pad_id if rules is not None and rules.is_ids(path) else 0
+        is_ids = rules is not None and rules.is_ids(path, names)
+        token = rules.pad_id if rules is not None and is_ids else 0
         named, default = (given, token) if isinstance(given, dict) else ({}, given)
-        own = OWN_PADDING if rules is None else rules.padding
-        default = own.get(path, own.get(path[-1], default) if path else default)
-        return of_field(named, path, default)
+        padding = OWN_PADDING if rules is None else rules.padding
+        own = own_padding(
+            names[-1:] if is_ids else names, padding
+        )  # ids are ids within labels, too
+        return of_field(named, path, padding.get(path, default) if own is None else own)
+
+    def _check_position(self, entry: Field, sample: Any, rules: TokenizerRules) -> None:
+        """Raise a `CollateError` where a tuple's field is padded and nothing says with what."""
+        is_named = isinstance(self.padding_value, dict) and (
+            of_field(self.padding_value, entry.path, None) is not None
+        )
+        if isinstance(sample, (tuple, list)) and len(sample) > 2 and not is_named:
+            rules.check_position(entry.names)
 
     def _as_tokenized(self, batch: PaddedBatch, rules: TokenizerRules) -> PaddedBatch:
         paths = batch._known.paths

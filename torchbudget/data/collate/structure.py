@@ -32,9 +32,17 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 class Field(NamedTuple):
-    """One field of all samples: its path, its kind, and its value in each sample."""
+    """One field of all samples.
+
+    Attributes:
+        path: from a sample to it.
+        names: the path, with the names of named tuples' fields instead of their positions.
+        kind: a key of `_KINDS`.
+        values: its value in each sample.
+    """
 
     path: FieldPath
+    names: FieldPath
     kind: str
     values: Sequence[Any]
 
@@ -132,13 +140,13 @@ def take_apart(samples: Sequence[Any]) -> tuple[Any, list[Field]]:
     if not samples:
         raise CollateError("expected at least one sample, got an empty batch")
     fields: list[Field] = []
-    structure = _walk((), samples, fields)
+    structure = _walk((), (), samples, fields)
     if not fields:
         raise CollateError(f"expected samples with at least one field, got {samples[0]!r}")
     return structure, fields
 
 
-def _walk(path: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
+def _walk(path: FieldPath, names: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
     types = set(map(type, column))
     kinds = {kind_of_type(t) for t in types}
     if len(kinds) > 1:
@@ -158,11 +166,18 @@ def _walk(path: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
             columns = {key: [sample[key] for sample in column] for key in first}
         except KeyError:
             _fail_at_keys(path, column)
-        return {key: _walk((*path, key), values, fields) for key, values in columns.items()}
+        return {
+            key: _walk((*path, key), (*names, key), values, fields)
+            for key, values in columns.items()
+        }
     if kind == "tuple" or (kind == "list" and not holds_numbers(first)):
         if set(map(len, column)) != {len(first)}:
             fail_at_odd_one(path, column, len, "{} fields".format)
-        parts = [_walk((*path, i), c, fields) for i, c in enumerate(zip(*column, strict=True))]
+        own = getattr(first, "_fields", range(len(first)))
+        parts = [
+            _walk((*path, i), (*names, name), part, fields)
+            for i, (name, part) in enumerate(zip(own, zip(*column, strict=True), strict=True))
+        ]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
     if kind == "unknown":
         raise CollateError(
@@ -170,7 +185,7 @@ def _walk(path: FieldPath, column: Sequence[Any], fields: list[Field]) -> Any:
             f"a number, a string, or a mapping or tuple of those, got {type(first).__name__}; "
             "convert it in the dataset, or leave it out"
         )
-    fields.append(Field(path, kind, column))
+    fields.append(Field(path, names, kind, column))
     return None
 
 

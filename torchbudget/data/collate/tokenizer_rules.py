@@ -26,7 +26,7 @@ class TokenizerRules:
         pad_id: the padding token.
         adds_mask: whether the model takes an attention mask.
         side: the side of the padding.
-        padding: the padding value of a field of another kind, by its name or its path.
+        padding: the padding value of a field of another kind, by its name, or its path in pairs.
     """
 
     ids: str
@@ -35,13 +35,25 @@ class TokenizerRules:
     side: str
     padding: dict[Any, int]
 
-    def is_ids(self, path: FieldPath) -> bool:
+    def is_ids(self, path: FieldPath, names: FieldPath) -> bool:
         """Whether a field is of token ids: by its name, the first of a pair, or ids alone."""
-        return path in ((), (0,)) or path[-1] == self.ids
+        return path in ((), (0,)) or names[-1] == self.ids
+
+    def check_position(self, names: FieldPath) -> None:
+        """Raise a `CollateError` for a field of samples that are larger than pairs, if unnamed.
+
+        Of three, the second is most often the mask, which -100 would turn on where padding is.
+        """
+        if len(names) == 1 and names[0] not in (0, self.ids) and names[0] not in self.padding:
+            raise CollateError(
+                "the tokenizer pads pairs, of ids and labels; in larger tuples nothing says "
+                f"whether {show(names)} is a mask, labels or something else: give its padding, as "
+                "in padding_value={1: 0, 2: -100}, or make dicts in the dataset"
+            )
 
     def check_fields(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` where the samples have no token ids."""
-        if not any(map(self.is_ids, paths)):
+        if not any(self.is_ids(path, path) for path in paths):
             raise CollateError(
                 f"the tokenizer pads samples with a field {self.ids!r}, pairs of ids and labels, "
                 f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
@@ -50,12 +62,21 @@ class TokenizerRules:
     def check_ids(self, fields: Mapping[FieldPath, Any]) -> None:
         """Raise a `CollateError` where each sample's ids are a batch of one text."""
         for path, field in fields.items():
-            if self.is_ids(path) and field.ndim > 2 and field.shape[1] == 1:
+            if self.is_ids(path, path) and field.ndim > 2 and field.shape[1] == 1:
                 raise CollateError(
                     f"{show(path)} of each sample is a batch of one text, of shape "
                     f"{(1, *field.shape[2:])}, as return_tensors='pt' gives: tokenize without it, "
                     "or take the first of each field"
                 )
+
+
+def own_padding(names: FieldPath, padding: Mapping[Any, int]) -> int | None:
+    """The padding value of a field by its name, else by what it is within; `None` if unknown.
+
+    >>> own_padding(("labels", "tags"), OWN_PADDING), own_padding(("tags",), OWN_PADDING)
+    (-100, None)
+    """
+    return next((padding[name] for name in reversed(names) if name in padding), None)
 
 
 def read_tokenizer(tokenizer: Any) -> TokenizerRules:
@@ -82,6 +103,7 @@ def read_tokenizer(tokenizer: Any) -> TokenizerRules:
     padding = OWN_PADDING | {
         "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
         "special_tokens_mask": 1,  # padding is a special token
+        "label": IGNORED_LABEL,  # as the collators of transformers take it, too
         (1,): IGNORED_LABEL,  # the second of a pair
     }
     return TokenizerRules(
