@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.support.map_datasets import Samples
-from torchbudget import sizes_of
+from torchbudget import BudgetedIterableDataset, PaddedCost, sizes_of
 from torchbudget.errors import SizesError
 
 LENGTHS = (3, 5, 4)
@@ -31,13 +32,34 @@ LENGTHS = (3, 5, 4)
         ([torch.ones(3, 8, n) for n in LENGTHS], None, "3, .* axis 2, which is 3 to 5 long"),
         ([{"ids": [[7] * n]} for n in LENGTHS], "ids", "1, .* axis 1, .*return_tensors"),
         ([(torch.ones(n), torch.ones(1, n)) for n in LENGTHS], (0, 1), "1, .* field 1, .* axis 1"),
+        (
+            [{"pair": (torch.ones(n), torch.ones(9))} for n in LENGTHS],
+            "pair",
+            r"2, .* axis 1, .* len\(sample\['pair'\]\[0\]\);",
+        ),
     ],
 )
 def test_another_axis_is_ragged(samples: list[Any], key: Any, message: str) -> None:
-    """Whether samples are read, or their lengths are known without."""
+    """Whether samples are read, or their lengths are known without, or come in a stream."""
     for dataset in (samples, Samples(samples)):
         with pytest.raises(SizesError, match=f"the size of every sample is {message}"):
             sizes_of(dataset, key, progress=False)
+    cost = PaddedCost(unit_bytes=[1] * len(key) if isinstance(key, tuple) else 1)
+    for workers in (0, 1):
+        stream = BudgetedIterableDataset([samples * 4], cost, 1000, size=key)
+        with pytest.raises(SizesError, match=f"(?s)the size of every sample is {message}"):
+            list(DataLoader(stream, batch_size=None, num_workers=workers))
+
+
+@pytest.mark.parametrize("form", [torch.ones, np.ones])
+def test_an_int_is_no_axis(form: Any) -> None:
+    """Of arrays it picks a row."""
+    samples = [form((n, 80)) for n in LENGTHS]
+    for key in (0, 1, (0, 1)):
+        with pytest.raises(SizesError, match=r"row \d of each sample, .* axis 0, which is 3 to 5 "):
+            sizes_of(samples, key, progress=False)
+    recordings = [form((2, n)) for n in LENGTHS]
+    assert sizes_of(recordings, 0, progress=False).tolist() == list(LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +73,18 @@ def test_another_axis_is_ragged(samples: list[Any], key: Any, message: str) -> N
         (["ab", "cd"], None),
         ([[], []], None),
         ([torch.ones(2), torch.ones(2, 3), torch.ones(2, 4)], None),
+        ([{"words": ["a" * n, "b"]} for n in LENGTHS], "words"),
+        ([(torch.ones(4), n) for n in LENGTHS], 0),
     ],
 )
 def test_others_are_taken(samples: list[Any], key: Any) -> None:
     """Samples of one shape, of which the first axis is ragged too, or whose key says the axis."""
     for dataset in (samples, Samples(samples)):
         assert len(sizes_of(dataset, key, progress=False)) == len(samples)
+
+
+def test_few_samples_of_a_stream_may_be_alike_by_chance() -> None:
+    """As in a small window; with more of them in memory they are compared."""
+    samples = [torch.ones(4, n) for n in (3, 5, 4)] + [torch.ones(n, n) for n in range(1, 40)]
+    stream = BudgetedIterableDataset([samples], PaddedCost(unit_bytes=1), 1000, window=3)
+    assert sum(len(batch.data) for batch in stream) == len(samples)

@@ -119,6 +119,8 @@ class BudgetedIterableDataset(ResumableStream):
 
     Raises:
         SampleError: a sample cannot be read or transformed.
+        SizesError: a sample has no size, or sizes are of another axis than the ragged one, as in
+            `sizes_of`.
         CostError: a cost that is no vectorised one, or whose capacity does not fit the budget; at
             the first window.
         OversizeError: a sample alone is over the budget and `oversize="raise"`.

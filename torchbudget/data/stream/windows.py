@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from torchbudget.data.sizes.first_axis import check_first_axis_of
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import ReadingGenerators, SampleSeeds
@@ -23,6 +24,7 @@ from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import SampleError, SizesError, StateMismatchError
 
 _log: Final = logging.getLogger("torchbudget")
+_FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class Windows:
         self._generators = ReadingGenerators()
         self._warned = False
         self._checked = False  # the cost, on the sizes of the first window
+        self._has_checked_axes = False  # that sizes are of the ragged one
         self._any_left = False  # of the items since the stream's beginning
         self.num_batches = 0
         self.largest_buffered_bytes = 0
@@ -251,6 +254,9 @@ class Windows:
         if not self._checked:
             settings.grouping.check(sizes)
             self._checked = True
+        if not self._has_checked_axes and len(sizes) >= _FEWEST:
+            check_first_axis_of(buffered.samples, settings.size, sizes, "size")
+            self._has_checked_axes = True
         over = settings.grouping.oversized(sizes, first)
         if over.size:
             self._progress.count_skipped(self._slot.worker, oversize=over.size)
