@@ -21,7 +21,7 @@ fields = st.one_of(
     st.lists(st.integers(), max_size=6),
     st.lists(st.integers(), max_size=6).map(tuple),
     st.integers(0, 5).map(lambda n: np.zeros((n, 2))),
-    st.integers(0, 5).map(lambda n: torch.zeros(n, 3)),
+    st.integers(0, 5).map(lambda n: torch.zeros(n, 2)),  # as many columns as arrays have
 )
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.map_datasets import Samples
 from torchbudget import BudgetedIterableDataset, PaddedCost, sizes_of
-from torchbudget.errors import SizesError
+from torchbudget.errors import OtherSizesWarning, SizesError
 
 LENGTHS = (3, 5, 4)
 
@@ -51,6 +51,28 @@ def test_another_axis_is_ragged(samples: list[Any], key: Any, message: str) -> N
             list(DataLoader(stream, batch_size=None, num_workers=workers))
 
 
+@pytest.mark.parametrize(
+    ("samples", "key", "message"),
+    [
+        ([np.ones((n, 9 - n, 3)) for n in LENGTHS], None, r"samples, .* axis 1 .* 4 to 6 long"),
+        ([{"x": torch.ones(1 + n % 2, n)} for n in (4, 5, 6)], "x", r"'x', .* axis 1 .* 4 to 6 "),
+        (
+            [(torch.ones(n), torch.ones(n, n + 9 * (n % 2))) for n in LENGTHS],
+            (0, 1),
+            "field 1, .* axis 1",
+        ),
+        ([torch.ones(n, m) for n, m in ((2, 3), (2, 4), (3, 5))], None, "axis 1 .* 3 to 5"),
+    ],
+)
+def test_a_later_axis_is_ragged_by_itself(samples: list[Any], key: Any, message: str) -> None:
+    """Of arrays that are short in the first axis one may be long in it."""
+    for dataset in (samples, Samples(samples)):
+        with pytest.warns(OtherSizesWarning, match=f"the first axis of .*{message}") as caught:
+            sizes_of(dataset, key, progress=False)
+        assert caught[0].filename == __file__
+    assert len(sizes_of(samples, id)) == len(samples)  # a function: it is meant
+
+
 @pytest.mark.parametrize("form", [torch.ones, np.ones])
 def test_an_int_is_no_axis(form: Any) -> None:
     """Of arrays it picks a row."""
@@ -68,6 +90,10 @@ def test_an_int_is_no_axis(form: Any) -> None:
         ([torch.ones(2, 4)] * 3, None),
         ([torch.ones(2, n) for n in (5,)], None),
         ([torch.ones(n, n + 1) for n in LENGTHS], None),
+        ([torch.ones(n, n // 2) for n in (2, 3, 4, 4)], None),
+        ([torch.ones(0, n) for n in (2, 3)], None),
+        ([torch.ones(n, 5 - n) for n in (0, 1)], None),
+        ([{"x": [[1] * m] * n} for n, m in ((2, 3), (3, 2))], "x"),
         ([torch.ones(1, n) for n in LENGTHS], lambda sample: sample.shape[0]),
         ([[1, 2], [3, 4], [5, 6]], None),
         (["ab", "cd"], None),

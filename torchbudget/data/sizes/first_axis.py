@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.sizes.key import FieldName, SizeDataset, SizeKey
-from torchbudget.errors import SizesError
+from torchbudget.errors import OtherSizesWarning, SizesError
 
 _PROBES: Final = 64
 
 
 def check_first_axis(measured: SizeDataset, sizes: Sizes) -> None:
-    """Check fields whose sizes are all the same, on up to 64 samples.
+    """Check fields whose sizes are all the same, and arrays of several axes, on up to 64 samples.
 
     A tokenizer with `return_tensors="pt"` makes ids of shape `(1, L)`, and audio is often
-    `(channels, T)`: all are of the size 1, and batches of any length would fit.
+    `(channels, T)`: all are of the size 1, and batches of any length would fit. Images `(H, W, C)`
+    are of different heights, and a batch is as wide as any.
 
     Raises:
-        SizesError: the samples differ in a later axis.
+        SizesError: the samples differ in a later axis, and not in the first.
     """
     fields = _constant(measured.key, sizes)
     if fields:
         samples = [sample for _, sample in measured.samples(_spread(len(sizes)))]
         _check_fields(samples, fields, "key")
+    elif not callable(measured.key) and len(sizes) > 1:
+        _check_other_axes(measured)
 
 
 def check_first_axis_of(samples: Sequence[Any], key: SizeKey, sizes: Sizes, option: str) -> None:
@@ -57,7 +62,7 @@ def _spread(number: int) -> list[int]:
 
 def _check_fields(samples: list[Any], fields: list[FieldName | None], option: str) -> None:
     for field in fields:
-        _check(field, [s if field is None else s[field] for s in samples], option)
+        _check(field, [_field(sample, field) for sample in samples], option)
         if isinstance(field, int):
             _check_rows(field, samples, option)
 
@@ -65,11 +70,12 @@ def _check_fields(samples: list[Any], fields: list[FieldName | None], option: st
 def _check(field: FieldName | None, values: list[Any], option: str) -> None:
     shapes = [_shape(value) for value in values]
     axis = next((axis for axis in _differing(shapes) if axis), None)
-    if axis is None:
+    if axis is None or not shapes[0][0]:  # none has elements
         return
     of, whole = ("", "the sample") if field is None else (f"[{field!r}]", f"field {field!r}")
-    is_array = isinstance(getattr(values[0], "shape", None), tuple)
-    length = f"sample{of}.shape[{axis}]" if is_array else f"len(sample{of}{'[0]' * axis})"
+    length = (
+        f"sample{of}.shape[{axis}]" if _array_shape(values[0]) else f"len(sample{of}{'[0]' * axis})"
+    )
     raise SizesError(
         f"the size of every sample is {shapes[0][0]}, the length of the first axis of {whole}, but "
         f"samples differ in axis {axis}, which is {_range(shapes, axis)} long: give a key of the "
@@ -78,15 +84,52 @@ def _check(field: FieldName | None, values: list[Any], option: str) -> None:
     )
 
 
+def _check_other_axes(measured: SizeDataset) -> None:
+    """Warn of a later axis that may be long in a batch of small sizes.
+
+    Where it only grows with the first axis, as of a mask `(L, L)`, the largest size has the most.
+    """
+    key = measured.key
+    fields: Any = key if isinstance(key, tuple) else (key,)
+    ((_, first),) = measured.samples([0])
+    if not any(len(_array_shape(_field(first, field))) > 1 for field in fields):
+        return
+    samples = [sample for _, sample in measured.samples(_spread(len(measured)))]
+    for field in fields:
+        shapes = [_array_shape(_field(sample, field)) for sample in samples]
+        axis = next((axis for axis in _differing(shapes) if axis and not _grows(shapes, axis)), 0)
+        if axis:
+            of, whole = ("", "samples") if field is None else (f"[{field!r}]", f"field {field!r}")
+            warnings.warn(
+                f"sizes are the lengths of the first axis of {whole}, which differs in axis {axis} "
+                f"too, by itself: it is {_range(shapes, axis)} long, batches are padded there, and "
+                "the budget does not count it. Give a key of all axes that are ragged, as in "
+                f"key=lambda sample: (len(sample{of}), sample{of}.shape[{axis}]); if the cost "
+                f"counts the longest there, key=lambda sample: len(sample{of}) says so",
+                OtherSizesWarning,
+                stacklevel=5,  # who calls sizes_of
+            )
+            return
+
+
+def _field(sample: Any, field: FieldName | None) -> Any:
+    return sample if field is None else sample[field]
+
+
+def _grows(shapes: list[tuple[int, ...]], axis: int) -> bool:
+    """Whether arrays that are no longer in the first axis are no longer in this one."""
+    pairs = sorted({(shape[0], shape[axis]) for shape in shapes if shape[0]})
+    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(pairs))
+
+
 def _check_rows(field: int, samples: list[Any], option: str) -> None:
     """An array has no fields: an int that is meant as an axis picks a row of fixed length."""
-    shapes = [getattr(sample, "shape", None) for sample in samples]
-    arrays = [shape for shape in shapes if isinstance(shape, tuple)]
-    axis = next(iter(_differing(arrays)), None) if len(arrays) == len(shapes) else None
+    shapes = list(map(_array_shape, samples))
+    axis = next(iter(_differing(shapes)), None)
     if axis is not None:
         raise SizesError(
             f"{option}={field} is row {field} of each sample, all of one length, but samples "
-            f"differ in axis {axis}, which is {_range(arrays, axis)} long: a key names fields, not "
+            f"differ in axis {axis}, which is {_range(shapes, axis)} long: a key names fields, not "
             f"axes; give {option}=lambda sample: sample.shape[{axis}]"
         )
 
@@ -103,13 +146,16 @@ def _range(shapes: list[tuple[int, ...]], axis: int) -> str:
     return f"{min(lengths)} to {max(lengths)}"
 
 
+def _array_shape(value: Any) -> tuple[int, ...]:
+    """The shape of an array; none of anything else."""
+    shape = getattr(value, "shape", None)
+    return shape if isinstance(shape, tuple) else ()
+
+
 def _shape(value: Any) -> tuple[int, ...]:
     """The shape of an array; of a list or tuple the length, and the shape of what is first."""
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
+    if shape := _array_shape(value):
         return shape
     first = value[0] if isinstance(value, (list, tuple)) and value else None
-    if isinstance(first, (list, tuple)):
-        return len(value), len(first)
-    shape = getattr(first, "shape", None)
-    return (len(value), *shape) if isinstance(shape, tuple) else (len(value),)
+    own = (len(first),) if isinstance(first, (list, tuple)) else _array_shape(first)
+    return len(value), *own

@@ -41,7 +41,8 @@ def sizes_of(
     refused, since its length counts fields. Lists, tuples, pandas Series and DataFrames, and the
     text and list columns of a Hugging Face `datasets.Dataset` are measured without reading their
     samples, unless a transform is applied to the column. A dataset with an `iloc` is read through
-    it: by position, not by index.
+    it: by position, not by index. Of arrays that are ragged in a later axis by itself, too, the
+    sizes say nothing there: that is an `OtherSizesWarning`, unless the key is a callable.
 
     Args:
         dataset: N samples; the size of a sample must depend on its index alone.
