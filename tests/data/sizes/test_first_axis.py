@@ -73,6 +73,28 @@ def test_a_later_axis_is_ragged_by_itself(samples: list[Any], key: Any, message:
     assert len(sizes_of(samples, id)) == len(samples)  # a function: it is meant
 
 
+@pytest.mark.parametrize(
+    ("samples", "key"),
+    [
+        ([{"x": torch.ones(1, n)} for n in range(2, 12)], lambda sample: len(sample["x"])),
+        ([(1, {"x": [[7] * n]}) for n in range(2, 12)], lambda sample: (len(sample[1]["x"]), 5)),
+        ([torch.ones(2, n) for n in range(2, 12)], len),
+    ],
+)
+def test_a_function_that_takes_the_length_of_channels(samples: list[Any], key: Any) -> None:
+    message = r"first axis of sample.*, whose axis 1 is 2 to 11 long: if"
+    for dataset in (samples, Samples(samples)):
+        with pytest.warns(OtherSizesWarning, match=rf"{message} key takes") as caught:
+            sizes_of(dataset, key, progress=False)
+        assert caught[0].filename == __file__
+    axes = np.shape(key(samples[0]))
+    stream = BudgetedIterableDataset(
+        [samples], PaddedCost(unit_bytes=[1, 1] if axes else 1), 1000, size=key, collate_fn=list
+    )
+    with pytest.warns(OtherSizesWarning, match=rf"{message} size takes"):
+        list(stream)
+
+
 @pytest.mark.parametrize("form", [torch.ones, np.ones])
 def test_an_int_is_no_axis(form: Any) -> None:
     """Of arrays it picks a row."""
@@ -93,6 +115,11 @@ def test_an_int_is_no_axis(form: Any) -> None:
         ([torch.ones(n, n // 2) for n in (2, 3, 4, 4)], None),
         ([torch.ones(0, n) for n in (2, 3)], None),
         ([torch.ones(n, 5 - n) for n in (0, 1)], None),
+        (
+            [{"x": torch.ones(3, n, 8), "s": "ab"} for n in range(2, 12)],
+            lambda sample: sample["x"].shape[2],
+        ),
+        ([(torch.ones(8, 4), [1] * n) for n in range(2, 12)], lambda sample: len(sample[0])),
         ([{"x": [[1] * m] * n} for n, m in ((2, 3), (3, 2))], "x"),
         ([torch.ones(1, n) for n in LENGTHS], lambda sample: sample.shape[0]),
         ([[1, 2], [3, 4], [5, 6]], None),

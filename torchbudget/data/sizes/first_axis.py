@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from torchbudget.data.sizes.key import FieldName, SizeDataset, SizeKey
 from torchbudget.errors import OtherSizesWarning, SizesError
 
 _PROBES: Final = 64
+_FEWEST: Final = 8  # samples of one size by a function: fewer may be alike by chance
 
 
 def check_first_axis(measured: SizeDataset, sizes: Sizes) -> None:
@@ -30,6 +31,9 @@ def check_first_axis(measured: SizeDataset, sizes: Sizes) -> None:
     if fields:
         samples = [sample for _, sample in measured.samples(_spread(len(sizes)))]
         _check_fields(samples, fields, "key")
+    elif _is_constant_function(measured.key, sizes):
+        samples = [sample for _, sample in measured.samples(_spread(len(sizes)))]
+        _check_function(samples, sizes, "key")
     elif not callable(measured.key) and len(sizes) > 1:
         _check_other_axes(measured)
 
@@ -41,8 +45,11 @@ def check_first_axis_of(samples: Sequence[Any], key: SizeKey, sizes: Sizes, opti
         SizesError: the samples differ in a later axis.
     """
     fields = _constant(key, sizes)
+    probes = [samples[index] for index in _spread(len(sizes))]
     if fields:
-        _check_fields([samples[index] for index in _spread(len(sizes))], fields, option)
+        _check_fields(probes, fields, option)
+    elif _is_constant_function(key, sizes):
+        _check_function(probes, sizes, option)
 
 
 def _constant(key: SizeKey, sizes: Sizes) -> list[FieldName | None]:
@@ -53,6 +60,10 @@ def _constant(key: SizeKey, sizes: Sizes) -> list[FieldName | None]:
     alike = (columns == columns[0]).all(axis=0)
     fields = key if isinstance(key, tuple) else (key,)
     return [field for field, same in zip(fields, alike, strict=True) if same]
+
+
+def _is_constant_function(key: SizeKey, sizes: Sizes) -> bool:
+    return callable(key) and len(sizes) >= _FEWEST and bool((sizes == sizes[0]).all(axis=0).any())
 
 
 def _spread(number: int) -> list[int]:
@@ -82,6 +93,36 @@ def _check(field: FieldName | None, values: list[Any], option: str) -> None:
         f"axes that are ragged, as in {option}=lambda sample: {length}; or tokenize without "
         'return_tensors="pt", which makes a batch of each text'
     )
+
+
+def _check_function(samples: list[Any], sizes: Sizes, option: str) -> None:
+    """Warn where a function seems to take the length of a field's first axis, as `len` does."""
+    rows = sizes.reshape(len(sizes), -1)
+    taken = rows[0][(rows == rows[0]).all(axis=0)].tolist()
+    arrays = [dict(_arrays(sample)) for sample in samples]
+    for where in arrays[0]:
+        shapes = [found.get(where, ()) for found in arrays]
+        axis = next((axis for axis in _differing(shapes) if axis), None)
+        firsts = {shape[0] for shape in shapes} if axis else set()
+        if axis and len(firsts) == 1 and firsts <= set(taken):
+            warnings.warn(
+                f"the size of every sample is {shapes[0][0]}, as is the first axis of "
+                f"sample{where}, whose axis {axis} is {_range(shapes, axis)} long: if {option} "
+                f"takes its length, batches of any length fit the budget. Take that of axis {axis}",
+                OtherSizesWarning,
+                stacklevel=5,  # who calls sizes_of
+            )
+            return
+
+
+def _arrays(value: Any, where: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shape of each array and list in a sample, and how it is reached."""
+    if isinstance(value, (Mapping, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in items:
+            yield from _arrays(part, f"{where}[{key!r}]")
+    elif isinstance(value, list) or _array_shape(value):
+        yield where, _shape(value)
 
 
 def _check_other_axes(measured: SizeDataset) -> None:
