@@ -208,6 +208,7 @@ class StreamCase:
         return {
             " ranks": ranks > 1 and not even,
             "the source has no samples": "batches_per_epoch" in self.options,
+            "none of the items that were read": not self.expected(),
         }
 
     def expected(self) -> Counter[int]:
@@ -253,7 +254,8 @@ def check(chance: random.Random, folder: Path) -> Counter[str]:
         told["batches"] += sum(len(worker) for rank in ranks for worker in rank)
     rank, worker = chance.randrange(case.ranks), chance.randrange(case.workers)
     told += faults(case, rank, worker, [ranks[rank][worker] for ranks in epochs])
-    if "batches_per_epoch" not in case.options and case.kind in ("iterable", "map", "shards"):
+    goes_on = "batches_per_epoch" not in case.options and case.kind in ("iterable", "map", "shards")
+    if goes_on and case.expected():
         told += elsewhere(case)
     return told
 

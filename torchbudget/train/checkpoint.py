@@ -15,7 +15,7 @@ from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 
 def run_state(

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import natural, optional
-from torchbudget.distributed import failing_together
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import BatchMonitor, Stateful
@@ -24,6 +23,7 @@ from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
+from torchbudget.train.callback_states import load_states, states_of
 from torchbudget.train.epoch import Epoch, Tally
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
@@ -84,7 +84,8 @@ def fit(
         callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
             on every rank, after one that returns true on any; that is saved too. To break off and
             go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
-            whose object has, of a method), on every rank, is saved as the first rank has it.
+            whose object has, of a method), on every rank, is saved: as the first rank has it, and
+            where ranks differ, as each has it.
         device: that batches are moved to; `None`: they are not moved.
         device_limit: a budget that torch's allocator is limited to first, on the model's device, by
             `limit_device_memory`; `None`: it is not.
@@ -203,8 +204,8 @@ class _Run:
         if self.folder is not None:
             if len({with_state for _, with_state, _ in numbers}) > 1:
                 raise OptionError(
-                    "callbacks that have a state_dict must be on every rank, since the first "
-                    f"rank's are saved for all; the ranks have {[n for _, n, _ in numbers]} of them"
+                    "callbacks that have a state_dict must be on every rank, which load them; the "
+                    f"ranks have {[n for _, n, _ in numbers]} of them"
                 )
             self._open(self.folder)
 
@@ -251,8 +252,7 @@ class _Run:
                 f"the checkpoint has the states of {len(loaded['callbacks'])} callbacks, but "
                 f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
             )
-        for callback, its_state in zip(self.stateful, loaded["callbacks"], strict=True):
-            callback.load_state_dict(its_state)
+        load_states(self.stateful, loaded["callbacks"], self.host)
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
         self.tally = Tally(**loaded["tally"])
         self.stopped = loaded["stopped"]
@@ -364,8 +364,6 @@ class _Run:
             return
         if self.tally.steps:
             self._read_clock()
-        with failing_together(self.host.gather_objects):
-            callbacks = [callback.state_dict() for callback in self.stateful]
         state = {
             "id": secrets.token_hex(8),
             "run": checkpoint.run_state(
@@ -376,7 +374,7 @@ class _Run:
                 batches_done=batches_done,
                 generators=self.generators,
             ),
-            "callbacks": callbacks,
+            "callbacks": states_of(self.stateful, self.host),
             "seeds": self.host.gather_objects(self.seed),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": asdict(self.tally),
