@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import MeasuredCost, PaddedCost
-from torchbudget.cost.measuring.fitting import fit_peaks, fit_time
+from torchbudget.cost.measuring.fitting import fit_peaks, fit_time, fit_traces
 from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.terms import powers_of
 from torchbudget.cost.models.probe import Probe
@@ -48,6 +51,33 @@ def test_peaks_of_the_form_are_found_again(seed: int) -> None:
     found = MeasuredCost(forms=fit.forms(n, sizes), margin=0)
     grid = np.meshgrid([1, 5, 20, 500], [10, 60, 250, 1000, 2000])
     assert found.fitted_bytes(*grid) == pytest.approx(truth.batch_bytes(*grid), rel=1e-3)
+
+
+def test_a_moment_between_those_that_were_the_peak_counts() -> None:
+    """Though it was the peak of no step, and has a little in n², as rounding looks."""
+    small = [(2, 1, 1), (2, 25, 13), (2, 97, 49), (2, 512, 256), (2, 512, 1), (2, 1, 256)]
+    large = [(256, 97, 49), (256, 1, 1), (256, 512, 256), (256, 512, 1), (256, 1, 256)]
+    between = [(16, 256, 256), (24, 512, 128), (32, 97, 128), (8, 256, 49), (12, 358, 77)]
+    shapes = np.array(small + large + between)
+
+    def live(n: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        floor = 4.65e6 + 16 * n * a + 8 * n * b
+        middle = 4.11e6 + 8032 * n * a + 8 * n * b + 8 * n * a**2 + 0.5 * n**2
+        both = 3.2e6 + 9058 * n * a + 16630 * n * b + 8 * n * (a**2 + a * b + b**2)
+        return np.stack([floor, middle, both], axis=-1)
+
+    traces: list[Any] = [
+        SimpleNamespace(
+            operations=("x", "y", "z"), live_bytes=row.astype(int), peak_bytes=row.max()
+        )
+        for row in live(*shapes.T)
+    ]
+    domain = np.array([[1.0, 1.0], [512.0, 256.0]])
+    forms = fit_traces(shapes[:, 0], shapes[:, 1:], traces, domain)
+    assert forms is not None
+    unseen = np.array([(2, 46, 1), (16, 5, 1), (3, 75, 3), (3, 66, 5)])
+    found = MeasuredCost(forms=forms, margin=0).fitted_bytes(unseen[:, 0], unseen[:, 1:])
+    assert found == pytest.approx(live(*unseen.T).max(axis=1), rel=1e-3)
 
 
 def test_time_is_fitted_to_what_was_run() -> None:

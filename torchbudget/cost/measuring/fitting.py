@@ -137,7 +137,9 @@ def _fit_moments(
     points = features(*domain_grid(domain), powers)
     # Beyond the steps that were seen, only what is certain, and grows slowly, may be the largest.
     squares = np.array([n == 2 for n, _ in powers])
-    slow = ~np.array([squares[terms[moment]].any() for moment in good.tolist()])
+    parts = np.abs(coefficients[squares]) * matrix[:, squares].max(axis=0)[:, None]
+    coefficients[squares] *= parts > _CERTAIN  # what is less may be rounding
+    slow = ~coefficients[np.ix_(squares, good)].any(axis=0)
     certain = good[slow & (errors[good] < _CERTAIN)]
     # Of moments that are equal, the simplest.
     lengths = np.array([len(terms[moment]) for moment in good.tolist()])
