@@ -183,7 +183,7 @@ def replay(steps: list[Requests], device: AssumedDevice, cap: int | None) -> Cac
 
 def compare(make: Callable[[], Training], mib: int, segments: str, steps: int) -> dict[str, Any]:
     """The row of one model, budget and kind of segments."""
-    os.environ["PYTORCH_ALLOC_CONF"] = SEGMENTS[segments]
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = SEGMENTS[segments]
     budget, case = mib * 2**20, make()
     cost = measured(case, budget)
     note = next(note for note in cost.notes if "mixed shapes reserve" in note)

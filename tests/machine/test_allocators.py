@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.support.memory_groups import REPOSITORY
 from torchbudget.machine.allocators import cuda_allocator_settings
 
-VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", *NAMES)
 
 
 def printed_by(code: str, **environment: str) -> list[str]:
@@ -38,13 +40,14 @@ print(*(os.environ.get(name) for name in {VARIABLES}))
 @pytest.mark.slow
 def test_what_the_environment_says_already_stays():
     segments = "expandable_segments:True"
-    assert printed_by(PRINT) == [f"32 {segments} {segments}"]
-    assert printed_by(PRINT, ONEDNN_PRIMITIVE_CACHE_CAPACITY="7") == [f"7 {segments} {segments}"]
+    both = f"{segments} None {segments}"
+    assert printed_by(PRINT) == [f"32 {both}"]
+    assert printed_by(PRINT, ONEDNN_PRIMITIVE_CACHE_CAPACITY="7") == [f"7 {both}"]
     own = "max_split_size_mb:64"
-    for name in VARIABLES[1:]:  # torch 2.6 reads one only; what is stated by the other counts
-        assert printed_by(PRINT, **{name: own}) == [f"32 {own} {own}"]
-    both = {VARIABLES[1]: own, VARIABLES[2]: segments}
-    assert printed_by(PRINT, **both) == [f"32 {own} {segments}"]
+    for name in NAMES:  # not every torch reads all of them; what is stated by one counts
+        hip = own if name == NAMES[1] else None
+        assert printed_by(PRINT, **{name: own}) == [f"32 {own} {hip} {own}"]
+    assert printed_by(PRINT, **{NAMES[0]: own, NAMES[2]: segments}) == [f"32 {own} None {segments}"]
 
 
 CONVOLVE = """
@@ -113,9 +116,57 @@ def test_blocks_are_returned_when_they_are_freed():
 def test_the_settings_of_cudas_allocator_are_read(
     monkeypatch: pytest.MonkeyPatch, text: str, settings: dict[str, str]
 ) -> None:
-    """From the name that torch reads first."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
-    assert cuda_allocator_settings() == settings
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    """From the names that torch reads, in its order."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert cuda_allocator_settings() == {}
+    for name in reversed(NAMES):
+        monkeypatch.setenv(name, text)
+        assert cuda_allocator_settings() == settings
+        monkeypatch.setenv(name, "backend:native")
+
+
+@pytest.mark.parametrize(("hip", "read"), [(None, 1), ("6.4", 2)])
+def test_what_an_older_torch_does_not_read_is_not_in_force(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, read: int
+) -> None:
+    """`PYTORCH_ALLOC_CONF` is ignored by CUDA's allocator before torch 2.10."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for at, name in enumerate(NAMES):
+        for other in NAMES:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, "expandable_segments:True")
+        assert bool(cuda_allocator_settings()) == (at < read)
+
+
+READ = """
+import torch
+from torchbudget.machine.allocators import cuda_allocator_settings
+
+print(*map(":".join, cuda_allocator_settings().items()))
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="other names count, or torch does not say")
+@pytest.mark.parametrize("names", [NAMES, NAMES[1:], NAMES[:1], NAMES[1:2], NAMES[2:]])
+def test_torch_reads_the_same_name_first(names: tuple[str, ...]) -> None:
+    """The answer of torch itself, in a process of its own, since it reads the environment once."""
+    stated = {one: f"max_split_size_mb:{64 + NAMES.index(one)}" for one in names}
+    assert printed_by(READ, **stated) == [stated[names[0]]] * 2
+
+
+def test_settings_in_force_count_once_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment may have been changed since, as by a late `configure_allocators`."""
+    said = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "expandable_segments": False}
+    monkeypatch.setenv(NAMES[0], "expandable_segments:True")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": said})
+    assert cuda_allocator_settings() == {"expandable_segments": "True"}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    in_force = {"max_split_size_mb": "64", "expandable_segments": "False"}
+    assert cuda_allocator_settings() == in_force
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert cuda_allocator_settings() == {"expandable_segments": "True"}

@@ -249,7 +249,9 @@ def test_a_gpu_by_name(torch_cuda, device, index):
 
 def test_the_settings_in_force_are_read_off_a_segment(torch_cuda, monkeypatch):
     """What the environment says comes too late for expandable segments; other options stand."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:64")
+    text = "expandable_segments:False,max_split_size_mb:64"
+    said = {"PYTORCH_CUDA_ALLOC_CONF": text, "expandable_segments": False}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": said})
     assert TorchSource("cuda:1").allocator() == "native, expandable segments, max_split_size_mb:64"
     assert TorchSource("cuda:0").allocator() == "native"  # nothing was allocated there yet
     assert TorchSource("cuda:1").graph_bytes() == 7

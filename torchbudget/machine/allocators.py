@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from torchbudget.machine.nvml import remember_free_bytes
 
@@ -14,8 +16,10 @@ _M_MMAP_THRESHOLD: Final = -3
 # oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing.
 _ONEDNN_KERNELS: Final = "32"
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
-# Torch 2.6 knows the second name only; where the first is known it is read first.
-_CUDA_NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# In torch's order: the first one that is set counts, even if it is empty.
+_CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Since then CUDA's allocator reads all of them; before, the first one, and ROCm's the second, too.
+_READS_ALL: Final = "2.10"
 
 
 def configure_allocators() -> None:
@@ -28,32 +32,60 @@ def configure_allocators() -> None:
     - oneDNN, which runs convolutions and more on the CPU: 32 compiled kernels are cached instead of
       1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY`. It is read when the process first uses oneDNN;
       from then on it cannot be changed;
-    - CUDA: segments that grow instead of being replaced, by `PYTORCH_ALLOC_CONF`, which is read
-      when the process first uses CUDA. Before that, what other processes have on each GPU is
+    - CUDA: segments that grow instead of being replaced, by `PYTORCH_CUDA_ALLOC_CONF`, which is
+      read when the process first uses CUDA. Before that, what other processes have on each GPU is
       noted, if NVML can be read (extra `nvml`).
 
-    Variables that the environment has already stay as they are; of the two names for CUDA, which
-    not every torch knows, the missing one gets the other's value. Processes that are started later
-    inherit the variables, but must call `trim_malloc()` themselves unless they are forked.
+    Variables that the environment has already stay as they are; of CUDA's name and the newer
+    `PYTORCH_ALLOC_CONF`, which not every torch reads, a missing one gets the value that is stated
+    by any name. Processes that are started later inherit the variables, but must call
+    `trim_malloc()` themselves unless they are forked.
     """
     trim_malloc()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_KERNELS)
-    stated = next((os.environ[name] for name in _CUDA_NAMES if name in os.environ), _CUDA_SEGMENTS)
-    for name in _CUDA_NAMES:
+    stated = _stated(_CUDA_NAMES, _CUDA_SEGMENTS)
+    for name in (_CUDA_NAMES[0], _CUDA_NAMES[-1]):
         os.environ.setdefault(name, stated)
     remember_free_bytes()
 
 
 def cuda_allocator_settings() -> dict[str, str]:
-    """What the environment sets for CUDA's caching allocator, by name.
+    """The settings of CUDA's caching allocator, by name.
 
-    torch reads it when the process first uses CUDA; later changes have no effect.
+    Those of the environment, by the names that this torch reads. It reads them when the process
+    first uses CUDA; from then on those in force are returned, whatever the environment says.
 
     Such as `{"expandable_segments": "True"}` after `configure_allocators()`.
     """
-    text = next((os.environ[name] for name in _CUDA_NAMES if name in os.environ), "")
-    pairs = re.findall(r"(\w+):(\[[^]]*\]|[^,]*)", re.sub(r"\s", "", text))
-    return dict(pairs)
+    in_force = _in_force()
+    if in_force is None:
+        return _parsed(_stated(_names_read(), ""))
+    settings = _parsed(in_force.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    # Not on every platform is what was asked for in force.
+    return {**settings, "expandable_segments": str(in_force.get("expandable_segments", False))}
+
+
+def _names_read() -> tuple[str, ...]:
+    """The variables that this torch reads for CUDA, the first one first."""
+    if torch.__version__ >= _READS_ALL:
+        return _CUDA_NAMES
+    return _CUDA_NAMES[:1] if torch.version.hip is None else _CUDA_NAMES[:2]
+
+
+def _stated(names: tuple[str, ...], default: str) -> str:
+    return next((os.environ[name] for name in names if name in os.environ), default)
+
+
+def _parsed(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+):(\[[^]]*\]|[^,]*)", re.sub(r"\s", "", text)))
+
+
+def _in_force() -> dict[str, Any] | None:
+    """What torch's allocator has read, or was told since; None where it is not in use."""
+    if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
+        return None
+    settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
+    return settings
 
 
 def trim_malloc(threshold_bytes: int = 2**17) -> bool:

@@ -23,7 +23,7 @@ from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.units import MiB
 
 CUDA = torch.device("cuda")
-ALLOC_CONF = "PYTORCH_ALLOC_CONF"
+ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 FITTED = [(n, (length,)) for n in (2, 20, 64) for length in (32, 100, 256)]
 
 
@@ -181,6 +181,7 @@ def test_a_device_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.get_device_capability", pytest.fail)
     assert "the largest" in AssumedDevice.detect().architecture
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     assert AssumedDevice.detect().architecture == "(8, 0)"
 

@@ -42,7 +42,7 @@ class AllocatorOutOfMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What `PYTORCH_ALLOC_CONF` sets.
+    """What `PYTORCH_CUDA_ALLOC_CONF` sets.
 
     Attributes:
         expandable: `expandable_segments`.

@@ -84,8 +84,9 @@ def reserved(traced: Traced, subject: Subject, device: AssumedDevice, room: int 
     subject.notes.append("no trace sees temporaries inside kernels, as in convolutions and sorts")
     if device.settings.not_modelled:
         subject.warn(
-            f"PYTORCH_ALLOC_CONF sets {', '.join(device.settings.not_modelled)}, without which the "
-            "cost was predicted: the device may reserve more; leave it out, or measure on a device"
+            f"PYTORCH_CUDA_ALLOC_CONF sets {', '.join(device.settings.not_modelled)}, without "
+            "which the cost was predicted: the device may reserve more; leave it out, or measure "
+            "on a device"
         )
     return _scaled(traced, device.fixed_bytes, always, factor)
 
