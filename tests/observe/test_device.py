@@ -122,6 +122,34 @@ def test_a_thread_reads_the_device_that_is_used(
     assert asked == ["cuda:3"]
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize(
+    ("reserved", "read"), [([0, GiB(2)], 1), ([MiB(20), GiB(2)], 0), ([0, 0], None)]
+)
+def test_a_model_on_another_device_than_the_current_one(
+    device: str | None, reserved: list[int], read: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples and batches are of the device that it is on, not of an empty one.
+
+    The allocator that is asked is a stand-in; the current device is the first one.
+    """
+    asked: list[str] = []
+
+    def source(name: object) -> FakeDevice:
+        asked.append(str(name))
+        return FakeDevice(reserved_bytes=reserved[1])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
+    monkeypatch.setattr(device_module, "TorchSource", source)
+    monkeypatch.setattr(device_module, "_devices", {})
+    with MemoryMonitor(device=device, interval_s=10) as monitor, monitor.batch():
+        pass
+    assert set(asked) == {"cuda" if read is None else f"cuda:{read}"}
+
+
 def test_cuda_is_never_initialised() -> None:
     """Nor is a device read before the process uses it: its forked workers would not start."""
     with MemoryMonitor("8MiB", device="cuda") as monitor:

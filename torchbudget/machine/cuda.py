@@ -61,14 +61,22 @@ def may_return_early(device: torch.device | str | int | None) -> bool:
     return isinstance(device, int) or torch.device(device).type == "cuda"
 
 
-def fullest_device() -> int | None:
+def device_in_use(*, prefers_current: bool) -> int | None:
     """The device that torch's allocator has most reserved on, in this process; None: nothing is.
 
-    Each thread has a current device of its own, at first the first one: in another thread than the
-    one that trains, `"cuda"` would name that, and asking for its memory would take a context there.
-    This asks the allocator alone.
+    A model may be on another device than the thread's current one, which is the first one unless it
+    was set: `"cuda"` would name that, and asking for its memory would take a context there. This
+    asks the allocator alone.
+
+    Args:
+        prefers_current: the thread's current device, if anything is reserved there.
     """
-    reserved = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
+    devices = range(torch.cuda.device_count())
+    if prefers_current and devices:
+        current = torch.cuda.current_device()
+        if torch.cuda.memory_reserved(current):
+            return current
+    reserved = [torch.cuda.memory_reserved(index) for index in devices]
     return reserved.index(max(reserved)) if any(reserved) else None
 
 

@@ -42,9 +42,9 @@ class MemoryMonitor:
         budget: whose amounts it warns before; an amount is the device's bytes. `None`: only the
             machine's own limits.
         device: whose memory is read, and on which `batch` measures. `None`: the current CUDA device
-            once this process uses CUDA; before, and elsewhere, the CPU. Where torch is built for
-            CUDA, resident memory is compared with the budget's device bytes only if this is
-            `"cpu"`.
+            once this process uses CUDA, or the one that most is reserved on if nothing is on that;
+            before, and elsewhere, the CPU. Where torch is built for CUDA, resident memory is
+            compared with the budget's device bytes only if this is `"cpu"`.
         pid: a process to watch, with its descendants; `None`: this one. Of another process neither
             the device nor batches can be seen. Watching ends when it ends.
         interval_s: seconds between samples; longer where reading takes long.

@@ -12,7 +12,7 @@ import torch
 
 from torchbudget.errors import MachineError
 from torchbudget.machine.cgroups import ControlGroups, GroupEvents
-from torchbudget.machine.cuda import fullest_device
+from torchbudget.machine.cuda import device_in_use
 from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
 from torchbudget.machine.high_water import RESIDENT, Mark
 from torchbudget.machine.host import machine_memory, shared_memory
@@ -96,9 +96,10 @@ class MemoryReader:
 
     Args:
         pid: the process; `None`: the calling one.
-        device: the CUDA device, or the CPU; `None`: the current CUDA device as soon as the process
-            uses CUDA. Where another thread than this one reads first, it is the device that most
-            is reserved on. CUDA is never initialised here, and never read for another process.
+        device: the CUDA device, or the CPU; `None`: the CUDA device in use as soon as the process
+            uses CUDA. That is the current one; where nothing is reserved on it, or another thread
+            than this one reads first, it is the device that most is reserved on. CUDA is never
+            initialised here, and never read for another process.
 
     Attributes:
         whole_is_exact: whether the shares of all pages could be read so far.
@@ -159,11 +160,19 @@ class MemoryReader:
             kills=now.kills - before.kills,
         )
 
-    def device(self) -> torch.device | str:
-        """The device whose memory a batch takes: the CUDA device, or the CPU."""
-        if self._device is not None:
-            return self._device
-        return "cuda" if torch.cuda.is_initialized() else "cpu"
+    def device(self, *, prefers_current: bool = True) -> torch.device | str:
+        """The device whose memory a batch takes: the CUDA device, or the CPU.
+
+        Args:
+            prefers_current: as `device_in_use`; for the thread that trains.
+        """
+        device = self._device
+        if device is None:
+            device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        if str(device) != "cuda" or not torch.cuda.is_initialized():
+            return device
+        index = device_in_use(prefers_current=prefers_current)
+        return device if index is None else torch.device("cuda", index)
 
     @property
     def is_cpu(self) -> bool:
@@ -191,11 +200,13 @@ class MemoryReader:
         return pools
 
     def _read_device(self) -> dict[str, int]:
-        if is_cpu(self.device()) or not self._is_own or not torch.cuda.is_initialized():
+        if not self._is_own or not torch.cuda.is_initialized():
             return {}
         if self._memory is None:
-            device = self._cuda_device()
-            if device is None:
+            is_own_thread = threading.get_ident() == self._thread
+            device = self.device(prefers_current=is_own_thread)
+            # The current device of another thread says nothing.
+            if is_cpu(device) or (str(device) == "cuda" and not is_own_thread):
                 return {}
             self._memory = device_memory(device)
             self._on_device = self._memory.high_water.begin()
@@ -206,14 +217,6 @@ class MemoryReader:
             "reserved_bytes": figures.reserved_bytes,
             "outside_bytes": memory.outside_bytes(figures),
         }
-
-    def _cuda_device(self) -> torch.device | None:
-        """The device to be read; `None`: it cannot be told yet."""
-        device = torch.device(self.device())
-        if str(device) != "cuda" or threading.get_ident() == self._thread:
-            return device
-        index = fullest_device()
-        return None if index is None else torch.device("cuda", index)
 
     def device_peaks(self) -> dict[str, int]:
         """The most that the allocator reserved and that tensors took; empty without CUDA."""
