@@ -15,7 +15,7 @@ from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget.errors import MachineError, OptionError
 from torchbudget.machine import cuda as cuda_module
 from torchbudget.machine import nvml
-from torchbudget.machine.cuda import TorchSource
+from torchbudget.machine.cuda import TorchSource, device_in_use
 from torchbudget.machine.device import DeviceMemory, cuda_memory
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.pools import MemoryPool
@@ -77,6 +77,28 @@ def test_a_peak_leaves_out_what_others_have(monkeypatch):
     assert peak.bytes == GiB(5) + MiB(100) + CONTEXT + MiB(50)
     assert (peak.reserved_bytes, peak.allocated_bytes) == (GiB(5) + MiB(100), GiB(5))
     assert (peak.reserved_before_bytes, peak.outside_bytes) == (0, CONTEXT + MiB(50))
+
+
+def test_counts_that_were_reset_inside_are_no_failures(monkeypatch):
+    """A negative number of them would be taken for one."""
+    fake = put_in_place(monkeypatch, FakeDevice(process_bytes=CONTEXT, retries=5, ooms=2))
+    with peak_memory("cuda") as peak:
+        fake.set(retries=0, ooms=0)
+    assert (peak.retries, peak.failures) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["CUDA", "HIP"])
+def test_no_peak_is_measured_where_nothing_is_counted(monkeypatch, kind):
+    """Without its cache, torch's allocator says that nothing was reserved."""
+    put_in_place(monkeypatch, FakeDevice(process_bytes=CONTEXT))
+    name = f"PYTORCH_NO_{kind}_MEMORY_CACHING"
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(MachineError, match=f"{name}=1 .* counts nothing"), peak_memory("cuda"):
+        pass
+    monkeypatch.setenv(name, "0")
+    with peak_memory("cuda") as peak:
+        pass
+    assert peak.bytes == CONTEXT
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "no device"])
@@ -310,6 +332,19 @@ def test_a_gpu_that_does_not_answer(torch_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     with pytest.raises(MachineError, match="memory of cuda:0: CUDA error: out of memory"):
         cuda_memory("cuda:0")
+
+
+def test_an_allocator_without_statistics(torch_cuda, monkeypatch):
+    """A pluggable one, such as RMM's; what it says is in the error."""
+
+    def fail(_):
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", fail)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", fail)
+    for read in (lambda: cuda_memory("cuda:0"), lambda: device_in_use(prefers_current=True)):
+        with pytest.raises(MachineError, match="CUDAPluggableAllocator does not yet support"):
+            read()
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "gpu", "cuda:x", "", None, torch.device("meta")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +15,9 @@ from torchbudget.machine.nvml import free_bytes_before, process_bytes, remember_
 _OWN_POOL: Final = (0, 0)
 # Settings whose values in force torch returns, so that what the environment says is not needed.
 _READ_OFF: Final = ("backend", "expandable_segments")
+
+# By either name on CUDA and on ROCm.
+_UNCACHED: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 _fractions: dict[int, float] = {}  # by device, as set here
 
@@ -70,14 +74,34 @@ def device_in_use(*, prefers_current: bool) -> int | None:
 
     Args:
         prefers_current: the thread's current device, if anything is reserved there.
+
+    Raises:
+        MachineError: the allocator does not say, as a pluggable one.
     """
     devices = range(torch.cuda.device_count())
-    if prefers_current and devices:
-        current = torch.cuda.current_device()
-        if torch.cuda.memory_reserved(current):
-            return current
-    reserved = [torch.cuda.memory_reserved(index) for index in devices]
+    try:
+        if prefers_current and devices:
+            current = torch.cuda.current_device()
+            if torch.cuda.memory_reserved(current):
+                return current
+        reserved = [torch.cuda.memory_reserved(index) for index in devices]
+    except RuntimeError as error:
+        raise MachineError(f"cannot read what torch's allocator has reserved: {error}") from error
     return reserved.index(max(reserved)) if any(reserved) else None
+
+
+def check_counted() -> None:
+    """Check that torch's allocator counts what it allocates.
+
+    Raises:
+        MachineError: it passes every request on to the driver, as for debugging, and counts none.
+    """
+    for name in _UNCACHED:
+        if os.environ.get(name) == "1":
+            raise MachineError(
+                f"{name}=1 has torch allocate without its allocator, which then counts nothing: no "
+                "peak of a CUDA device can be measured; unset it"
+            )
 
 
 class TorchSource:
@@ -113,9 +137,9 @@ class TorchSource:
         """Read them now."""
         try:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+            stats = torch.cuda.memory_stats(self.index)  # which a pluggable allocator does not have
         except RuntimeError as error:
             raise MachineError(f"cannot read the memory of cuda:{self.index}: {error}") from error
-        stats = torch.cuda.memory_stats(self.index)
         # The oldest versions of torch that are supported can set the fraction, but not return it.
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", _fraction_set)
         return DeviceFigures(

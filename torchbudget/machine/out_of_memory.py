@@ -71,13 +71,16 @@ def is_out_of_memory(error: BaseException, failed_before: int | None = None) -> 
 def failed_allocations() -> int:
     """How many allocations have failed on all CUDA devices so far, torch's `num_ooms`.
 
-    Some were never raised: a library that does not get a workspace goes on without.
+    Some were never raised: a library that does not get a workspace goes on without. 0 where the
+    allocator does not count, as a pluggable one.
     """
     if not torch.cuda.is_initialized():
         return 0
     devices = range(torch.cuda.device_count())
-    stats = map(torch.cuda.memory_stats_as_nested_dict, devices)
-    return sum(one.get("num_ooms", 0) for one in stats)
+    try:
+        return sum(torch.cuda.memory_stats_as_nested_dict(at).get("num_ooms", 0) for at in devices)
+    except RuntimeError:
+        return 0
 
 
 def _left() -> Iterator[tuple[int, int]]:
@@ -85,8 +88,9 @@ def _left() -> Iterator[tuple[int, int]]:
     if torch.cuda.is_initialized():
         # Only devices in use: asking takes a context on the others. The allocator's own limit is
         # no matter here: it does not bind libraries, and an allocation that it refuses is counted.
-        for index in filter(torch.cuda.memory_reserved, range(torch.cuda.device_count())):
-            yield torch.cuda.mem_get_info(index)[0], _NOTHING_BYTES
+        with suppress(RuntimeError):  # of a pluggable allocator
+            for index in filter(torch.cuda.memory_reserved, range(torch.cuda.device_count())):
+                yield torch.cuda.mem_get_info(index)[0], _NOTHING_BYTES
     for pool in process_limits():
         yield pool.free_bytes, max(_NOTHING_BYTES, pool.limit_bytes // _PART)
     with suppress(MachineError):

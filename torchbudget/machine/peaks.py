@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from torchbudget.machine.cuda import check_counted
 from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
 from torchbudget.machine.high_water import RESIDENT
 
@@ -60,10 +61,12 @@ def peak_memory(device: torch.device | str, *, synchronize: bool = True) -> Iter
 
     Raises:
         OptionError: the device is neither a CPU nor a CUDA device.
-        MachineError: there is no such device, or it does not answer.
+        MachineError: there is no such device, or it does not answer; or torch's allocator counts
+            nothing.
     """
     peak = Peak()
     if not is_cpu(device):
+        check_counted()
         yield from _on_device(peak, device_memory(device), synchronize=synchronize)
     elif (mark := RESIDENT.begin()) is not None:
         yield peak
@@ -88,8 +91,9 @@ def _on_device(peak: Peak, memory: DeviceMemory, *, synchronize: bool) -> Iterat
     peak.reserved_before_bytes = before.reserved_bytes
     peak.outside_bytes = memory.outside_bytes(after)
     peak.bytes = peak.reserved_bytes + peak.outside_bytes
-    peak.retries = after.retries - before.retries
-    peak.failures = after.ooms - before.ooms
+    # Less than before: they were reset inside, by torch.cuda.reset_accumulated_memory_stats.
+    peak.retries = max(after.retries - before.retries, 0)
+    peak.failures = max(after.ooms - before.ooms, 0)
 
 
 def _sampled(peak: Peak) -> Iterator[Peak]:
