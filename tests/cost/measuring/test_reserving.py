@@ -164,10 +164,25 @@ def test_settings_that_the_model_does_not_know_are_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("capability", "workspace"), [((8, 0), 8_519_680), ((9, 0), 2**25), (None, 2**25)]
+    ("capability", "workspace"),
+    [((8, 0), 8_519_680), ((9, 0), 2**25), ((10, 0), 2**25), ((12, 0), 2**25), (None, 2**25)],
 )
-def test_workspaces_by_architecture(capability: tuple[int, int] | None, workspace: int) -> None:
-    """`parseChosenWorkspaceSize`, for each of two threads: 32 MiB on Hopper, else 8.125 MiB."""
+@pytest.mark.parametrize(
+    ("stated", "stated_bytes"), [("", None), (":4096:8", 2**25), (":16:8", 2**17)]
+)
+def test_workspaces_by_architecture(
+    capability: tuple[int, int] | None,
+    workspace: int,
+    stated: str,
+    stated_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`parseChosenWorkspaceSize`, for each of two threads: 32 MiB from Hopper on, else 8.125 MiB.
+
+    What the environment states comes first, as for deterministic products.
+    """
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", stated)
+    workspace = stated_bytes or workspace
     device = AssumedDevice.of(capability, AllocatorSettings())
     assert device.workspaces == (workspace, 2**20) * 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,12 +17,13 @@ from torchbudget.units import format_bytes
 # What a process has on a device outside torch's allocator: the context, and libraries with their
 # kernels. It differs between devices and drivers; a run on the device measures it.
 CONTEXT_BYTES: Final = 600 * 2**20
-# ATen/cuda/CublasHandlePool.cpp: workspaces that cuBLAS gets from torch's allocator, 8 of 4 MiB on
-# Hopper, 2 of 4 MiB and 8 of 16 KiB elsewhere; and that of cuBLASLt.
+# ATen/cuda/CublasHandlePool.cpp: workspaces that cuBLAS gets from torch's allocator, 8 of 4 MiB
+# from Hopper on, 2 of 4 MiB and 8 of 16 KiB before; and that of cuBLASLt. Older versions of torch
+# take the smaller one on Blackwell, too.
 CUBLAS_HOPPER_BYTES: Final = 8 * 4096 * 1024
 CUBLAS_BYTES: Final = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_LT_BYTES: Final = 1024 * 1024
-_HOPPER: Final = (9, 0)
+_HOPPER: Final = 9  # the major number of its compute capability
 # Each thread has a handle of its own, which has a workspace: the forward's, and the backward's.
 _THREADS: Final = 2
 
@@ -44,9 +47,10 @@ class AssumedDevice:
     @classmethod
     def of(cls, capability: tuple[int, int] | None, settings: AllocatorSettings) -> AssumedDevice:
         """A device of a compute capability; `None`: unknown, so that the most is assumed."""
-        hopper = capability is None or capability == _HOPPER
+        hopper = capability is None or capability[0] >= _HOPPER
         architecture = "Hopper, which has the largest" if capability is None else f"{capability}"
-        each = [CUBLAS_HOPPER_BYTES if hopper else CUBLAS_BYTES, CUBLAS_LT_BYTES]
+        default = CUBLAS_HOPPER_BYTES if hopper else CUBLAS_BYTES
+        each = [_stated_workspace() or default, CUBLAS_LT_BYTES]
         return cls(
             settings=settings,
             context_bytes=CONTEXT_BYTES,
@@ -86,3 +90,9 @@ class AssumedDevice:
                 f", which leaves nothing of a budget of {format_bytes(room)}"
             )
         return None if room is None else room - self.fixed_bytes
+
+
+def _stated_workspace() -> int | None:
+    """The bytes that `CUBLAS_WORKSPACE_CONFIG` sets, such as 32 MiB for ":4096:8", in KiB."""
+    stated = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * int(number) * 1024 for size, number in stated) or None
