@@ -207,6 +207,23 @@ def test_what_was_free_before_is_remembered_once(monkeypatch):
     assert nvml.free_bytes_before("abc") == GiB(40)
 
 
+def test_a_gpu_that_does_not_answer_hides_no_other_one(monkeypatch):
+    """The first of two is lost, or shared out to users whom it does not answer."""
+    monkeypatch.setattr(nvml, "_free_before", {})
+    fake = FakeNvml()
+    fake.nvmlDeviceGetCount = lambda: 2
+
+    def memory_info(handle):
+        if handle == "handle 0":
+            raise fake.NVMLError
+        return SimpleNamespace(free=GiB(40))
+
+    fake.nvmlDeviceGetMemoryInfo = memory_info
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    nvml.remember_free_bytes()
+    assert nvml.free_bytes_before("abc") == GiB(40)
+
+
 def test_what_is_free_beside_an_own_context_is_not_remembered(monkeypatch):
     """What is in use then is this process's, too, and would count as others'."""
     monkeypatch.setattr(nvml, "_free_before", {})

@@ -60,13 +60,18 @@ def free_bytes_before(uuid: str) -> int | None:
 
 
 def _free_bytes() -> dict[str, int]:
-    nvml, free = _nvml(), {}
-    if nvml is not None:
-        with suppress(nvml.NVMLError):
-            for index in range(nvml.nvmlDeviceGetCount()):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                uuid = str(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
-                free[uuid] = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
+    nvml = _nvml()
+    free: dict[str, int] = {}
+    if nvml is None:
+        return free
+    number = 0
+    with suppress(nvml.NVMLError):
+        number = nvml.nvmlDeviceGetCount()
+    for index in range(number):
+        with suppress(nvml.NVMLError):  # of one that is lost, shared out, or another user's
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = str(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
+            free[uuid] = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
     return free
 
 
