@@ -351,6 +351,16 @@ def test_a_gpu_that_does_not_answer(torch_cuda, monkeypatch):
         cuda_memory("cuda:0")
 
 
+@pytest.mark.parametrize(("integrated", "free"), [(0, 50), (1, 70)])
+def test_a_gpu_that_shares_the_hosts_memory(torch_cuda, monkeypatch, integrated, free):
+    """What the kernel can drop is free; the driver says that it is used, and files come and go."""
+    properties = SimpleNamespace(uuid="abc", is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    host = MemoryPool(name="machine", limit_bytes=GiB(80), used_bytes=GiB(10))
+    monkeypatch.setattr(cuda_module, "machine_memory", lambda: host)
+    assert TorchSource("cuda").figures().free_bytes == GiB(free)
+
+
 def test_an_allocator_without_statistics(torch_cuda, monkeypatch):
     """A pluggable one, such as RMM's; what it says is in the error."""
 

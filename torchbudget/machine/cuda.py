@@ -10,6 +10,7 @@ import torch
 
 from torchbudget.errors import MachineError, OptionError
 from torchbudget.machine.allocators import cuda_allocator_settings
+from torchbudget.machine.host import machine_memory
 from torchbudget.machine.nvml import free_bytes_before, process_bytes, remember_free_bytes
 
 _OWN_POOL: Final = (0, 0)
@@ -127,11 +128,12 @@ class TorchSource:
             )
         try:
             self.index = torch.cuda.current_device() if wanted.index is None else wanted.index
-            # The oldest versions of torch that are supported may not know it.
-            uuid = getattr(torch.cuda.get_device_properties(self.index), "uuid", None)
+            properties = torch.cuda.get_device_properties(self.index)
         except RuntimeError as error:
             raise MachineError(f"cannot read the memory of {wanted}: {error}") from error
-        self._uuid = "" if uuid is None else str(uuid).removeprefix("GPU-")
+        # The oldest versions of torch that are supported may not know these.
+        self._uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
+        self._shares_hosts = bool(getattr(properties, "is_integrated", False))
 
     def figures(self) -> DeviceFigures:
         """Read them now."""
@@ -140,6 +142,8 @@ class TorchSource:
             stats = torch.cuda.memory_stats(self.index)  # which a pluggable allocator does not have
         except RuntimeError as error:
             raise MachineError(f"cannot read the memory of cuda:{self.index}: {error}") from error
+        if self._shares_hosts:  # of which the driver counts files that the kernel can drop as used
+            free_bytes = min(max(free_bytes, machine_memory().free_bytes), total_bytes)
         # The oldest versions of torch that are supported can set the fraction, but not return it.
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", _fraction_set)
         return DeviceFigures(
