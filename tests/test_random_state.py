@@ -53,6 +53,19 @@ def test_cuda_is_not_initialized() -> None:
     assert not torch.cuda.is_initialized()
 
 
+def test_no_accelerator_on_a_torch_that_raises_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6; later ones return None."""
+
+    def fail() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", fail)
+    state = RandomState.take()
+    expected = draws()
+    state.restore()
+    assert draws() == expected
+
+
 class TwoDevices:
     """A device module in place of `torch.cuda`: it stands for a machine with two GPUs."""
 

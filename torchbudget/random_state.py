@@ -63,7 +63,10 @@ class RandomState:
 
 def _of_devices() -> list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]]:
     """How to read and how to write the generator's state of each accelerator in use."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # of torch 2.6, where there is none
+        return []
     if accelerator is None:
         return []
     module: Any = torch.get_device_module(accelerator)
