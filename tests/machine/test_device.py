@@ -54,6 +54,15 @@ def test_only_this_processs_bytes_count(known, how):
     assert memory.outside_bytes(fake.figures()) == CONTEXT + MiB(300)
 
 
+def test_nvml_cannot_count_less_than_is_reserved():
+    """It counts no managed memory: then it is not asked, or nothing would be outside."""
+    before = GiB(80) - OTHERS
+    fake = FakeDevice(**figures(process_bytes=CONTEXT, free_before_bytes=before))
+    memory = DeviceMemory(fake)
+    assert memory.outside_bytes(fake.figures()) == CONTEXT
+    assert "before this process had a context" in memory.told_apart_by(fake.figures())
+
+
 def test_what_is_assumed_where_nothing_is_known():
     """At most a GiB of what is in use at first, and all that is added, is this process's."""
     fake = FakeDevice(**figures())

@@ -28,9 +28,10 @@ _devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
 class DeviceMemory:
     """The memory of one device, told apart from that of other processes.
 
-    Where NVML counts this process's bytes, they are read each time. Elsewhere others are taken to
-    use what they used before this process had a context, or, if that is unknown, all that was in
-    use at the first reading beyond a GiB; what is added later is this process's.
+    Where NVML counts this process's bytes, at least those that torch's allocator has reserved, they
+    are read each time. Elsewhere others are taken to use what they used before this process had a
+    context, or, if that is unknown, all that was in use at the first reading beyond a GiB; what is
+    added later is this process's.
 
     Attributes:
         source: of the figures, and what acts on the allocator.
@@ -57,14 +58,15 @@ class DeviceMemory:
 
     def outside_bytes(self, figures: DeviceFigures) -> int:
         """What this process used outside torch's allocator at a reading."""
-        used_bytes = figures.process_bytes
-        if used_bytes is None:
+        if _is_counted(figures):
+            used_bytes = figures.process_bytes or 0
+        else:
             used_bytes = figures.total_bytes - figures.free_bytes - self._others_bytes
         return max(0, used_bytes - figures.reserved_bytes)
 
     def told_apart_by(self, figures: DeviceFigures) -> str:
         """How this process's bytes were told from those of others at a reading."""
-        if figures.process_bytes is not None:
+        if _is_counted(figures):
             return "as NVML counts this process"
         if figures.free_before_bytes is not None:
             return "what is in use, less what was in use before this process had a context"
@@ -100,6 +102,14 @@ class DeviceMemory:
         self.source.empty_cache()  # what it has reserved already, it would keep
         self.source.set_fraction((room_bytes - _BEYOND_BYTES) / figures.total_bytes)
         return room_bytes
+
+
+def _is_counted(figures: DeviceFigures) -> bool:
+    """Whether NVML counts this process, and not less of it than torch's allocator has reserved.
+
+    It counts no managed memory, and some versions of its package mix up the fields of processes.
+    """
+    return figures.process_bytes is not None and figures.process_bytes >= figures.reserved_bytes
 
 
 def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
