@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 from tests.support.memory_groups import REPOSITORY
+from torchbudget.errors import MeasureWarning
+from torchbudget.machine import allocators
 from torchbudget.machine.allocators import cuda_allocator_settings
 
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -143,6 +146,8 @@ def test_what_an_older_torch_does_not_read_is_not_in_force(
 
 READ = """
 import torch
+from torchbudget.errors import MeasureWarning
+from torchbudget.machine import allocators
 from torchbudget.machine.allocators import cuda_allocator_settings
 
 print(*map(":".join, cuda_allocator_settings().items()))
@@ -170,3 +175,25 @@ def test_settings_in_force_count_once_cuda_is_used(monkeypatch: pytest.MonkeyPat
     assert cuda_allocator_settings() == in_force
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert cuda_allocator_settings() == {"expandable_segments": "True"}
+
+
+@pytest.mark.parametrize(("kept", "warns"), [(False, True), (True, False)])
+def test_a_call_that_comes_too_late_for_cuda_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, warns: bool
+) -> None:
+    """CUDA is in use already; the variables are set nevertheless, for other processes."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that they are restored
+        monkeypatch.delenv(name)
+    said = {"expandable_segments": kept}
+    monkeypatch.setattr(allocators, "trim_malloc", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": said})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        allocators.configure_allocators()
+    texts = [str(one.message) for one in caught if one.category is MeasureWarning]
+    assert len(texts) == warns
+    assert all("keeps the settings that it has: expandable_segments:False" in one for one in texts)
+    assert os.environ[NAMES[0]] == "expandable_segments:True"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import warnings
 from typing import Any, Final
 
 import torch
 
+from torchbudget.errors import MeasureWarning
 from torchbudget.machine.nvml import remember_free_bytes
 
 # Of glibc's malloc.h.
@@ -40,12 +42,24 @@ def configure_allocators() -> None:
     `PYTORCH_ALLOC_CONF`, which not every torch reads, a missing one gets the value that is stated
     by any name. Processes that are started later inherit the variables, but must call
     `trim_malloc()` themselves unless they are forked.
+
+    Warns:
+        MeasureWarning: CUDA is in use already, with segments of another kind, which stay.
     """
     trim_malloc()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_KERNELS)
     stated = _stated(_CUDA_NAMES, _CUDA_SEGMENTS)
     for name in (_CUDA_NAMES[0], _CUDA_NAMES[-1]):
         os.environ.setdefault(name, stated)
+    if _in_force() is not None:
+        kept = cuda_allocator_settings()["expandable_segments"]
+        if kept != _parsed(stated).get("expandable_segments", kept):
+            warnings.warn(
+                "CUDA is in use already, so that its allocator keeps the settings that it has: "
+                f"expandable_segments:{kept}; call configure_allocators() first in the script",
+                MeasureWarning,
+                stacklevel=2,
+            )
     remember_free_bytes()
 
 
