@@ -78,6 +78,9 @@ class ReadingGenerators:
 
     Streams that threads of one process read at a time have them together: the process gets its
     numbers back, but theirs depend on timing.
+
+    Attributes:
+        of_source_now: where those of the source stand.
     """
 
     _lock = threading.Lock()
@@ -86,7 +89,7 @@ class ReadingGenerators:
 
     def __init__(self) -> None:
         self._entered = False
-        self._source = _Place.seeded(0)
+        self.of_source_now = _Place.seeded(0)
         self._samples = np.random.MT19937(0)
 
     def enter(self) -> None:
@@ -115,16 +118,16 @@ class ReadingGenerators:
     def open_source(self, *key: int) -> None:
         """A source is opened: what it will draw is a function of `key`."""
         [word] = shuffled_keys(*key, Stream.SHARDS, numbers=np.array([0])).tolist()
-        self._source = _Place.seeded(word)
+        self.of_source_now = _Place.seeded(word)
 
     @contextmanager
     def of_source(self) -> Iterator[None]:
         """Inside, they are those of the source: 0.1 ms."""
-        self._source.restore()
+        self.of_source_now.restore()
         try:
             yield
         finally:
-            self._source = _Place.now()
+            self.of_source_now = _Place.now()
             mtrand.set_bit_generator(self._samples)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import torch.utils.data._utils.worker as torch_worker
 
 from torchbudget.data.stream.generators import ReadingGenerators
+from torchbudget.data.stream.seeking import SourcePlace
 from torchbudget.errors import SampleError
 from torchbudget.plan.permutation import Permutation, Stream
 
@@ -70,7 +72,7 @@ class ShardReader:
         generators: that the source may draw from.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
-        seekable: what has the source's own state, if it has one.
+        source: where this reader stands in a source that has a state of its own.
 
     Attributes:
         position: of the next item.
@@ -83,13 +85,13 @@ class ShardReader:
         generators: ReadingGenerators,
         *,
         worker: int | None = None,
-        seekable: Any = None,
+        source: SourcePlace | None = None,
     ) -> None:
         self._shards = shards
         self._names = names
         self._generators = generators
         self._worker = worker
-        self._seekable = seekable
+        self._source = source
         self._number = 0
         self._shard_starts = [(0, 0)]  # positions at which shards begin, and their numbers
         self._read = 0  # items that were read or skipped
@@ -146,14 +148,15 @@ class ShardReader:
         """
         if self._ahead:
             return self._state_before_ahead
-        if self._seekable is None or self._over or self._items is None:
+        if self._source is None or self._over or self._items is None:
             return None
-        return {"position": self.position, "source": copy.deepcopy(self._seekable.state_dict())}
+        self._find_place()
+        return self._source.state(self.position)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go to the position of a state, before anything is read."""
-        self._seekable.load_state_dict(copy.deepcopy(state["source"]))
-        self.position = self._read = state["position"]
+        assert self._source is not None  # noqa: S101  (else there is no state)
+        self.position = self._read = self._source.load(state)
 
     def place(self, position: int) -> tuple[int, int]:
         """The shard of an item that was read, by name, and its place within the shard."""
@@ -163,16 +166,12 @@ class ShardReader:
     def _some(self, n: int) -> list[Any]:
         """Up to n next items of this shard; if there are fewer, go to the next shard."""
         shard = self._shards[self._number]
-        try:
-            with _as_worker(self._worker), self._generators.of_source():
-                if self._items is None:
-                    opens = callable(shard) and not hasattr(shard, "__iter__")
-                    self._items = iter(shard() if opens else shard)
-                items = list(islice(self._items, n))
-        except Exception as error:
-            raise SampleError(
-                f"{self._describe_next()} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+        self._find_place()
+        with self._reading():
+            if self._items is None:
+                opens = callable(shard) and not hasattr(shard, "__iter__")
+                self._items = iter(shard() if opens else shard)
+            items = list(islice(self._items, n))
         self._read += len(items)
         if len(items) < n:
             if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
@@ -181,6 +180,32 @@ class ShardReader:
                 )
             self._next_shard()
         return items
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Inside, the source is read.
+
+        Raises:
+            SampleError: it raised.
+        """
+        try:
+            with _as_worker(self._worker), self._generators.of_source():
+                yield
+        except Exception as error:
+            raise SampleError(
+                f"{self._describe_next()} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _find_place(self) -> None:
+        """Go back to where this reader stood, if another one has moved the source meanwhile."""
+        if self._source is None or not self._source.was_moved:
+            return
+        self._items = None  # an iterator may change its source where it ends
+        self._source.take_over()
+        with self._reading():
+            iterable, position = self._source.go_back()
+            self._items = iter(iterable)
+            deque(islice(self._items, self._read - position), maxlen=0)
 
     def _describe_next(self) -> str:
         shard, offset = self.place(self._read)

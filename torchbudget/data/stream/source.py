@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from torchbudget.data.stream.adapters import adapter_of
 from torchbudget.data.stream.adapters.plain import PlainSource
 from torchbudget.data.stream.generators import ReadingGenerators
 from torchbudget.data.stream.reader import IndexReader, Reader, ShardReader
+from torchbudget.data.stream.seeking import SourcePlace
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
@@ -102,10 +104,10 @@ class Source:
             return ShardReader([_Shard(data, part, parts)], [part], generators)
         if self.split == "ranks":
             self.adapter.check_ranks(slot)
-        iterable = self.adapter.open(slot, epoch=epoch + number)
-        worker = None if self.split == "none" else slot.worker
-        seekable = data if self.adapter.seeks else None
-        return ShardReader([iterable], [part], generators, worker=worker, seekable=seekable)
+        opens = partial(self.adapter.open, slot, epoch=epoch + number)
+        iterable, worker = opens(), None if self.split == "none" else slot.worker
+        place = SourcePlace(data, opens, generators) if self.adapter.seeks else None
+        return ShardReader([iterable], [part], generators, worker=worker, source=place)
 
     @property
     def has_states(self) -> bool:

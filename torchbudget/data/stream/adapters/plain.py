@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torchbudget.data.stream.slot import Split, WorkerSlot
 
@@ -20,6 +21,7 @@ class PlainSource:
     """
 
     split: Split | None = None
+    _first_to_open: ClassVar[WeakValueDictionary[int, PlainSource]] = WeakValueDictionary()
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -41,8 +43,11 @@ class PlainSource:
     def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:  # noqa: ARG002
         """The samples of a pass, from the beginning, whatever was loaded before."""
         if self.seeks:
-            if self._first_state is None:
-                self._first_state = copy.deepcopy(self.first_state())
+            # Of streams that share it, another one may have moved it since.
+            first = self._first_to_open.setdefault(id(self.data), self)
+            if first._first_state is None:
+                first._first_state = copy.deepcopy(self.first_state())
+            self._first_state = first._first_state
             self.data.load_state_dict(copy.deepcopy(self._first_state))
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
