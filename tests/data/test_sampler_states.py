@@ -335,3 +335,17 @@ def test_a_sampler_crosses_into_a_spawned_process() -> None:
     sampler = sampler_of()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(list, (sampler,)) == list(sampler_of())
+
+
+def test_a_shallow_copy_has_its_own_position() -> None:
+    """A loop over it is none over the original, whose state is that of its own loop."""
+    sampler = sampler_of()
+    whole, batches = list(sampler_of()), iter(sampler)
+    begun = list(itertools.islice(batches, 3))
+    state = sampler.state_dict()
+    other = copy.copy(sampler)
+    assert list(other) == whole
+    assert (other.epoch, other.iterations) == (1, 2)
+    assert (sampler.epoch, sampler.iterations) == (0, 1)
+    assert sampler.state_dict() == state
+    assert begun + list(batches) == whole

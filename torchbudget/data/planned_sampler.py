@@ -146,6 +146,10 @@ class PlannedSampler(Sampler[list[int]], IndexSource):
         finally:
             vars(self).update(before)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, a shallow one too, begins where `iter()` would, and counts its own iterations.
+        return {**vars(self), "_iterations": Iterations(self._iterations.begun)}
+
     def report(self) -> PlanReport:
         """Fill, padding and imbalance of the coming epoch; O(samples)."""
         return self.plan.report(self.epoch)
