@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from torchbudget import MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import rotate
+from torchbudget.plan.iterator import PlanIterator
+from torchbudget.plan.plan import _PARTS, Plan
 from torchbudget.plan.solver import WindowKey
 
 TOKENS = PaddedCost(unit_bytes=1)
@@ -142,3 +145,33 @@ def test_eight_ranks_do_the_same_work(cost: Any, most: float) -> None:
     assert measured <= most
     those[0].set_epoch(0)
     assert those[0].report().imbalance == pytest.approx(measured)
+
+
+# ---------------------------------------------------------------------- several threads
+
+
+@pytest.mark.parametrize("reads", range(1, 9))
+def test_threads_read_an_epoch_each(reads: int) -> None:
+    """What one thread takes does not depend on the epoch that another one asks for meanwhile."""
+
+    class Shared(Plan):
+        """Another thread asks for epoch 9 after so many looks at what is kept of an epoch."""
+
+        looks = 0
+
+        @property
+        def _epoch_order(self) -> Any:
+            found = vars(self).get("kept")
+            self.looks += 1
+            if self.looks % reads == 0:
+                self._epoch_order = 9, self.order.epoch(9)
+            return found
+
+        @_epoch_order.setter
+        def _epoch_order(self, value: Any) -> None:
+            vars(self)["kept"] = value
+
+    sampler = MemoryBudgetBatchSampler(np.arange(1, 200), TOKENS, 300, window=20)
+    parts = {name: getattr(sampler.plan, name) for name in _PARTS}
+    shared = Shared(sampler.plan.sizes, **parts)
+    assert list(PlanIterator(shared, Cursor(epoch=0), rank=0)) == list(sampler)

@@ -104,10 +104,10 @@ class PlannedSampler(Sampler[list[int]], IndexSource):
     @property
     def batches_left(self) -> int:
         """Micro-batches that the next `iter()` yields on this rank: fewer after a loaded state."""
-        plan = self.plan
-        if self._length is None or self._length[0] is not self._cursor:
-            self._length = self._cursor, plan.micro_batches(self._cursor)
-        return self._length[1]
+        plan, cursor, known = self.plan, self._cursor, self._length
+        if known is None or known[0] is not cursor:
+            known = self._length = cursor, plan.micro_batches(cursor)
+        return known[1]
 
     @property
     def epoch(self) -> int:

@@ -207,9 +207,10 @@ class Plan(EpochWindows):
         """
         if not cursor.rounds:
             return cursor.left
-        if self._turns is None or not self._turns[0].same_window(cursor):
-            self._turns = cursor, self._rounds_of(cursor)
-        return self._turns[1] >= cursor.rounds
+        turns = self._turns  # read once: another thread may stand in another window
+        if turns is None or not turns[0].same_window(cursor):
+            turns = self._turns = cursor, self._rounds_of(cursor)
+        return turns[1] >= cursor.rounds
 
     def _rounds_of(self, cursor: Cursor) -> IntArray:
         """The round in which each position of a window comes, −1 where none does."""

@@ -129,8 +129,9 @@ class EpochWindows:
             UnevenRanksError: a window cannot be dealt evenly.
             OptionError: a step needs more micro-batches than it is to have.
         """
-        if start == 0 and self._epoch_count is not None and self._epoch_count[0] == epoch:
-            return self._epoch_count[1]
+        counted = self._epoch_count  # read once: another thread may count another epoch
+        if start == 0 and counted is not None and counted[0] == epoch:
+            return counted[1]
         tail, end = self._tail(epoch, start)
         blocks = self._whole(start, tail)
         needed = [self._needed(epoch, begins, self.window, number) for begins, number in blocks]
@@ -247,6 +248,7 @@ class EpochWindows:
         return self.sizes.values.take(indices, axis=0, mode="clip")
 
     def _order_of(self, epoch: int) -> EpochOrder:
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = epoch, self.order.epoch(epoch)
-        return self._epoch_order[1]
+        known = self._epoch_order  # read once: another thread may read another epoch
+        if known is None or known[0] != epoch:
+            known = self._epoch_order = epoch, self.order.epoch(epoch)
+        return known[1]
