@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.resuming import as_pickle
 from tests.support.streams import loader_of, tracked_loop
 from tests.support.tracked_streams import begun_at, epochs_of, make, samples_of
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudgetBatchSampler,
+    PadCollate,
+    PaddedCost,
+)
 from torchbudget.errors import DiscardedStateWarning, StateError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -262,3 +270,30 @@ def test_another_epoch_within_a_loop_is_noticed() -> None:
     stream.set_epoch(1)
     with pytest.raises(StateError, match="between loops"):
         list(batches)
+
+
+@pytest.mark.parametrize("sampler", [False, True])
+def test_numpy_integers_are_plain_in_a_state(sampler: bool) -> None:
+    """Options computed with NumPy, small types too, mean what Python's integers mean."""
+    plain: dict[str, Any] = {"window": 60, "max_batch_size": 100, "batch_size_multiple": 2}
+    plain |= {"size_multiple": 120, "seed": 3, "batches_per_epoch": 60}
+    plain |= {"num_replicas": 2, "rank": 1}
+    lengths = [number % 50 + 1 for number in range(120)]
+
+    def begun(options: dict[str, Any], budget: Any) -> Any:
+        source: Any
+        if sampler:
+            source = MemoryBudgetBatchSampler(lengths, PaddedCost(unit_bytes=1), budget, **options)
+        else:
+            source = BudgetedIterableDataset(
+                [[list(range(n))] for n in lengths], PaddedCost(unit_bytes=1), budget,
+                size=len, threads=options["rank"], **options,
+            )  # fmt: skip
+        list(islice(source, 2))
+        return source
+
+    expected = begun(plain, 500)
+    came = begun({name: np.uint8(value) for name, value in plain.items()}, np.int64(500))
+    assert json.dumps(came.state_dict()) == json.dumps(expected.state_dict())
+    pads = PadCollate(size_multiple=came)
+    assert pads([[1] * 130]).padded_size == (240,)

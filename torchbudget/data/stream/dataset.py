@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import check_flags, natural
+from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.collate.options import of_sized_field
 from torchbudget.data.collate.pad_collate import PadCollate
@@ -175,8 +175,10 @@ class BudgetedIterableDataset(ResumableStream):
                 raise OptionError("agree=True needs a cost and a budget: ranks take one of each")
             cost, self.budget, _ = agreed(cost, self.budget, None)
         self.cost = cost
-        self.size_multiple = size_multiple
-        checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
+        self.size_multiple = at_least_one("size_multiple", size_multiple)
+        seed = natural("seed", seed)
+        batches_per_epoch = optional("batches_per_epoch", batches_per_epoch)
+        checked = Source.of(source, split, shuffle=shuffle, seed=seed)
         known = uneven or batches_per_epoch is not None
         ranks = sharing_ranks(checked.split, asked.now()[0], known=known)
         grouping, rules = grouping_of(
@@ -184,21 +186,21 @@ class BudgetedIterableDataset(ResumableStream):
             self.budget,
             ranks,
             oversize,
-            size_multiple=size_multiple,
-            max_batch_size=max_batch_size,
-            batch_size_multiple=batch_size_multiple,
+            size_multiple=self.size_multiple,
+            max_batch_size=optional("max_batch_size", max_batch_size),
+            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
         )
         settings = Settings(
             source=checked,
             transforms=(*reading(checked), *transforms),
-            threads=threads,
+            threads=natural("threads", threads),
             grouping=grouping,
             size=size,
             sized=isinstance(cost, CostModel) or size is not None,
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
             host_bytes=None if self.budget is None else self.budget.host,
             window=window_of(window, ranks),
-            given_window=window,
+            given_window=optional("window", window),
             uneven=uneven,
             shuffle=shuffle,
             seed=seed,
@@ -206,9 +208,9 @@ class BudgetedIterableDataset(ResumableStream):
             on_error=on_error,
             batches_per_epoch=batches_per_epoch,
             collate_fn=of_sized_field(
-                collate_fn or PadCollate(size_multiple=size_multiple), field_of(size)
+                collate_fn or PadCollate(size_multiple=self.size_multiple), field_of(size)
             ),
-            size_multiple=size_multiple,
+            size_multiple=self.size_multiple,
             rules=rules | callables_of(size, transforms),
         )
         super().__init__(AskedSettings(settings, asked))

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import at_least_one, check_flags, natural, optional
+from torchbudget.checks import check_flags, optional
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.callables import callable_fingerprint
 from torchbudget.data.sizes.key import SizeKey, check_key
@@ -83,8 +83,6 @@ class Settings:
     def __post_init__(self) -> None:
         check_flags(shuffle=self.shuffle, drop_last=self.drop_last)
         check_key(self.size)
-        natural("threads", self.threads)
-        optional("batches_per_epoch", self.batches_per_epoch)
         ranks = self.grouping.ranks.number
         if self.window < ranks:
             raise OptionError(f"window={self.window} is below the number of ranks, {ranks}")
@@ -225,9 +223,6 @@ def grouping_of(
         BudgetError: there is a cost, and the budget does not limit the device.
     """
     check_oversize(oversize)
-    optional("max_batch_size", rules["max_batch_size"])
-    for name in ("size_multiple", "batch_size_multiple"):
-        at_least_one(name, rules[name])
     plain: Plain = rules | {
         "oversize": oversize,
         "budget": None if budget is None else budget.device,
