@@ -49,8 +49,9 @@ class Model(torch.nn.Module):
 
     def forward(self, ids, labels, num_items_in_batch=None):
         self.batches.append(ids.tolist())
-        losses = self.weight * labels.double()
-        total = len(labels) if num_items_in_batch is None else num_items_in_batch
+        counts = labels.ne(-100)
+        losses = self.weight * labels.double() * counts
+        total = counts.sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": losses.sum() / total}
 
 
@@ -166,6 +167,26 @@ def check_losses_of_their_own():
             _, found, *_ = train(*cell, takes_number, base, **options)
             torch.testing.assert_close(found.gradients, known.gradients, rtol=1e-12, atol=0)
     assert "set its loss_is_scaled_for_ga to True where" in refused("sampler", OwnLoss, **planned)
+
+
+def check_micro_batches_without_labels():
+    \"\"\"They add nothing to the gradient of the step, although their mean is NaN.\"\"\"
+    counted, found = [], []
+
+    def without_long_ones(samples):
+        batch, lengths = labelled(samples), torch.tensor([length for _, length in samples])
+        labels = batch["labels"].masked_fill(lengths > 40, -100)
+        counted.append(bool(labels.ne(-100).any()))
+        return batch | {"labels": labels}
+
+    for takes_number in (True, False):
+        steps = Steps()
+        trainer = trainer_of(folder / "long", "sampler", 0, takes_number, steps, **planned)
+        trainer.budget_loader().collate_fn = without_long_ones
+        trainer.train()
+        found.append(steps.gradients)
+    assert not all(counted)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
 
 
 def refused(source, *bases, **options):
@@ -321,6 +342,7 @@ check_sized_stream(2)
 assert "a sampler without samples_per_step" in refused("sampler")
 planned = OPTIONS["sampler"]
 check_losses_of_their_own()
+check_micro_batches_without_labels()
 check_that_batches_are_dealt_to_data_parallel_ranks()
 check_an_evaluation_of_unequal_batches()
 check_that_each_batch_is_reduced_where_that_is_asked_for()

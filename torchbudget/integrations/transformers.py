@@ -32,6 +32,7 @@ else:
     _Trainer = object
 
 _KEY: Final = "torchbudget"  # in trainer_state.json
+_IGNORED: Final = -100  # a label that does not count
 
 
 class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes after it
@@ -139,6 +140,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
                 if not of_step:  # the Trainer divides by it, whoever has computed the loss
                     share = self._weight(batch) * ranks / max(self._step_weight, 1)
                     self.current_gradient_accumulation_steps = 1 / share if share else inf
+                    batch = batch if share else _counted(batch)
                 syncs = syncs_each or number == len(inputs)
                 with nullcontext() if syncs else self.accelerator.no_sync(model=model):
                     losses.append(super().training_step(model, batch, num_items_in_batch))
@@ -196,7 +198,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
         labels = batch["labels"]
         if getattr(self, "_loss_shifts_labels", False):  # as the Trainer itself counts
             labels = labels[..., 1:]
-        return int(labels.ne(-100).sum())
+        return int(labels.ne(_IGNORED).sum())
 
 
 class _Items(IterableDataset[list[Any]]):
@@ -302,6 +304,15 @@ class _ItemLoader(DataLoader[list[Any]]):
 
 def _same(item: Any) -> Any:
     return item
+
+
+def _counted(batch: Any) -> dict[str, Any]:
+    """A micro-batch no label of which counts, with labels that do.
+
+    The mean of nothing is NaN, and so may be its gradients, which are divided by infinity.
+    """
+    labels = batch["labels"]
+    return {**batch, "labels": labels.masked_fill(labels == _IGNORED, 0)}
 
 
 def _length_of(loader: PositionedLoader) -> int | None:
