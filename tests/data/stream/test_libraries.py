@@ -110,6 +110,20 @@ def test_a_datasets_stream_goes_on_from_any_batch(kind: str) -> None:
     assert ways == {"seeking" if kind in SEEKS else "skipping"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_within_another_one_over_a_datasets_stream(kind: str) -> None:
+    """It does not change where the other one stands, whose state is that of its own place."""
+    whole, stream = list(stream_of(hugging_face(kind))), stream_of(hugging_face(kind))
+    outer = iter(stream)
+    begun = list(islice(outer, 5))
+    within = list(islice(iter(stream), 3))
+    assert within == whole[:3]
+    begun += islice(outer, len(whole) // 2)
+    resumed = stream_of(hugging_face(kind))
+    resumed.load_state_dict(stream.state_dict())
+    assert begun + list(outer) == begun + list(resumed) == whole
+
+
 @pytest.mark.parametrize("kind", ["mapped", "shuffled"])
 def test_a_datasets_stream_in_a_stateful_loader(kind: str) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
