@@ -26,6 +26,10 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU.
 `under` is the lowest fitted / traced − 1 without the margin, `covered` the lowest with it, and
 `over` the highest with it: over the box, and on the frontier, which is the batches of eight
 sizes with as many samples as the cost lets into one budget, that of 4 samples of the largest size.
+Classes whose layers have patches, strides or windows have two rows: sizes of all kinds, and
+multiples of what those divide, stated by `size_multiple=`. Steps over sizes that layers round
+follow no polynomial, and measured costs say so in their notes. Bars of what is too high are those
+of forms; fallbacks are counted.
 `beyond` are shapes that the cost does not vouch for; they are left out. `traces` are those of one
 measurement, with the one that warms up and the one that is repeated. A fallback is a fit to the
 peaks alone or a table. Sizes of the box are log-uniform from the smallest to the largest, as is the
@@ -40,7 +44,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from _common import Results, parser, timed
@@ -62,28 +66,34 @@ FRONTIER = 8
 UNTRACEABLE = 3
 
 
-def ends(case: Case) -> tuple[Size, Size]:
+def ends(case: Case, multiple: int = 1) -> tuple[Size, Size]:
     """The smallest and the largest size, a number for every axis."""
-    largest = tuple(np.atleast_1d(case.max_size).tolist())
-    smallest = tuple(np.broadcast_to(case.min_size, len(largest)).tolist())
-    return smallest, largest
+    largest = np.atleast_1d(case.max_size) // multiple * multiple
+    smallest = np.broadcast_to(rounded_up(np.array(case.min_size), multiple), len(largest))
+    return tuple(smallest.tolist()), tuple(largest.tolist())
 
 
-def box_shapes(case: Case, count: int) -> list[Shape]:
+def rounded_up(sizes: np.ndarray, multiple: int) -> np.ndarray:
+    return -(-sizes // multiple) * multiple
+
+
+def box_shapes(case: Case, count: int, multiple: int = 1) -> list[Shape]:
     """The corners, then as many shapes, log-uniform."""
     rng = np.random.default_rng(7)
-    smallest, largest = ends(case)
+    smallest, largest = ends(case, multiple)
     corners = product((1, case.max_n), *zip(smallest, largest, strict=True))
     shapes = [(n, tuple(size)) for n, *size in corners]
     low, high = np.log((1, *smallest)), np.log((case.max_n, *largest))
     drawn = np.exp(rng.uniform(low, high, (count, len(low)))).round().astype(int)
+    drawn[:, 1:] = rounded_up(drawn[:, 1:], multiple)
     return shapes + [(n, tuple(size)) for n, *size in drawn.tolist()]
 
 
-def frontier_shapes(case: Case, cost: MeasuredCost, budget: int) -> list[Shape]:
+def frontier_shapes(case: Case, cost: MeasuredCost, budget: int, multiple: int = 1) -> list[Shape]:
     """As many samples as fit, of sizes from the smallest to the largest."""
-    smallest, largest = ends(case)
-    sizes = np.geomspace(smallest, largest, FRONTIER).round().astype(int).tolist()
+    smallest, largest = ends(case, multiple)
+    between = np.geomspace(smallest, largest, FRONTIER).round().astype(int)
+    sizes = rounded_up(between, multiple).tolist()
     counts = [int(cost.capacity(as_size(tuple(size)), budget)) for size in sizes]
     # A table or a cap may let in millions of the smallest.
     return [(n, tuple(size)) for n, size in zip(counts, sizes, strict=True) if 1 <= n <= 2**16]
@@ -124,9 +134,10 @@ def fallback_of(cost: MeasuredCost) -> str:
     return "" if cost.vouched is None else "peaks"
 
 
-def compare(make: Callable[[], Case], count: int) -> dict[str, object]:
-    """The row of one class."""
+def compare(make: Callable[[], Case], count: int, multiple: int = 1) -> dict[str, object]:
+    """The row of one class, on sizes that are multiples."""
     case = make()
+    smallest, largest = ends(case, multiple)
 
     def measure(budget: int | None) -> MeasuredCost:
         with warnings.catch_warnings():
@@ -134,20 +145,20 @@ def compare(make: Callable[[], Case], count: int) -> dict[str, object]:
             return measure_cost(
                 case.step,
                 case.make_batch,
-                max_size=case.max_size,
-                min_size=ends(case)[0],
+                max_size=largest if len(largest) > 1 else largest[0],
+                min_size=smallest,
                 budget=budget,
                 method="trace",
+                size_multiple=multiple,
             )
 
     elapsed, cost = timed(lambda: measure(None))
     truth = make()
-    shapes = box_shapes(truth, count)
+    shapes = box_shapes(truth, count, multiple)
     box = Compared(cost, shapes, traced_peaks(truth, shapes, BOX_S))
-    _, largest = ends(truth)
     [budget] = traced_peaks(truth, [(4, largest)], BOX_S)
     budgeted = measure(budget)
-    filling = frontier_shapes(truth, budgeted, budget)
+    filling = frontier_shapes(truth, budgeted, budget, multiple)
     frontier = Compared(budgeted, filling, traced_peaks(truth, filling, BOX_S))
     return {
         "forms": len(cost.forms),
@@ -176,6 +187,7 @@ def main() -> None:
     results = Results(
         {
             "step": "",
+            "multiples": "d",
             "axes": "d",
             "forms": "d",
             "traces": "d",
@@ -193,11 +205,14 @@ def main() -> None:
     for name, make in classes.items():
         if not any(part in name for part in arguments.models):
             continue
-        try:
-            axes = len(ends(make())[1])
-            results.row(step=name, axes=axes, **compare(make, arguments.shapes))
-        except Exception as error:  # noqa: BLE001  # a class that fails is a row
-            results.row(step=name, fallback="error", error=f"{type(error).__name__}: {error}")
+        case = make()
+        for multiple in sorted({1, case.multiple}):
+            row: dict[str, Any] = {"step": name, "multiples": multiple}
+            try:
+                row |= {"axes": len(ends(case)[1]), **compare(make, arguments.shapes, multiple)}
+            except Exception as error:  # noqa: BLE001  # a class that fails is a row
+                row |= {"fallback": "error", "error": f"{type(error).__name__}: {error}"}
+            results.row(**row, is_rounded=multiple < case.multiple)
     bars(results)
     results.finish(arguments.json)
     for row in results.rows:
@@ -206,19 +221,25 @@ def main() -> None:
 
 
 def bars(results: Results) -> None:
-    rows = [row for row in results.rows if "error" not in row]
-    results.bar("classes that cannot be traced", len(results.rows) - len(rows), UNTRACEABLE)
-    if not rows:
-        return
-    results.bar("least covered", min(row["covered"] for row in rows), 0, at_least=True)
-    frontier = [row["frontier"] for row in rows if row["frontier"] is not None]
-    results.bar("most over on the frontier", max(frontier, default=0), 0.05)
-    results.bar("most over in the box", max(row["over"] for row in rows), 0.15)
-    results.bar("fallbacks", sum(row["fallback"] != "" for row in rows), 3)
-    for axes, limit in ((1, 16), (2, 30)):
-        counts = [row["traces"] for row in rows if row["axes"] == axes]
-        results.bar(f"traces, {axes} axes", max(counts, default=0), limit)
-    results.bar("seconds to measure", max(row["seconds"] for row in rows), 30)
+    """Of sizes as a user is told to pad them; then of those that layers round themselves."""
+    failed = sum("error" in row for row in results.rows)
+    results.bar("classes that cannot be traced", failed, UNTRACEABLE)
+    for rounded, beside in ((False, ""), (True, ", sizes that layers round")):
+        rows = [row for row in results.rows if "error" not in row and row["is_rounded"] == rounded]
+        if not rows:
+            continue
+        least = min(row["covered"] for row in rows)
+        results.bar(f"least covered{beside}", least, 0, at_least=True)
+        fitted = [row for row in rows if not row["fallback"]]
+        on_frontier = [row["frontier"] for row in fitted if row["frontier"] is not None]
+        results.bar(f"most over on the frontier{beside}", max(on_frontier, default=0), 0.05)
+        most = max((row["over"] for row in fitted), default=0)
+        results.bar(f"most over in the box{beside}", most, 0.15)
+        results.bar(f"fallbacks{beside}", sum(row["fallback"] != "" for row in rows), 3)
+        for axes, limit in ((1, 16), (2, 30)):
+            counts = [row["traces"] for row in rows if row["axes"] == axes]
+            results.bar(f"traces, {axes} axes{beside}", max(counts, default=0), limit)
+        results.bar(f"seconds to measure{beside}", max(row["seconds"] for row in rows), 30)
 
 
 if __name__ == "__main__":

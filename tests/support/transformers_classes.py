@@ -84,12 +84,13 @@ def published(
     *,
     attention: str | None = "eager",
     min_size: int = 1,
+    multiple: int = 1,
 ) -> Case:
     """The model of a configuration, with `attn_implementation=attention`."""
     if attention is not None:
         config._attn_implementation = attention
     model = kind(config).train()
-    return case(model, loss_of, make_batch, max_size, min_size=min_size)
+    return case(model, loss_of, make_batch, max_size, min_size=min_size, multiple=multiple)
 
 
 def dropout_of(attention: str) -> float:
@@ -198,14 +199,14 @@ def longformer() -> Case:
     config = hf.LongformerConfig(
         **BERT_LIKE, attention_window=32, max_position_embeddings=1026, pad_token_id=1
     )
-    return published(hf.LongformerForMaskedLM, config, 1024, attention=None)
+    return published(hf.LongformerForMaskedLM, config, 1024, attention=None, multiple=32)
 
 
 def big_bird() -> Case:
     config = hf.BigBirdConfig(
         **BERT_LIKE, block_size=16, num_random_blocks=2, max_position_embeddings=1024
     )
-    return published(hf.BigBirdForMaskedLM, config, 1024, attention=None, min_size=240)
+    return published(hf.BigBirdForMaskedLM, config, 1024, attention=None, min_size=240, multiple=16)
 
 
 def led() -> Case:
@@ -217,7 +218,7 @@ def led() -> Case:
         max_decoder_position_embeddings=256,
     )
     kind = hf.LEDForConditionalGeneration
-    return published(kind, config, (768, 128), translated, attention=None)
+    return published(kind, config, (768, 128), translated, attention=None, multiple=32)
 
 
 # ---------------------------------------------------------------------- sound
@@ -260,7 +261,7 @@ def wav2vec2() -> Case:
         return {"input_values": torch.randn(n, length), "labels": torch.randint(0, 2, (n,))}
 
     kind = hf.Wav2Vec2ForSequenceClassification
-    return published(kind, config, 32_000, make_batch, min_size=400)
+    return published(kind, config, 32_000, make_batch, min_size=400, multiple=80)
 
 
 # ---------------------------------------------------------------------- images
@@ -303,7 +304,7 @@ SEGFORMER = {
 def segformer() -> Case:
     config = hf.SegformerConfig(**SEGFORMER)
     kind = hf.SegformerForImageClassification
-    return published(kind, config, (256, 256), pictures, attention=None, min_size=16)
+    return published(kind, config, (256, 256), pictures, attention=None, min_size=16, multiple=32)
 
 
 def segmented() -> Case:
@@ -315,7 +316,7 @@ def segmented() -> Case:
         return {"pixel_values": torch.randn(n, 3, *size), "labels": labels}
 
     kind = hf.SegformerForSemanticSegmentation
-    return published(kind, config, (192, 192), make_batch, attention=None, min_size=16)
+    return published(kind, config, (192, 192), make_batch, attention=None, min_size=16, multiple=32)
 
 
 def own_positions(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -329,7 +330,9 @@ def swin() -> Case:
         image_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4
     )
     kind = hf.SwinForImageClassification
-    return published(kind, config, (192, 192), pictures, own_positions, attention=None, min_size=40)
+    return published(
+        kind, config, (192, 192), pictures, own_positions, attention=None, min_size=40, multiple=32
+    )
 
 
 def vit() -> Case:
@@ -340,7 +343,7 @@ def vit() -> Case:
         patch_size=16,
     )
     kind = hf.ViTForImageClassification
-    return published(kind, config, (256, 256), pictures, own_positions, min_size=16)
+    return published(kind, config, (256, 256), pictures, own_positions, min_size=16, multiple=16)
 
 
 # Left out, since their memory depends on values: Mixtral with `experts_implementation="eager"`

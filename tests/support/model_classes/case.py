@@ -28,10 +28,12 @@ class Case(Training):
     Attributes:
         min_size: the smallest size on every axis.
         max_n: the most samples to compare; fewer where the step loops over them.
+        multiple: what all patches, strides and windows of the layers divide; 1: there are none.
     """
 
     min_size: int = 1
     max_n: int = 256
+    multiple: int = 1
 
 
 def case(
@@ -44,9 +46,19 @@ def case(
     autocast: bool = False,
     min_size: int = 1,
     max_n: int = 256,
+    multiple: int = 1,
 ) -> Case:
     made = training(model, loss_of, make_batch, max_size, optimizer, autocast=autocast)
-    return Case(made.model, made.optimizer, made.step, made.make_batch, max_size, min_size, max_n)
+    return Case(
+        made.model,
+        made.optimizer,
+        made.step,
+        made.make_batch,
+        max_size,
+        min_size=min_size,
+        max_n=max_n,
+        multiple=multiple,
+    )
 
 
 def lengths(n: int, longest: int) -> torch.Tensor:

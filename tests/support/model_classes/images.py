@@ -55,7 +55,7 @@ def unet() -> Case:
     def make_batch(n: int, size: tuple[int, int]) -> Batch:
         return {"x": torch.randn(n, 3, *size), "y": torch.randint(0, 4, (n, *size))}
 
-    return case(UNet(), pooled_loss, make_batch, (160, 160), min_size=16)
+    return case(UNet(), pooled_loss, make_batch, (160, 160), min_size=16, multiple=8)
 
 
 class Reduced(nn.Module):
@@ -101,7 +101,7 @@ def pyramid() -> Case:
     def make_batch(n: int, size: tuple[int, int]) -> Batch:
         return {"x": torch.randn(n, 3, *size), "y": torch.randint(0, 10, (n,))}
 
-    return case(Pyramid(), pooled_loss, make_batch, (256, 256), min_size=16)
+    return case(Pyramid(), pooled_loss, make_batch, (256, 256), min_size=16, multiple=16)
 
 
 IMAGES = {"U-Net": unet, "pyramid": pyramid}

@@ -61,7 +61,7 @@ def conformer() -> Case:
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
-    return case(Conformer(), loss_of, make_batch, 1600, min_size=32)
+    return case(Conformer(), loss_of, make_batch, 1600, min_size=32, multiple=4)
 
 
 # ---------------------------------------------------------------------- windows
@@ -94,7 +94,7 @@ def windows() -> Case:
     def make_batch(n: int, size: tuple[int, int]) -> Batch:
         return {"x": torch.randn(n, 3, *size), "y": torch.randint(0, 10, (n,))}
 
-    return case(Windows(), pooled_loss, make_batch, (256, 256), min_size=8)
+    return case(Windows(), pooled_loss, make_batch, (256, 256), min_size=8, multiple=32)
 
 
 # ---------------------------------------------------------------------- three axes

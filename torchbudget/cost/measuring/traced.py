@@ -274,18 +274,25 @@ class _Tracer:
             self.subject.notes.append(
                 "the step's operations depend on the shape: fitted to the peaks alone"
             )
-            self._note_multiple(best)
+        self._note_multiple(best)
         return best
 
     def _note_multiple(self, best: Traced) -> None:
-        """Say what the step pads samples to, if that is why no form is near its peaks."""
-        if self.domain.multiple > 1 or max(map(abs, _errors(best))) < _PADDED:
+        """Say what the step pads samples to, if that may be why no form is near its peaks."""
+        worst = max(_errors(best), key=abs)
+        if self.domain.multiple > 1 or abs(worst) < _PADDED:
             return
         multiple = padded_multiple(best.probes)
         if multiple is not None:
             self.subject.notes.append(
                 f"the step pads samples to multiples of {multiple}, which makes this cost far too "
                 f"high: pass size_multiple={multiple} here, and to the sampler or stream"
+            )
+        else:
+            self.subject.notes.append(
+                f"no form is nearer to all shapes than {abs(worst):.0%}, as where layers have "
+                "patches, strides or windows: if so, pass what they divide as size_multiple= here, "
+                "to the sampler or stream and to the collate"
             )
 
     def _try_one_sample(self) -> None:
