@@ -65,6 +65,29 @@ def test_an_integer_beside_a_table_that_grows() -> None:
     assert cost.vouched is None
 
 
+@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
+def test_patches_of_any_length_are_said() -> None:
+    """No form follows lengths that layers round down; of multiples of the patch one does."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        whole = x.shape[1] // 16 * 16
+        patches = x[:, :whole].unflatten(1, (-1, 16)).mean(2)
+        return model(patches.repeat(1, 64, 1))
+
+    def noted(cost: MeasuredCost) -> bool:
+        return any("patches, strides or windows" in note for note in cost.notes)
+
+    step = full_step(forward)
+    free = traced(step, min_size=16)
+    rounded = traced(step, min_size=16, size_multiple=16)
+    assert noted(free)
+    assert not noted(rounded)
+    for n, length in ((40, 32), (200, 176), (7, 1024)):
+        peak = trace_peak_bytes(step, make_batch(n, length))
+        assert peak <= int(rounded.batch_bytes(n, length)) <= 1.02 * peak
+        assert peak <= int(free.batch_bytes(n, length))
+
+
 def test_nothing_is_predicted_for_longer_samples() -> None:
     cost = traced(full_step(lambda model, x: model(x)), max_size=64)
     assert cost.batch_bytes([1, 1], [64, 65]).tolist()[1] == MAX_BYTES
