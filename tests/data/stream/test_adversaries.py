@@ -137,6 +137,17 @@ def test_every_pass_is_dropped() -> None:
         list(make([[(0, 1), (1, 2)]], drop_last=True, batches_per_epoch=4))
 
 
+def test_passes_that_ranks_cannot_share_are_joined() -> None:
+    """Four samples of a pass, each a batch of its own, for five ranks: five passes, four rounds."""
+    options = {"num_replicas": 5, "max_batch_size": 1, "window": 5, "batches_per_epoch": 12}
+    samples = [(number, 1) for number in range(4)]
+    ranks = [list(make([samples], rank=rank, **options)) for rank in range(5)]
+    assert [len(rank) for rank in ranks] == [12] * 5
+    assert sorted(numbers([rank[n] for n in range(12) for rank in ranks])) == sorted(
+        [*range(4)] * 15
+    )
+
+
 class UsedUp:
     """Keeps a generator, which is over after one epoch."""
 

@@ -98,6 +98,9 @@ class Windows:
             self._generators.enter()
 
     def _read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
+        # In so many passes this worker has windows that samples for all ranks can be joined from,
+        # one whose last round waits for the next, and one that a state has done already.
+        most_empty = self._slot.workers * (self._settings.grouping.ranks.number + 2)
         empty_passes = 0
         try:
             while self._endless or not cursor.number:
@@ -124,7 +127,7 @@ class Windows:
                 if cursor.number == number:  # nothing came
                     cursor = cursor.next_pass()
                 empty_passes = empty_passes + 1 if self.num_batches == batches_before else 0
-                if self._endless and (not reader.position or empty_passes > self._slot.workers + 1):
+                if self._endless and (not reader.position or empty_passes > most_empty):
                     raise SampleError(
                         f"the source has no samples for worker {self._slot.worker} of "
                         f"{self._slot.workers}, but batches_per_epoch asks for some; use fewer "
