@@ -24,7 +24,9 @@ every other class in a process on a core of its own, beside tests, which shows i
     experts, capacity                  1     1      3      16                26       0   -0.21%    0.50%   +0.29%    +1.8%     +3.6%      3.1
     experts, by value                  1     –      –       –     error       –       –        –        –        –        –         –        –
     speech                             1     1      2      16                26       0   -0.00%    0.90%   +0.90%    +3.6%     +3.4%      2.4
+    speech                             4     1      2      16                26       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      2.8
     speech, CTC                        1     1      2      16                26       0   -0.00%    0.90%   +0.90%    +3.6%     +3.4%      2.2
+    speech, CTC                        4     1      2      16                26       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      3.1
     LSTM                               1     1      2      16                26       0   -0.00%    0.66%   +0.67%    +2.7%     +3.2%      1.1
     GRU                                1     1      2      16                26       0   -0.01%    0.50%   +0.50%    +0.5%     +0.5%     10.6
     LSTM, packed                       1     –      –       –     error       –       –        –        –        –        –         –        –
@@ -38,6 +40,7 @@ every other class in a process on a core of its own, beside tests, which shows i
     pyramid                           16     2      4      23                30       0   -0.20%    0.50%   +0.30%    +0.5%     +0.5%      9.8
     two optimizers                     1     1      2      16                26       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.7
     two networks in turn               1     1      3      16                26       0   -0.30%    0.90%   +0.90%    +3.6%     +5.6%      3.0
+    two networks in turn               4     1      2      16                26       0   -0.01%    0.50%   +0.49%    +0.5%     +0.5%      2.8
     low rank                           1     1      3      16                26       0   -0.00%    0.50%   +0.50%    +1.7%     +0.5%      5.8
     autocast                           1     1      2      16                26       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      7.8
     checkpoint, reentrant              1     1      6      16                26       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%     23.4
@@ -49,6 +52,7 @@ every other class in a process on a core of its own, beside tests, which shows i
     windows                            1     2      2      30     table      30       0  -11.05%  130.17%   +9.00%  +288.9%   +448.0%     28.2
     windows                           32     2      1      23                30       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%     14.2
     volumes                            1     3      2      33                38       0   -0.07%    0.50%   +0.43%    +0.6%     +0.5%      5.2
+    volumes                            2     3      2      33                38       0   -0.07%    0.50%   +0.45%    +0.5%     +0.5%      4.4
     documents                          1     2      3      24                30       0   -0.02%    0.50%   +0.48%    +0.5%     +0.5%     12.5
     point cloud                        1     1      1      16                26       0   -0.01%    0.50%   +0.49%    +0.5%     +0.5%      2.8
     BERT                               1     1      2      16                26       0   -0.00%    0.50%   +0.50%    +0.6%     +0.5%      9.8
@@ -94,7 +98,7 @@ every other class in a process on a core of its own, beside tests, which shows i
     traces, 1 axes ≤ 16: 16, holds
     traces, 2 axes ≤ 30: 30, holds
     seconds to measure ≤ 30: 63.965, DOES NOT HOLD
-    least covered, sizes that layers round ≥ 0: 0.0050652, holds
+    least covered, sizes that layers round ≥ 0: 0.0042997, holds
     most over on the frontier, sizes that layers round ≤ 0.05: 4.907, DOES NOT HOLD
     most over in the box, sizes that layers round ≤ 0.15: 0.48657, DOES NOT HOLD
     fallbacks, sizes that layers round ≤ 3: 5, DOES NOT HOLD

@@ -116,7 +116,7 @@ def volumes() -> Case:
     def make_batch(n: int, size: tuple[int, int, int]) -> Batch:
         return {"x": torch.randn(n, 1, *size), "y": torch.randint(0, 10, (n,))}
 
-    return case(model, pooled_loss, make_batch, (48, 48, 48), min_size=4)
+    return case(model, pooled_loss, make_batch, (48, 48, 48), min_size=4, multiple=2)
 
 
 # ---------------------------------------------------------------------- documents, points

@@ -60,7 +60,7 @@ def speech() -> Case:
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
-    return case(Speech(), loss_of, make_batch, 1000, min_size=32)
+    return case(Speech(), loss_of, make_batch, 1000, min_size=32, multiple=4)
 
 
 def speech_ctc() -> Case:
@@ -78,7 +78,7 @@ def speech_ctc() -> Case:
         log_p = model(batch["x"]).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(log_p, batch["y"], batch["frames"], batch["letters"], zero_infinity=True)
 
-    return case(Speech(), loss_of, make_batch, 1000, min_size=32)
+    return case(Speech(), loss_of, make_batch, 1000, min_size=32, multiple=4)
 
 
 # ---------------------------------------------------------------------- layers of torch

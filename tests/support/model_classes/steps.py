@@ -96,7 +96,7 @@ def alternating() -> Case:
         of_generator.zero_grad()
         return loss.detach()
 
-    return Case(model, of_generator, step, make_batch, 8000, min_size=64)
+    return Case(model, of_generator, step, make_batch, 8000, min_size=64, multiple=4)
 
 
 # ---------------------------------------------------------------------- low rank
