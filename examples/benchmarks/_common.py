@@ -207,10 +207,11 @@ class Results:
         self.bars: list[dict[str, Any]] = []
 
     def row(self, **cells: Any) -> None:
-        """A row of the table, shown on stderr at once: some take minutes."""
+        """A row of the table, shown in a terminal at once: some take minutes."""
         self.rows.append(cells)
-        shown = [self._cell(cells.get(name), form) for name, form in self.formats.items()]
-        print(*shown, sep="  ", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            shown = [self._cell(cells.get(name), form) for name, form in self.formats.items()]
+            print(*shown, sep="  ", file=sys.stderr, flush=True)
 
     def bar(self, what: str, value: float, limit: float, *, at_least: bool = False) -> None:
         """A figure and what it is to be: at the most `limit`, or `at_least`."""

@@ -92,7 +92,7 @@ if __name__ == "__main__":
             Samples(), batch_size=8, num_workers=2, prefetch_factor=2,
             multiprocessing_context=sys.argv[2],
         ))
-        next(batches)
+        next(batches), next(batches)  # one of each worker
         time.sleep(interval_s)  # until the workers have filled their queues
         held = []
         for _ in range(10):
