@@ -12,6 +12,7 @@ from torch import nn
 
 from torchbudget import GradAccumulator
 from torchbudget.random_state import RandomState
+from torchbudget.train.callback_states import digest_of
 
 pytestmark = pytest.mark.gpu
 
@@ -137,3 +138,9 @@ def test_the_numbers_of_every_device_come_back() -> None:
     state.restore()
     again = [torch.rand(4, device=device) for device in devices]
     assert all(map(torch.equal, again, expected))
+
+
+def test_states_of_callbacks_are_alike_on_any_device() -> None:
+    """Each rank has the average of the model on a device of its own."""
+    average = make_model().state_dict()
+    assert digest_of(average) == digest_of({name: one.cpu() for name, one in average.items()})

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import IO, Any, TypeAlias, cast
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from torchbudget.errors import StateMismatchError
 from torchbudget.protocols import Stateful
@@ -32,7 +33,7 @@ def states_of(callbacks: Sequence[Stateful], ranks: Ranks) -> list[States]:
 
     def digests() -> list[str]:
         mine.extend(callback.state_dict() for callback in callbacks)
-        return [_digest(state) for state in mine] if len(ranks) > 1 else []
+        return [digest_of(state) for state in mine] if len(ranks) > 1 else []
 
     of_ranks = on_each_rank(ranks, digests)
     unlike = [
@@ -78,9 +79,17 @@ class _Digest(io.RawIOBase):
         return memoryview(data).nbytes
 
 
-def _digest(state: Any) -> str:
+def digest_of(state: Any) -> str:
+    """32 hexadecimal digits of what a state holds, on whatever device.
+
+    Each rank has the average of the model on a device of its own.
+    """
     file = _Digest()
-    torch.save(state, cast(IO[bytes], file))
+    leaves, structure = tree_flatten(state)
+    file.write(str(structure).encode())
+    for leaf in leaves:  # one at a time is copied to the host
+        on_host = leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+        torch.save(on_host, cast(IO[bytes], file))
     return file.digest.hexdigest()
 
 
