@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
-from torchbudget.cost.measuring.fitting import fit_time
+from torchbudget.cost.measuring.peaks import fit_time
 from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import OptionError
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost, trace_peak_bytes
@@ -69,6 +72,31 @@ def test_a_loop_over_the_length_is_fitted_where_it_begins_and_ends(variant: str)
         peak = trace_peak_bytes(training.step, training.make_batch(n, length))
         assert peak <= cost.batch_bytes(n, length)
         assert 0.995 * peak <= cost.fitted_bytes(n, length) <= 1.03 * peak
+
+
+def test_chunks_that_overlap_are_exact_at_the_sizes_that_occur() -> None:
+    """Windows that are half a window apart, each with attention to its neighbours: L/16 − 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def make_batch(n: int, length: int) -> torch.Tensor:
+        return torch.randn(n, length, 8)
+
+    def step(batch: torch.Tensor) -> None:
+        chunks = model(batch).unfold(1, 32, 16).flatten(2)
+        scores = (chunks @ chunks.mT).softmax(-1)
+        (scores @ chunks).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    cost = measure_cost(
+        step, make_batch, max_size=4096, min_size=32, size_multiple=16, method="trace"
+    )
+    assert cost.margin == 0.005
+    for n, length in product((1, 7, 90), (32, 48, 160, 1008, 2512, 4096)):
+        peak = trace_peak_bytes(step, make_batch(n, length))
+        assert 0 <= cost.batch_bytes(n, length) / peak - 1 <= 0.01, (n, length)
 
 
 def test_truth_values_are_taken_for_false() -> None:

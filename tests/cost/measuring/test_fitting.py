@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import MeasuredCost, PaddedCost
-from torchbudget.cost.measuring.fitting import fit_peaks, fit_time, fit_traces
+from torchbudget.cost.measuring.fitting import fit_traces
 from torchbudget.cost.measuring.least_squares import non_negative
+from torchbudget.cost.measuring.peaks import fit_peaks, fit_time
 from torchbudget.cost.measuring.terms import powers_of
 from torchbudget.cost.models.probe import Probe
 
@@ -78,6 +79,34 @@ def test_a_moment_between_those_that_were_the_peak_counts() -> None:
     unseen = np.array([(2, 46, 1), (16, 5, 1), (3, 75, 3), (3, 66, 5)])
     found = MeasuredCost(forms=forms, margin=0).fitted_bytes(unseen[:, 0], unseen[:, 1:])
     assert found == pytest.approx(live(*unseen.T).max(axis=1), rel=1e-3)
+
+
+@given(st.sampled_from([16, 64, 80]), st.integers(1, 4), st.integers(0, 2**32))
+def test_chunks_that_overlap_are_fitted_exactly(multiple: int, less: int, seed: int) -> None:
+    """L/m − k of them, compared in pairs: n·(L/m − k)², whose part in n·L is negative."""
+    rng = np.random.default_rng(seed)
+    smallest, largest = (less + 1) * multiple, 128 * multiple
+    per_sample, per_pair = rng.integers(100, 10**5), rng.integers(100, 10**4)
+
+    def live(n: np.ndarray, size: np.ndarray) -> np.ndarray:
+        floor = 5e6 + 16 * n * size
+        return np.stack([floor, 1e6 + n * (per_sample + per_pair * (size / multiple - less) ** 2)])
+
+    sizes = np.unique(np.geomspace(smallest, largest, 6) // multiple * multiple)
+    shapes = np.array([(n, size) for n in (2, 16, 256) for size in sizes])
+    traces: list[Any] = [
+        SimpleNamespace(operations=("x", "y"), live_bytes=row.astype(int), peak_bytes=row.max())
+        for row in live(*shapes.T).T
+    ]
+    domain = np.array([[smallest], [largest]], float)
+    forms = fit_traces(shapes[:, 0], shapes[:, 1:], traces, domain)
+    assert forms is not None
+    found = MeasuredCost(forms=forms, margin=0)
+    n, size = np.meshgrid([1, 5, 40, 3000], np.arange(smallest, largest + 1, multiple))
+    assert found.fitted_bytes(n, size) == pytest.approx(live(n, size).max(axis=0), rel=2e-3)
+    # Sizes that were not asked for cost no less than shorter ones, and no more than the next.
+    every = found.fitted_bytes(40, np.arange(1, 2 * largest))
+    assert (np.diff(every) >= 0).all()
 
 
 def test_time_is_fitted_to_what_was_run() -> None:

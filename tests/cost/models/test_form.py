@@ -19,17 +19,21 @@ powers = st.integers(0, 2)
 
 
 def forms(axes: int) -> st.SearchStrategy[Form]:
-    term = st.builds(Term, bytes_of, powers, st.tuples(*[powers] * axes))
+    start = st.one_of(st.just(()), st.tuples(*[st.integers(0, 200)] * axes))
+    term = st.builds(Term, bytes_of, powers, st.tuples(*[powers] * axes), start)
     return st.lists(term, min_size=1, max_size=8).map(lambda terms: Form(terms=tuple(terms)))
 
 
 def parts(form: Form, size: tuple[int, ...]) -> list[int]:
     """Bytes without n, per n and per n², in exact arithmetic but for rounding."""
+
+    def product(term: Term) -> int:
+        starts = term.start or [0] * len(size)
+        beyond = [max(one - start, 0) for one, start in zip(size, starts, strict=True)]
+        return math.prod(map(pow, beyond, term.sizes))
+
     return [
-        math.ceil(
-            sum(t.bytes * math.prod(map(pow, size, t.sizes)) for t in form.terms if t.samples == p)
-        )
-        for p in range(3)
+        math.ceil(sum(t.bytes * product(t) for t in form.terms if t.samples == p)) for p in range(3)
     ]
 
 
@@ -79,6 +83,9 @@ def test_bad_terms() -> None:
     for wrong in (Term(-1, 1, (1,)), Term(math.nan, 1, (1,)), Term(1, 3, (1,)), Term(1, 1, (3,))):
         with pytest.raises(CostError, match="powers 0 to 2"):
             Form(terms=(wrong,))
+    for start in ((-1,), (1, 1)):
+        with pytest.raises(CostError, match="a start is a size of at least 0 for each axis"):
+            Form(terms=(Term(1, 1, (1,), start),))
     for terms in ((), (Term(1, 1, (1,)), Term(1, 1, (1, 1)))):
         with pytest.raises(CostError, match="same number of axes"):
             Form(terms=terms)

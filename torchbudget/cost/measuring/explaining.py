@@ -15,8 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.measuring.fitting import PeaksFit, domain_grid, fit_peaks, largest_forms
+from torchbudget.cost.measuring.fitting import domain_grid, largest_forms
 from torchbudget.cost.measuring.least_squares import non_negative
+from torchbudget.cost.measuring.peaks import PeaksFit, fit_peaks
 from torchbudget.cost.measuring.shapes import Domain, Size
 from torchbudget.cost.measuring.terms import features, powers_of, powers_of_runs
 from torchbudget.cost.models.form import Form

@@ -14,13 +14,16 @@ sizes, as in attention over an image; then terms of the sizes without n; then te
 explains it is judged on each step by a fit to all the others, so that terms which only follow
 rounding are not taken in. And since layers with strides round sizes up or down, what a fit misses
 from below counts more than what it misses from above.
+
+Convolutions without padding, and chunks that overlap, leave of a size what is less by a constant: a
+square of it is a polynomial, but one with a negative coefficient. Counted from the smallest size on
+it has none, and still no size costs less than a smaller one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -31,23 +34,20 @@ from torchbudget.cost.measuring.terms import (
     Columns,
     Powers,
     choices_of,
+    counted_from,
     features,
     plain_powers,
     powers_of,
-    powers_of_runs,
 )
 from torchbudget.cost.measuring.tracing import Trace
 from torchbudget.cost.models.form import Form
-from torchbudget.cost.models.padded import PaddedCost, cost_options
 from torchbudget.cost.models.polynomials import Term
-from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.cost.models.protocol import FloatArray
-from torchbudget.errors import CostError
 
 # A relative error below this is explained: blocks that are rounded up, workspaces.
-_EXPLAINED: Final = 5e-4
+EXPLAINED: Final = 5e-4
 # More terms must leave less than this share of the error without them.
-_BETTER: Final = 0.3
+BETTER: Final = 0.3
 # One that is missed by less is certain enough to be the peak of steps that were not seen.
 _CERTAIN: Final = 0.01
 # A moment that the fit to the other steps misses by more is no polynomial of the shape.
@@ -62,11 +62,9 @@ _REDUNDANT: Final = 2e-4
 _NEGLIGIBLE: Final = 1e-9
 _CHUNK: Final = 64  # points of the domain at once
 # What a fit misses from below counts as often as this from above.
-_BELOW: Final = 1000.0
+BELOW: Final = 1000.0
 # A term that is nowhere more of the peak is left out.
 _SEEN: Final = 3e-4
-# An error from above counts as much less, where choices of terms are compared.
-_OVER: Final = 0.1
 
 
 def fit_traces(
@@ -84,32 +82,35 @@ def fit_traces(
         Forms whose maximum is the peak; `None` where the moments of the peaks are not in every
         trace, or are no polynomials.
     """
-    matrix = features(n, sizes, powers_of(len(domain[0])))
+    number, size = np.asarray(n), np.asarray(sizes)
     peaks = np.array([trace.peak_bytes for trace in traces], np.float64)
     operations, times = Counter(trace.operations for trace in traces).most_common(1)[0]
     if times > len(plain_powers(len(domain[0]))):  # enough of the same operations
         alike = np.array([trace.operations == operations for trace in traces])
         rows = [t.live_bytes for t, same in zip(traces, alike, strict=True) if same]
-        forms = _fit_moments(matrix[alike], peaks[alike], np.stack(rows), domain, _POLYNOMIAL)
+        shapes = number[alike], size[alike]
+        forms = _fit_moments(shapes, peaks[alike], np.stack(rows), domain, _POLYNOMIAL)
         if forms is not None or times == len(traces):
             return forms
     lengths = np.array([len(trace.operations) for trace in traces])
     if lengths.max() < _LOOPS * lengths.min():
-        return _fit_moments(matrix, peaks, _common_moments(traces), domain, _POLYNOMIAL)
+        shapes = number, size
+        return _fit_moments(shapes, peaks, _common_moments(traces), domain, _POLYNOMIAL)
     # Loops of a turn or two have few moments in common with long ones.
     for least in (0.0, lengths.max() / 8, lengths.max() / 4):
         long = lengths >= least
         if long.sum() <= len(plain_powers(len(domain[0]))):
             break
         history = _common_moments([t for t, one in zip(traces, long, strict=True) if one])
-        forms = _fit_moments(matrix[long], peaks[long], history, domain, _LOOP_POLYNOMIAL)
+        shapes = number[long], size[long]
+        forms = _fit_moments(shapes, peaks[long], history, domain, _LOOP_POLYNOMIAL)
         if forms is not None:
             return forms
     return None
 
 
 def _fit_moments(
-    matrix: FloatArray,
+    shapes: tuple[npt.NDArray[Any], npt.NDArray[Any]],
     peaks: FloatArray,
     history: npt.NDArray[np.int64],
     domain: FloatArray,
@@ -118,25 +119,28 @@ def _fit_moments(
     """The forms of the moments that are ever the peak.
 
     Args:
-        matrix: features, shape `(k, c)`.
+        shapes: numbers of samples, shape `(k,)`, and padded sizes, shape `(k, d)`.
         peaks: bytes, shape `(k,)`.
         history: live bytes at moments that all of these traces have, shape `(k, moments)`.
         domain: the smallest and the largest size on every axis, shape `(2, d)`.
         polynomial: a moment that is missed by more is none.
     """
-    if not history.size or (history.max(axis=1) < (1 - _EXPLAINED) * peaks).any():
+    if not history.size or (history.max(axis=1) < (1 - EXPLAINED) * peaks).any():
         return None
-    powers = powers_of(len(domain[0]))
+    plain = powers_of(len(domain[0]))
+    powers = plain + counted_from(tuple(map(int, domain[0])), plain)
     shares = np.unique(history, axis=1) / peaks[:, None]  # relative errors count
-    matrix = matrix / peaks[:, None]
-    terms, coefficients, errors = explain(matrix, shares, choices_of(powers))
+    everything = features(*shapes, powers)
+    either = everything / peaks[:, None]
+    matrix = either[:, : len(plain)]
+    terms, coefficients, errors = explain(matrix, shares, choices_of(plain))
     # Not all are polynomials: where a loop has fewer turns elsewhere, its k-th one may be the last.
     good = np.flatnonzero(errors < polynomial)
-    if not len(good) or (shares[:, good].max(axis=1) < 1 - _EXPLAINED).any():
+    if not len(good) or (shares[:, good].max(axis=1) < 1 - EXPLAINED).any():
         return None
     points = features(*domain_grid(domain), powers)
     # Beyond the steps that were seen, only what is certain, and grows slowly, may be the largest.
-    squares = np.array([n == 2 for n, _ in powers])
+    squares = np.array([one.samples == 2 for one in plain])
     parts = np.abs(coefficients[squares]) * matrix[:, squares].max(axis=0)[:, None]
     coefficients[squares] *= parts > _CERTAIN  # what is less may be rounding
     slow = ~coefficients[np.ix_(squares, good)].any(axis=0)
@@ -146,90 +150,35 @@ def _fit_moments(
     rank = np.lexsort((errors[good], lengths))
     at_peak = shares[:, good[rank]] >= (1 - _REDUNDANT) * shares[:, good].max(axis=1, keepdims=True)
     decisive = {*good[rank][at_peak.argmax(axis=1)].tolist()}
-    decisive |= {*certain[_largest(points, coefficients[:, certain])].tolist()}
-    forms = np.zeros((len(decisive), matrix.shape[1]))
+    decisive |= {*certain[_largest(points[:, : len(plain)], coefficients[:, certain])].tolist()}
+    forms = np.zeros((len(decisive), len(powers)))
     for form, moment in zip(forms, sorted(decisive), strict=True):
         used = terms[moment]
-        bytes_ = from_above(matrix[:, used], shares[:, moment], _BELOW)
-        # What matters in no step that was seen could matter far beyond them.
-        used = used[(matrix[:, used] * bytes_).max(axis=0) > _SEEN]
-        form[used] = from_above(matrix[:, used], shares[:, moment], _BELOW)
-    return largest_forms(forms, np.concatenate([points, matrix * peaks[:, None]]), powers)
+        error = _fill(form, either, used, shares[:, moment])
+        if error > EXPLAINED:
+            started = np.zeros_like(form)
+            if _fill(started, either, used + len(plain), shares[:, moment]) < BETTER * error:
+                form[:] = started
+    return largest_forms(forms, np.concatenate([points, everything]), powers)
 
 
-@dataclass(frozen=True, slots=True)
-class PeaksFit:
-    """One form and a floor.
-
-    Attributes:
-        coefficients: of `powers_of`, shape `(c,)`.
-        used: the indices of those that the form may have.
-        floor: bytes.
-        under: how much the fit to all peaks but one is below that one at most, as a share of what
-            it is then.
-    """
-
-    coefficients: FloatArray
-    used: Columns
-    floor: float
-    under: float
-
-    def forms(self, n: npt.ArrayLike, sizes: npt.ArrayLike) -> tuple[Form, ...]:
-        """The form and the floor, without the one that matters at none of these shapes."""
-        powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
-        both = np.stack([self.coefficients, np.eye(1, len(powers))[0] * self.floor])
-        return largest_forms(both, features(n, sizes, powers), powers)
-
-
-def fit_peaks(
-    n: npt.ArrayLike, sizes: npt.ArrayLike, peaks: npt.ArrayLike, *, few: bool = False
-) -> PeaksFit:
-    """One form and a floor, from peaks alone.
-
-    The floor is one of the measured peaks: each is tried, and the peaks above it are fitted.
+def _fill(form: FloatArray, matrix: FloatArray, used: Columns, moment: FloatArray) -> float:
+    """Fit the coefficients of a moment.
 
     Args:
-        n: numbers of samples, shape `(k,)`.
-        sizes: padded sizes, shape `(k,)` or `(k, d)`.
-        peaks: bytes, shape `(k,)`.
-        few: whether only few peaks were read off a machine, which do not show terms of a higher
-            degree than two, nor such without n.
+        form: the coefficients, written to, shape `(c,)`.
+        matrix: features over peaks, shape `(k, c)`.
+        used: the columns that it may have.
+        moment: bytes over peaks, shape `(k,)`.
+
+    Returns:
+        The largest error, as a share of the peak.
     """
-    powers = powers_of(np.size(sizes) // len(np.atleast_1d(n)))
-    matrix, peak = features(n, sizes, powers), np.asarray(peaks, np.float64)
-    shown = set(powers_of_runs(len(powers[0][1])))
-    best: tuple[float, PeaksFit] | None = None
-    for used in choices_of(powers):
-        if few and not {powers[at] for at in used if powers[at][0] < 2} <= shown:
-            continue
-        if best is not None and len(peak) < len(used) + 2:
-            break  # too few to tell
-        form, floor = _form_and_floor(matrix[:, used], peak, _BELOW)
-        errors = _left_out_errors(matrix[:, used], peak, floor)
-        error = float(np.maximum(-errors, errors * _OVER).max(initial=0))
-        if best is None or error < min(_BETTER * best[0], best[0] - _EXPLAINED):
-            coefficients = np.zeros(matrix.shape[1])
-            coefficients[used] = form
-            under = float((1 / (1 + errors) - 1).max(initial=0))
-            best = error, PeaksFit(coefficients, used, floor, under)
-    if best is None or not len(peak):
-        raise CostError("there are no peaks to fit")
-    return best[1]
-
-
-def fit_time(probes: Sequence[Probe]) -> PaddedCost | None:
-    """Nanoseconds of a step as a cost, from the probes that were run; `None` where none was."""
-    timed = [probe for probe in probes if probe.seconds is not None]
-    if not timed:
-        return None
-    n, sizes, _ = columns(timed)
-    matrix = features(n, sizes, plain_powers(len(sizes[0])))
-    seconds = np.array([probe.seconds for probe in timed], np.float64)
-    form, floor = _form_and_floor(matrix, np.maximum(1e9 * seconds, 1))
-    options = cost_options(form)
-    if not form[1:].any():
-        options["sample_bytes"] = 1.0  # next to nothing, but a sample must cost something
-    return PaddedCost(**options, floor_bytes=floor)
+    bytes_ = from_above(matrix[:, used], moment, BELOW)
+    # What matters in no step that was seen could matter far beyond them.
+    used = used[(matrix[:, used] * bytes_).max(axis=0) > _SEEN]
+    form[used] = from_above(matrix[:, used], moment, BELOW)
+    return float(np.abs(matrix @ form - moment).max())
 
 
 def total_form(form: Form, offset: float, factor: float, beside: Sequence[Term]) -> Form:
@@ -243,51 +192,21 @@ def total_form(form: Form, offset: float, factor: float, beside: Sequence[Term])
     """
     total: defaultdict[Powers, float] = defaultdict(float)
     for term in form.terms:
-        total[term.samples, term.sizes] += factor * term.bytes
-    constant = 0, (0,) * form.axes
+        total[Powers(term.samples, term.sizes, term.start)] += factor * term.bytes
+    constant = Powers(0, (0,) * form.axes)
     total[constant] = max(total[constant] + offset, 0)
     # The optimizer steps after the batch's activations are freed: `beside` is not in that form.
     if any(term.samples for term in form.terms):
         for term in beside:
-            total[term.samples, term.sizes] += term.bytes
+            total[Powers(term.samples, term.sizes, term.start)] += term.bytes
     return form_of(list(total.values()), list(total))
 
 
 def form_of(coefficients: Sequence[float], powers: Sequence[Powers]) -> Form:
     """The form of the coefficients that are not 0."""
     pairs = zip(coefficients, powers, strict=True)
-    terms = tuple(Term(float(bytes_), n, sizes) for bytes_, (n, sizes) in pairs if bytes_ > 0)
+    terms = tuple(Term(float(bytes_), *power) for bytes_, power in pairs if bytes_ > 0)
     return Form(terms=terms or (Term(0.0, *powers[0]),))
-
-
-def _form_and_floor(
-    matrix: FloatArray, peak: FloatArray, below: float = 1.0
-) -> tuple[FloatArray, float]:
-    """A form, and the floor of peaks."""
-    order = np.argsort(peak)
-    best: tuple[float, FloatArray, float] | None = None
-    # Peaks on the floor differ a little when they are read off a machine.
-    for on_floor in range(1, len(peak) + 1):
-        floor, above = float(peak[order[on_floor - 1]]), order[on_floor:]
-        form = from_above(matrix[above] / peak[above, None], np.ones(len(above)), below)
-        error = float(np.abs(np.maximum(floor, matrix @ form) / peak - 1).max())
-        if best is None or error < best[0] - 1e-4:
-            best = error, form, floor
-    if best is None:
-        raise CostError("there are no peaks to fit")
-    return best[1:]
-
-
-def _left_out_errors(matrix: FloatArray, peak: FloatArray, floor: float) -> FloatArray:
-    """Relative errors of the peaks above the floor, each by the form fitted to the others."""
-    above = np.flatnonzero(peak > floor)
-    fitted = np.empty(len(above))
-    for at, left_out in enumerate(above):
-        others = above[above != left_out]
-        form = from_above(matrix[others] / peak[others, None], np.ones(len(others)), _BELOW)
-        fitted[at] = max(floor, float(matrix[left_out] @ form))
-    errors: FloatArray = fitted / peak[above] - 1
-    return errors
 
 
 def explain(
@@ -312,7 +231,7 @@ def explain(
         if number and len(matrix) <= len(used):
             continue
         solved, errors = left_out_errors(matrix[:, used], history)
-        better = (worst > _EXPLAINED) & (errors < _BETTER * worst)
+        better = (worst > EXPLAINED) & (errors < BETTER * worst)
         better |= number == 0
         chosen[better] = number
         worst = np.where(better, errors, worst)

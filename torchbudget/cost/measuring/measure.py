@@ -15,9 +15,9 @@ from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.describe_step import describe_step
-from torchbudget.cost.measuring.fitting import fit_time
 from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.judging import fits, judged_cost
+from torchbudget.cost.measuring.peaks import fit_time
 from torchbudget.cost.measuring.reserving import reserved
 from torchbudget.cost.measuring.running import run_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject

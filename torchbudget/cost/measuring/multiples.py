@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from torchbudget.cost.measuring.fitting import fit_peaks
+from torchbudget.cost.measuring.peaks import fit_peaks
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.probe import Probe, columns
 

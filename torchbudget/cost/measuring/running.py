@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 
 from torchbudget.cost.measuring.explaining import Explained, explained
-from torchbudget.cost.measuring.fitting import fit_peaks, total_form
+from torchbudget.cost.measuring.fitting import total_form
 from torchbudget.cost.measuring.fragmentation import note_device, with_reserve
 from torchbudget.cost.measuring.least_squares import non_negative
+from torchbudget.cost.measuring.peaks import fit_peaks
 from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import ProbeOutOfMemoryError, StepRunner
 from torchbudget.cost.measuring.terms import features, plain_powers, powers_of_runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,14 @@ import numpy.typing as npt
 from torchbudget.cost.models.protocol import FloatArray
 
 Columns: TypeAlias = npt.NDArray[np.intp]
-Powers: TypeAlias = tuple[int, tuple[int, ...]]
+
+
+class Powers(NamedTuple):
+    """What a coefficient is multiplied by: a `Term` without it."""
+
+    samples: int
+    sizes: tuple[int, ...]
+    start: tuple[int, ...] = ()
 
 
 def powers_of(axes: int) -> list[Powers]:
@@ -28,7 +35,12 @@ def powers_of(axes: int) -> list[Powers]:
         sizes += [np.array(one) for one in ((2, 1), (1, 2), (2, 2))]
     if axes > 2:
         sizes.append(np.ones(axes, int))
-    return [(n, tuple(map(int, one))) for n in range(3) for one in sizes]
+    return [Powers(n, tuple(map(int, one))) for n in range(3) for one in sizes]
+
+
+def counted_from(start: tuple[int, ...], powers: Sequence[Powers]) -> list[Powers]:
+    """The same powers of the sizes beyond a start."""
+    return [one._replace(start=start) if any(one.sizes) else one for one in powers]
 
 
 def features(n: npt.ArrayLike, sizes: npt.ArrayLike, powers: Sequence[Powers]) -> FloatArray:
@@ -44,24 +56,28 @@ def features(n: npt.ArrayLike, sizes: npt.ArrayLike, powers: Sequence[Powers]) -
     """
     number = np.asarray(n, np.float64)
     length = np.asarray(sizes, np.float64).reshape(len(number), -1)
-    columns = [number**p * np.prod(length ** np.array(q), axis=1) for p, q in powers]
+    columns = []
+    for samples, sizes_, start in powers:
+        beyond = np.maximum(length - np.array(start), 0) if start else length
+        columns.append(number**samples * np.prod(beyond ** np.array(sizes_), axis=1))
     return np.stack(columns, axis=1)
 
 
 def plain_powers(axes: int) -> list[Powers]:
     """Those of a `PaddedCost`: 1, n, n·Lᵢ and n·LᵢLⱼ."""
-    return [(0, (0,) * axes), *(one for one in powers_of(axes) if one[0] == 1 and sum(one[1]) < 3)]
+    shares = [one for one in powers_of(axes) if one.samples == 1 and sum(one.sizes) < 3]
+    return [Powers(0, (0,) * axes), *shares]
 
 
 def powers_of_runs(axes: int) -> list[Powers]:
     """Those that few runs can show: the plain ones, and on more than two axes n·L₁⋯L_d."""
-    product_of_all = [(1, (1,) * axes)] if axes > 2 else []
+    product_of_all = [Powers(1, (1,) * axes)] if axes > 2 else []
     return plain_powers(axes) + product_of_all
 
 
 def choices_of(powers: Sequence[Powers]) -> list[Columns]:
     """Which terms a form may have, from the simplest choice on, as indices of `powers`."""
-    axes = len(powers[0][1])
+    axes = len(powers[0].sizes)
 
     def is_plain(sizes: tuple[int, ...]) -> bool:
         return sum(sizes) < 3 or (axes > 2 and max(sizes) == 1)
@@ -78,6 +94,6 @@ def choices_of(powers: Sequence[Powers]) -> list[Columns]:
     # For each power of n, which powers of the sizes come with it.
     choices: dict[tuple[int, ...], Columns] = {}
     for allowed in product([is_one, is_plain], [is_plain, is_any], [is_none, is_one, is_plain]):
-        choice = [at for at, (n, sizes) in enumerate(powers) if allowed[n](sizes)]
+        choice = [at for at, one in enumerate(powers) if allowed[one.samples](one.sizes)]
         choices[tuple(choice)] = np.array(choice)  # on one axis there are no higher powers
     return sorted(choices.values(), key=len)

@@ -9,9 +9,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from torchbudget.cost.measuring.fitting import fit_peaks, fit_traces
+from torchbudget.cost.measuring.fitting import fit_traces
 from torchbudget.cost.measuring.judging import fits
 from torchbudget.cost.measuring.multiples import padded_multiple
+from torchbudget.cost.measuring.peaks import fit_peaks
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
 from torchbudget.cost.measuring.terms import plain_powers

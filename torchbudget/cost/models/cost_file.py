@@ -60,7 +60,8 @@ def _from_file(read: dict[str, Any]) -> MeasuredCost:
         forms=tuple(
             Form(
                 terms=tuple(
-                    Term(**term | {"sizes": tuple(term["sizes"])}) for term in form["terms"]
+                    Term(**term | {name: tuple(term.get(name, ())) for name in ("sizes", "start")})
+                    for term in form["terms"]
                 )
             )
             for form in read["forms"]

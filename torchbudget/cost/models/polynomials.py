@@ -19,20 +19,24 @@ EXACT: Final = float(2**53)
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """`bytes · n^samples · Πᵢ Lᵢ^sizesᵢ`.
+    """`bytes · n^samples · Πᵢ max(Lᵢ − startᵢ, 0)^sizesᵢ`.
 
     Attributes:
         bytes: the coefficient, at least 0.
         samples: the power of n, at most 2.
         sizes: the power of the size on each axis.
+        start: sizes up to which there is nothing, one for each axis; empty: 0.
     """
 
     bytes: float
     samples: int
     sizes: tuple[int, ...]
+    start: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         names = ["L"] if len(self.sizes) == 1 else [f"L{i}" for i in range(1, len(self.sizes) + 1)]
+        starts = zip(names, self.start or [0] * len(names), strict=True)
+        names = [f"({name} − {start})" if start else name for name, start in starts]
         factors = [
             name + ("", "", "²", "³")[power]
             for name, power in zip(["n", *names], [self.samples, *self.sizes], strict=True)
@@ -56,13 +60,13 @@ class Polynomials:
     def __init__(self, sums: Sequence[Sequence[Term]]) -> None:
         terms = [term for terms in sums for term in terms]
         self._axes = len(terms[0].sizes)
-        self._products = sorted({term.sizes for term in terms})
+        self._products = sorted({(term.start, term.sizes) for term in terms})
         # Powers of n: 0 and 1 always, 2 where there is a term of it.
         self._powers = 1 + max(1, *(term.samples for term in terms))
         self._coefficients = np.zeros((len(self._products), self._powers, len(sums)))
         for number, some in enumerate(sums):
             for term in some:
-                at = self._products.index(term.sizes), term.samples, number
+                at = self._products.index((term.start, term.sizes)), term.samples, number
                 self._coefficients[at] += term.bytes
 
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
@@ -109,9 +113,13 @@ class Polynomials:
         # Sums and products of what is at least 0, in one order for all shapes: they are monotone.
         parts: FloatArray = np.zeros((*self._coefficients.shape[1:], *shape))
         columns = self._coefficients.reshape(*self._coefficients.shape, *(1,) * len(shape))
-        for coefficients, powers in zip(columns, self._products, strict=True):
+        of_start: dict[tuple[int, ...], list[Any]] = {(): length}
+        for coefficients, (start, powers) in zip(columns, self._products, strict=True):
+            if start not in of_start:
+                beyond = zip(length, start, strict=True)
+                of_start[start] = [np.maximum(one - least, 0) for one, least in beyond]
             product: Any = 1.0
-            for one, power in zip(length, powers, strict=True):
+            for one, power in zip(of_start[start], powers, strict=True):
                 for _ in range(power):
                     product = product * one
             parts += coefficients * product
