@@ -20,7 +20,7 @@ def last_line(framework: str, *arguments: object, ranks: int = 2) -> str:
     """What the first rank prints in the end."""
     script = ROOT / "examples" / f"with_{framework}.py"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run += [f"--nproc-per-node={ranks}"]
+    run += [f"--nproc-per-node={ranks}", "-m", "tests.support.script_rank"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
