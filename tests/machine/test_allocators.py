@@ -101,6 +101,49 @@ def test_blocks_are_returned_when_they_are_freed():
     assert int(lines[1]) >= 48 * 2**20
 
 
+GAPS = """
+import torch
+import torchbudget as tb
+from torchbudget.machine.process_tree import process_memory
+
+def used():
+    return process_memory().resident_bytes
+
+for _ in range(2):  # by default, the second round's blocks lie in the heap
+    blocks = [bytearray(b"1") * 2**18 for _ in range(400)]
+    last = blocks.pop()
+    del blocks[::2]
+full = used()
+if not tb.trim_malloc():
+    print("no glibc")
+    raise SystemExit
+print(full - used())
+for large in (2**17, 2**18, 2**22):
+    before = used()
+    tensors = [torch.ones(large, dtype=torch.uint8) for _ in range(2**26 // large)]
+    taken = used() - before
+    del tensors
+    print(taken, used() - before)
+again = used()
+tb.trim_malloc()
+print(again - used())
+"""
+
+
+def test_gaps_of_before_are_returned_and_not_used_again():
+    """Training that went on before `trim_malloc` has left gaps between blocks that are in use."""
+    lines = printed_by(GAPS)
+    if lines == ["no glibc"]:
+        pytest.skip("not glibc")
+    first, *rounds, again = lines
+    assert int(first) >= 48 * 2**20
+    for line in rounds:
+        taken, kept = map(int, line.split())
+        assert taken >= 60 * 2**20
+        assert kept <= 4 * 2**20
+    assert int(again) <= 4 * 2**20
+
+
 @pytest.mark.parametrize(
     ("text", "settings"),
     [

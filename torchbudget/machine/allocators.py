@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 import warnings
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -111,6 +111,9 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     cost page faults instead. The setting lasts as long as the process;
     `MALLOC_MMAP_THRESHOLD_` in the environment does the same from its start.
 
+    Large blocks that were freed before in the thread that calls are taken out of use: they have
+    addresses, but no memory. Others would be put there, and not be returned.
+
     Args:
         threshold_bytes: blocks of at least this size are returned when they are freed.
 
@@ -124,4 +127,41 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
         return False
     done = bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
     malloc_trim(ctypes.c_size_t(0))
+    if done and hasattr(library, "mallinfo2"):
+        _take_free_blocks(library, threshold_bytes)
     return done
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2`; of its fields, `fordblks` is the bytes of the free blocks."""
+
+    _fields_: ClassVar = [
+        *((f"_{number}", ctypes.c_size_t) for number in range(8)),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def _take_free_blocks(library: ctypes.CDLL, least_bytes: int) -> None:
+    """Allocate the free blocks of the heap that have at least this size, and never use them.
+
+    After `malloc_trim` their pages are the system's again, and stay so.
+    """
+    library.mallinfo2.restype = _MallocInfo
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    # Those of another allocator, and of other threads' arenas, are not seen, or not to be had.
+    left = library.mallinfo2().fordblks
+    size = 1 << max(left.bit_length() - 1, 0)
+    while size >= least_bytes:
+        block = library.malloc(size) if left >= size else None
+        if block is not None and not _is_mapped(block):
+            left -= size
+            continue
+        library.free(block)
+        size //= 2
+
+
+def _is_mapped(block: int) -> bool:
+    """Whether glibc has mapped a block by itself, as the size before it says (`IS_MMAPPED`)."""
+    return bool(ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & 2)
