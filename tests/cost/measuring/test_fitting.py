@@ -74,7 +74,7 @@ def test_a_moment_between_those_that_were_the_peak_counts() -> None:
         for row in live(*shapes.T)
     ]
     domain = np.array([[1.0, 1.0], [512.0, 256.0]])
-    forms = fit_traces(shapes[:, 0], shapes[:, 1:], traces, domain)
+    forms = fit_traces(shapes[:, 0], shapes[:, 1:], traces, domain, (1, 1))
     assert forms is not None
     unseen = np.array([(2, 46, 1), (16, 5, 1), (3, 75, 3), (3, 66, 5)])
     found = MeasuredCost(forms=forms, margin=0).fitted_bytes(unseen[:, 0], unseen[:, 1:])
@@ -99,7 +99,7 @@ def test_chunks_that_overlap_are_fitted_exactly(multiple: int, less: int, seed: 
         for row in live(*shapes.T).T
     ]
     domain = np.array([[smallest], [largest]], float)
-    forms = fit_traces(shapes[:, 0], shapes[:, 1:], traces, domain)
+    forms = fit_traces(shapes[:, 0], shapes[:, 1:], traces, domain, (smallest,))
     assert forms is not None
     found = MeasuredCost(forms=forms, margin=0)
     n, size = np.meshgrid([1, 5, 40, 3000], np.arange(smallest, largest + 1, multiple))

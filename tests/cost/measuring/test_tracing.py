@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
+from tests.support.model_classes import CLASSES
+from tests.support.model_classes.case import Case
 from tests.support.training_cases import CASES
 from torchbudget import trace_peak_bytes
+from torchbudget.cost.measuring.tracing import Trace, ValueDependentError, tracing
+from torchbudget.cost.measuring.training_state import TrainingState
 
 
 def test_a_traced_peak_counts_what_lives() -> None:
@@ -71,3 +77,39 @@ def test_what_is_computed_of_pythons_numbers_is_known(half_of: Any) -> None:
     batch = torch.zeros(100, 256)
     peak, expected = trace_peak_bytes(step, batch), trace_peak_bytes(by_hand, batch)
     assert abs(peak - expected) <= 4 * 64
+
+
+def histories(case: Case) -> list[Trace]:
+    """Of one shape twice, another one, and the first again."""
+    smallest = np.broadcast_to(case.min_size, np.atleast_1d(case.max_size).shape)
+    size = tuple(np.maximum(np.atleast_1d(case.max_size) // 16, smallest).tolist())
+    shape = size if len(size) > 1 else size[0]
+    with tracing(case.step, TrainingState(case.step)) as trace:
+        return [trace(case.make_batch(n, shape)) for n in (3, 3, 5, 3)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("LSTM", "low rank") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CLASSES
+    ],
+)
+def test_what_is_cached_of_a_trace_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One shape has one history, that of a trace in which each operation's own kernel ran."""
+    known = dict(FakeTensorMode.cache)
+    try:
+        first, *others = histories(CLASSES[name]())
+    except ValueDependentError:
+        return
+    finally:
+        assert FakeTensorMode.cache == known
+    off = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(FakeTensorMode, "cache_enabled", off, raising=False)
+    for cached, computed in zip([first, *others], histories(CLASSES[name]()), strict=True):
+        assert cached.operations == computed.operations
+        assert (cached.live_bytes == computed.live_bytes).all()
+    for again in (others[0], others[-1]):
+        assert (again.live_bytes == first.live_bytes).all()

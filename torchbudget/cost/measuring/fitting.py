@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.measuring.least_squares import from_above, left_out_errors
+from torchbudget.cost.measuring.shapes import Size
 from torchbudget.cost.measuring.terms import (
     Columns,
     Powers,
@@ -68,7 +69,11 @@ _SEEN: Final = 3e-4
 
 
 def fit_traces(
-    n: npt.ArrayLike, sizes: npt.ArrayLike, traces: Sequence[Trace], domain: FloatArray
+    n: npt.ArrayLike,
+    sizes: npt.ArrayLike,
+    traces: Sequence[Trace],
+    domain: FloatArray,
+    smallest: Size,
 ) -> tuple[Form, ...] | None:
     """The forms whose maximum is the peak, from steps of which every operation was seen.
 
@@ -76,7 +81,9 @@ def fit_traces(
         n: numbers of samples, shape `(k,)`.
         sizes: padded sizes, shape `(k, d)`.
         traces: one of each shape.
-        domain: the smallest and the largest size on every axis, shape `(2, d)`.
+        domain: the smallest size that was traced on every axis, and the largest one, shape
+            `(2, d)`.
+        smallest: size that forms are asked for; what they count from, where they count from one.
 
     Returns:
         Forms whose maximum is the peak; `None` where the moments of the peaks are not in every
@@ -89,13 +96,13 @@ def fit_traces(
         alike = np.array([trace.operations == operations for trace in traces])
         rows = [t.live_bytes for t, same in zip(traces, alike, strict=True) if same]
         shapes = number[alike], size[alike]
-        forms = _fit_moments(shapes, peaks[alike], np.stack(rows), domain, _POLYNOMIAL)
+        forms = _fit_moments(shapes, peaks[alike], np.stack(rows), domain, smallest, _POLYNOMIAL)
         if forms is not None or times == len(traces):
             return forms
     lengths = np.array([len(trace.operations) for trace in traces])
     if lengths.max() < _LOOPS * lengths.min():
         shapes = number, size
-        return _fit_moments(shapes, peaks, _common_moments(traces), domain, _POLYNOMIAL)
+        return _fit_moments(shapes, peaks, _common_moments(traces), domain, smallest, _POLYNOMIAL)
     # Loops of a turn or two have few moments in common with long ones.
     for least in (0.0, lengths.max() / 8, lengths.max() / 4):
         long = lengths >= least
@@ -103,7 +110,7 @@ def fit_traces(
             break
         history = _common_moments([t for t, one in zip(traces, long, strict=True) if one])
         shapes = number[long], size[long]
-        forms = _fit_moments(shapes, peaks[long], history, domain, _LOOP_POLYNOMIAL)
+        forms = _fit_moments(shapes, peaks[long], history, domain, smallest, _LOOP_POLYNOMIAL)
         if forms is not None:
             return forms
     return None
@@ -114,6 +121,7 @@ def _fit_moments(
     peaks: FloatArray,
     history: npt.NDArray[np.int64],
     domain: FloatArray,
+    smallest: Size,
     polynomial: float,
 ) -> tuple[Form, ...] | None:
     """The forms of the moments that are ever the peak.
@@ -122,13 +130,14 @@ def _fit_moments(
         shapes: numbers of samples, shape `(k,)`, and padded sizes, shape `(k, d)`.
         peaks: bytes, shape `(k,)`.
         history: live bytes at moments that all of these traces have, shape `(k, moments)`.
-        domain: the smallest and the largest size on every axis, shape `(2, d)`.
+        domain: see `fit_traces`.
+        smallest: see `fit_traces`.
         polynomial: a moment that is missed by more is none.
     """
     if not history.size or (history.max(axis=1) < (1 - EXPLAINED) * peaks).any():
         return None
     plain = powers_of(len(domain[0]))
-    powers = plain + counted_from(tuple(map(int, domain[0])), plain)
+    powers = plain + counted_from(smallest, plain)
     shares = np.unique(history, axis=1) / peaks[:, None]  # relative errors count
     everything = features(*shapes, powers)
     either = everything / peaks[:, None]
@@ -154,10 +163,10 @@ def _fit_moments(
     forms = np.zeros((len(decisive), len(powers)))
     for form, moment in zip(forms, sorted(decisive), strict=True):
         used = terms[moment]
-        error = _fill(form, either, used, shares[:, moment])
-        if error > EXPLAINED:
+        if _fill(form, either, used, shares[:, moment]) > EXPLAINED:
+            # Where layers round sizes, too, what is above all that was seen is safer in between.
             started = np.zeros_like(form)
-            if _fill(started, either, used + len(plain), shares[:, moment]) < BETTER * error:
+            if _fill(started, either, used + len(plain), shares[:, moment]) < EXPLAINED:
                 form[:] = started
     return largest_forms(forms, np.concatenate([points, everything]), powers)
 

@@ -307,8 +307,9 @@ class _Tracer:
         fitted = [shape for shape in self.traces if shape not in held_out]
         n, sizes = zip(*fitted, strict=True)
         traces = [self.traces[shape] for shape in fitted]
-        domain = np.array([self.domain.smallest, self.subject.domain.largest], np.float64)
-        forms = fit_traces(n, sizes, traces, domain)
+        whole = self.subject.domain
+        domain = np.array([self.domain.smallest, whole.largest], np.float64)
+        forms = fit_traces(n, sizes, traces, domain, whole.smallest)
         if forms is None:
             return self._fit_peaks(held_out)
         return Traced(forms, self._probes(held_out), aligned=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchbudget.cost.measuring.allocator_blocks import BLOCK_BYTES
@@ -137,6 +137,8 @@ def tracing(
         if gc.isenabled():  # which would free tensors at a moment that differs from step to step
             gc.disable()
             stack.callback(gc.enable)
+        # Shared by all of the process's fake tensors, and unbounded.
+        stack.callback(_forget_outputs, dict(FakeTensorMode.cache))
         buckets = [live.on_its_own(module) for module in reducing(state)]
         try:
             for tensor in state.tensors():
@@ -146,6 +148,12 @@ def tracing(
         live.num_loaded = len(live.living)
         yield trace
         del buckets
+
+
+def _forget_outputs(known: dict[Any, Any]) -> None:
+    """Leave in the cache of fake tensors' outputs what was there before."""
+    FakeTensorMode.cache.clear()
+    FakeTensorMode.cache.update(known)
 
 
 def _trace(
@@ -252,8 +260,8 @@ class _FakeBytes(LiveBytes):
         # A kernel that the step launches itself must not get the null pointer of a fake tensor.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             self.fakes = _Fakes(allow_non_fake_inputs=True)
-        # An operation whose outputs are cached may lack one that its own kernel would call.
-        self.fakes.cache_enabled = False
+        # Of each operation: whether its outputs may come from a cache.
+        self._apart: dict[Any, bool] = {}
         self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
         # The fake of a real tensor must live as long as the real one.
         self._stand_ins = WeakIdKeyDictionary()
@@ -305,13 +313,20 @@ class _FakeBytes(LiveBytes):
         if func is _UPDATE_SCALE:
             return args[0]
         kwargs = kwargs or {}
-        if func not in _LIFTS:
+        if func not in _LIFTS and (_has_real(args) or _has_real(kwargs.values())):
             # Fake mode computes some operations for real if all of their tensors are real.
             args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
         if func is _UNSCALE:
             self._no_infinity[args[1].untyped_storage()] = True
         self.operations.append(func)
-        return super().__torch_dispatch__(_WITHOUT_VALUES.get(func, func), types, args, kwargs)
+        self.fakes.cache_enabled = self._apart.get(func, False)
+        outputs = super().__torch_dispatch__(_WITHOUT_VALUES.get(func, func), types, args, kwargs)
+        if func not in self._apart:
+            # Of one tensor that is returned twice, a cache would make two.
+            leaves = (one for one in tree_leaves(outputs) if isinstance(one, FakeTensor))
+            storages = [one.untyped_storage()._cdata for one in leaves]
+            self._apart[func] = len(set(storages)) == len(storages)
+        return outputs
 
     def _value_of(self, tensor: torch.Tensor) -> float | None:
         """What a tensor of one element is taken to be; `None` of a complex one."""
@@ -329,6 +344,17 @@ class _FakeBytes(LiveBytes):
             self.integers += 1
             return self.integer  # how many tokens are not padding
         return None
+
+
+def _has_real(values: Iterable[Any]) -> bool:
+    """Whether any of the arguments of an operation is a real tensor."""
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            if not isinstance(one, FakeTensor):
+                return True
+        elif isinstance(one, (list, tuple)) and _has_real(one):
+            return True
+    return False
 
 
 def _ctc_loss(
