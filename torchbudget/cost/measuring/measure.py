@@ -38,7 +38,7 @@ _LEAST_PEAKS_MARGIN: Final = 9e-2
 # Shapes that were not traced were missed from below by up to 0.31 of what traced ones were from
 # above, in all classes of models that were compared, where layers pad to blocks or round down by
 # strides; by more where sizes are a few strides. Padding to multiples of them makes forms exact.
-_UNSEEN: Final = 1 / 3
+_UNSEEN: Final = 1 / 2
 _LEAST_RUN_MARGIN: Final = 1e-2
 # Resident memory was seen to grow by this much under ever new shapes, without any tensor: compiled
 # kernels, gaps in the heap.
