@@ -42,6 +42,35 @@ def test_an_evaluation_is_that_of_the_whole() -> None:
     assert math.isnan(evaluate(model, [], loss_of))
 
 
+class LossWithHead(nn.Module):
+    """A criterion that has a part of its own, with dropout and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 1))
+
+    def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return self.head(model(batch)).square().sum()
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "method"])
+def test_an_evaluation_trains_nothing_that_the_criterion_has(kind: str) -> None:
+    """Its modules are in evaluation mode, too: dropped nothing, and kept their statistics."""
+    model, loss = nn.Linear(3, 3), LossWithHead()
+    criterion = {
+        "module": loss,
+        "function": lambda m, batch: loss.head(m(batch)).square().sum(),
+        "method": loss.forward,
+    }[kind]
+    batch = torch.randn(8, 3)
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    found = evaluate(model, [batch], criterion)
+    torch.testing.assert_close(loss.state_dict(), before, rtol=0, atol=0)
+    assert all(part.training for part in loss.modules())
+    loss.eval()
+    assert found == pytest.approx(loss(model, batch).item() / 8, rel=1e-6)
+
+
 def test_tensors_and_a_last_incomplete_step() -> None:
     """Plain tensors weigh their samples; what is left of a step is taken at the end."""
     model = nn.Linear(3, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.progress import with_bar
 from torchbudget.protocols import BatchMonitor, SplittablePaddedBatch
 from torchbudget.train.accumulator import GradAccumulator
@@ -118,7 +119,8 @@ def evaluate(
     Args:
         model: to be evaluated.
         loader: of batches; each rank has its share of them, as of a `MemoryBudgetBatchSampler`.
-        criterion: `criterion(model, batch)` calls the model and returns the loss.
+        criterion: `criterion(model, batch)` calls the model and returns the loss. The modules that
+            it refers to, such as a head, are in evaluation mode, too.
         weight: of a batch. Default: its samples.
         mean: the criterion returns means, to be multiplied by their weights.
         device: that batches are moved to; `None`: they are not moved.
@@ -152,7 +154,7 @@ def summed_loss(
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
     weights = 0.0
-    with evaluation_mode([model]):
+    with evaluation_mode([*modules_of(model), *modules_of(criterion)]):
         for batch in loader:
             own = checked_weight(weight(batch))
             loss = criterion(model, moved(batch, device))
@@ -163,6 +165,14 @@ def summed_loss(
     total = torch.stack([losses, losses.new_tensor(weights)]).to(ranks.device(near))
     loss, weights = ranks.sum(total).tolist()
     return loss, weights
+
+
+def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a function refers to; of a module, it and what it keeps in lists, say."""
+    if not isinstance(function, nn.Module):
+        return [one for one in reachable(function) if isinstance(one, nn.Module)]
+    found = [one for one in reachable(function.forward) if isinstance(one, nn.Module)]
+    return list(dict.fromkeys([function, *found]))
 
 
 @contextmanager

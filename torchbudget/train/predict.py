@@ -11,11 +11,10 @@ from operator import length_hint
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
-from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.distributed import failing_together
 from torchbudget.errors import OptionError
 from torchbudget.plan.step_source import IndexSource
@@ -24,7 +23,7 @@ from torchbudget.protocols import HasNumSamples, Stateful
 from torchbudget.train.agreement import on_host
 from torchbudget.train.batches import moved
 from torchbudget.train.gathered import Parcel, gathered
-from torchbudget.train.loop import evaluation_mode
+from torchbudget.train.loop import evaluation_mode, modules_of
 from torchbudget.train.process_group import Ranks
 
 Split: TypeAlias = Callable[[Any, Any], Sequence[Any]]
@@ -131,7 +130,7 @@ def predict(
         batches: Iterator[Any] = iter(loader)
         if progress and (host is None or host.rank == 0):
             batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
-        with evaluation_mode(_modules_of(model)), torch.no_grad():
+        with evaluation_mode(modules_of(model)), torch.no_grad():
             _run(model, batches, planned, split_outputs, device, keep)
     if host is None:
         return results.whole()
@@ -169,13 +168,6 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
             f"{ranks.rank}: each rank would get only a part of the outputs"
         )
     return on_host(ranks)
-
-
-def _modules_of(model: Callable[[Any], Any]) -> list[nn.Module]:
-    if isinstance(model, nn.Module):  # and what it keeps in lists, say
-        found = [one for one in reachable(model.forward) if isinstance(one, nn.Module)]
-        return list(dict.fromkeys([model, *found]))
-    return [one for one in reachable(model) if isinstance(one, nn.Module)]
 
 
 def _run(
