@@ -34,7 +34,8 @@ TorchBudgetWarning       (UserWarning)
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
 ├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
 ├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
-└── ChangedParametersWarning             the optimizer's parameters changed, or are another model's
+├── ChangedParametersWarning             the optimizer's parameters changed, or are another model's
+└── UnsavedStateWarning                  a training changes what its checkpoints do not have
 ```
 """
 
@@ -178,3 +179,7 @@ class BatchNormWarning(TorchBudgetWarning):
 
 class ChangedParametersWarning(TorchBudgetWarning):
     """The optimizer's parameters changed, or are not those of the model that is trained."""
+
+
+class UnsavedStateWarning(TorchBudgetWarning):
+    """A training changes what its checkpoints do not have."""

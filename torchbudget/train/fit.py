@@ -29,6 +29,7 @@ from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
 from torchbudget.train.run_folder import RunFolder
 from torchbudget.train.step import Step
+from torchbudget.train.unsaved import Unsaved, check_trained
 from torchbudget.units import Amount
 
 _OTHER: Final = 2**32  # between the seeds of training's and of validation's workers
@@ -100,8 +101,9 @@ def fit(
     Raises:
         OptionError: patience without validation, or checkpoints without a folder; numbers out of
             range; a monitor on some ranks only; checkpoints of a loader whose position cannot be
-            saved; a folder, and a model that is sharded; a sampler has not as many sizes as the
-            data set has samples; or an epoch, or its validation, has no batch.
+            saved; a folder, and a model that is sharded, or lacks parameters that are trained; a
+            sampler has not as many sizes as the data set has samples; or an epoch, or its
+            validation, has no batch.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
@@ -123,6 +125,7 @@ def fit(
     run = _Run(
         model=model,
         loader=loader,
+        criterion=criterion,
         validation=() if validation is None else validation,
         accumulator=accumulator,
         folder=None if folder is None else Path(folder),
@@ -174,6 +177,7 @@ class _Run:
 
     model: nn.Module
     loader: DataLoader[Any]
+    criterion: Criterion
     validation: Iterable[Any]
     accumulator: GradAccumulator
     folder: Path | None
@@ -219,6 +223,8 @@ class _Run:
             raise OptionError(
                 "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
             )
+        check_trained(self.model, self.accumulator)
+        self.unsaved = Unsaved(self.model, self.accumulator, self.criterion, self.callbacks)
         # The ranks meet here, since the first one may still write for an earlier call.
         on_each_rank(self.host, lambda: folder.mkdir(parents=True, exist_ok=True))
         self.files = files = RunFolder(folder)
@@ -362,6 +368,7 @@ class _Run:
         files = self.files
         if files is None:
             return
+        self.unsaved.check()
         if self.tally.steps:
             self._read_clock()
         state = {

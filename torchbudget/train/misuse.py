@@ -299,7 +299,7 @@ class MisuseDetector:
     def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:
         if text not in self._texts and not self._is_muted:
             self._texts.add(text)
-            warnings.warn(text, category, stacklevel=_callers_level())
+            warnings.warn(text, category, stacklevel=callers_level())
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def _reduction_of(node: Any) -> Any:
     return node
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """The stack level, for a warning, of the first frame outside this package and what calls it."""
     level = 1
     frame = sys._getframe(1)
