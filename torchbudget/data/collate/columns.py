@@ -263,13 +263,23 @@ def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor
             f"numbers, got one that NumPy cannot read: {error}"
         ) from error
     kind = read.dtype.kind
-    if kind not in "biufc" or (kind == "u" and (read > np.iinfo(np.int64).max).any()):
-        fail(path, position, "a list of bools, 64-bit ints or floats", f"one of {read.dtype}")
+    # NumPy reads ints beyond 64 bits as uint64 and, beside negative ones, as float64.
+    beyond = kind in "uf" and bool((np.abs(read) >= 2.0**63).any()) and not _has_float(values)
+    if kind not in "biufc" or beyond:
+        came = "one of larger ints" if beyond else f"one of {read.dtype}"
+        fail(path, position, "a list of bools, 64-bit ints or floats", came)
     if kind == "c":
         return torch.tensor(values)
     if kind == "f":
         return torch.from_numpy(read).to(torch.get_default_dtype())
     return torch.from_numpy(read if kind == "b" else read.astype(np.int64, copy=False))
+
+
+def _has_float(values: list[Any]) -> bool:
+    return any(
+        _has_float(value) if isinstance(value, list) else isinstance(value, (float, np.floating))
+        for value in values
+    )
 
 
 _READERS: dict[str, Callable[[FieldPath, Any], Column]] = {
