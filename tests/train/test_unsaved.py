@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from tests.train.test_fit import Training, loss_of
+from tests.train.test_fit import Training, assert_equal, loss_of
 from torchbudget import GradAccumulator, fit
 from torchbudget.errors import OptionError, UnsavedStateWarning
 from torchbudget.train.epoch import Epoch
@@ -107,3 +107,30 @@ def test_what_is_saved_or_does_not_change_is_not_named(tmp_path: Path) -> None:
         scheduler.get_last_lr()
 
     training.fit(epochs=2, folder=tmp_path, callbacks=[Saved(), watch])
+
+
+def test_what_a_callback_has_unfrozen_stays_so(tmp_path: Path) -> None:
+    """In the call that goes on; what the user freezes between two calls, too."""
+
+    def train(epochs: int, folder: Path, *, frozen: bool = True) -> Training:
+        torch.manual_seed(3)
+        training = Training()
+        training.model.embed.requires_grad_(not frozen)
+
+        def unfreeze(record: object) -> None:
+            if isinstance(record, Epoch) and record.number == 0:
+                training.model.embed.requires_grad_(True)
+
+        training.fit(epochs=epochs, folder=folder, callbacks=[unfreeze] if frozen else [])
+        return training
+
+    whole = train(3, tmp_path / "whole")
+    for epochs in (1, 2, 3):
+        part = train(epochs, tmp_path / "part")
+    assert_equal(part.model, whole.model)
+    train(1, tmp_path / "stages", frozen=False)
+    later = Training()
+    later.model.embed.requires_grad_(False)
+    before = later.model.embed.weight
+    later.fit(epochs=2, folder=tmp_path / "stages")
+    assert not before.requires_grad

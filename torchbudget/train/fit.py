@@ -259,6 +259,7 @@ class _Run:
                 f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
             )
         load_states(self.stateful, loaded["callbacks"], self.host)
+        self.unsaved.restore(loaded.get("learnable"))
         self.history = [Epoch(**epoch) for epoch in loaded["history"]]
         self.tally = Tally(**loaded["tally"])
         self.stopped = loaded["stopped"]
@@ -381,6 +382,7 @@ class _Run:
                 batches_done=batches_done,
                 generators=self.generators,
             ),
+            "learnable": self.unsaved.learnable(),
             "callbacks": states_of(self.stateful, self.host),
             "seeds": self.host.gather_objects(self.seed),
             "history": [asdict(epoch) for epoch in self.history],

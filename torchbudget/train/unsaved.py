@@ -47,10 +47,13 @@ class Unsaved:
         criterion: Callable[..., Any],
         callbacks: Sequence[Callable[..., Any]],
     ) -> None:
-        owners = {callback: getattr(callback, "__self__", callback) for callback in callbacks}
-        with_state = [owner for owner in owners.values() if isinstance(owner, Stateful)]
-        without = [c for c, owner in owners.items() if not isinstance(owner, Stateful)]
+        owners = [getattr(callback, "__self__", callback) for callback in callbacks]
+        with_state = [owner for owner in owners if isinstance(owner, Stateful)]
+        both = zip(callbacks, owners, strict=True)
+        without = [callback for callback, owner in both if not isinstance(owner, Stateful)]
         known = set(map(id, reachable([*with_state, *accumulator.optimizers.schedulers])))
+        self._parameters = list(model.parameters())
+        self._learnable = [one.requires_grad for one in self._parameters]
         # By their tensors, which modules outside of the model may share, too.
         self._saved = {id(one) for one in (*model.parameters(), *model.buffers())}
         self._states = [
@@ -58,6 +61,16 @@ class Unsaved:
             for one in reachable([criterion, *without, *accumulator.modules])
             if isinstance(one, (nn.Module, LRScheduler, ReduceLROnPlateau)) and id(one) not in known
         ]
+
+    def learnable(self) -> list[bool] | None:
+        """Which parameters of the model require a gradient, if that changed in the training."""
+        now = [one.requires_grad for one in self._parameters]
+        return None if now == self._learnable else now
+
+    def restore(self, learnable: list[bool] | None) -> None:
+        """Set what a checkpoint has of `learnable`; what changed between two calls of fit stays."""
+        for one, requires_grad in zip(self._parameters, learnable or (), strict=False):
+            one.requires_grad_(requires_grad)
 
     def check(self) -> None:
         """Warn, once of each, where one has changed since the training began."""
