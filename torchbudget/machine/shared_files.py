@@ -47,6 +47,28 @@ def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) 
     return max(0, sum(files.values()) - max(0, touched_bytes))
 
 
+def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = ROOT) -> int:
+    """What processes have of a file that they map, each page counted once; O(mappings).
+
+    Args:
+        status: of the file.
+        pids: the processes; pages that others map, too, count in part.
+        root: the folder that `/proc` is looked up in.
+    """
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    wanted = [device, str(status.st_ino)]
+    found_bytes, is_wanted = 0, False
+    for pid in pids:
+        with suppress(MachineError):
+            for line in read_lines(root / f"proc/{pid}/smaps"):
+                fields = line.split(maxsplit=5)
+                if not fields[0].endswith(":"):  # `7f00-7f10 rw-s 00000000 00:01 42   /memfd:…`
+                    is_wanted = fields[3:5] == wanted
+                elif is_wanted and fields[0] == "Pss:":
+                    found_bytes += int(fields[1]) * 1024
+    return found_bytes
+
+
 def _open_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
     for pid in pids:
         with suppress(OSError):

@@ -33,7 +33,7 @@ TRIAL = Trial(
 
 
 def model(**changes: object) -> HostModel:
-    given = {"samples": 1000, "present": 10_000, "later": 500, "forks": True} | changes
+    given = {"samples": 1000, "present": 10_000, "later": 500, "caches": 0, "forks": True} | changes
     return HostModel(trial=TRIAL, in_flight=Observed([BATCH]), **given)  # type: ignore[arg-type]
 
 

@@ -226,3 +226,23 @@ def test_the_chosen_options_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(chosen))  # noqa: S301
     assert dict(again) == dict(chosen)
     assert again.explain() == chosen.explain()
+
+
+def test_a_cache_counts_as_if_it_is_full() -> None:
+    """A trial sees the first samples that it keeps, and others follow."""
+    dataset, full = Counted(), "sample caches, once they are full"
+    dataset.reads_here = True
+    cache = tb.SampleCache(dataset, tb.MiB(256))
+    loader = DataLoader(cache, batch_sampler=sampler(), collate_fn=tb.PadCollate())
+    empty = tb.host_bytes(loader, trial_s=0)
+    assert dict(empty.parts)[full] == pytest.approx(tb.MiB(256), abs=tb.MiB(1))
+    for index in range(len(cache)):
+        cache[index]
+    filled = tb.host_bytes(loader, trial_s=0)
+    kept = dict(empty.parts)[full] - dict(filled.parts)[full]
+    assert kept == pytest.approx(cache.nbytes, abs=tb.MiB(1))  # it is here by now
+    little = tb.MemoryBudget(host=empty.total_bytes - tb.MiB(128))
+    with pytest.raises(BudgetError, match=full):
+        options(little, dataset=cache)
+    del cache, loader
+    assert full not in dict(tb.host_bytes(DataLoader(dataset), trial_s=0).parts)

@@ -58,6 +58,8 @@ class SampleCache(Dataset[Any]):
         dataset: N samples that can be pickled. A sample must depend on its index alone: apply
             random transforms after the cache.
         budget: bytes in all: the kept samples, 8 bytes for each sample of the dataset, and 8 KiB.
+            It is a part of the host's: `loader_options` and `host_bytes` count all of it, in the
+            process that made the cache.
 
     Raises:
         OptionError: the dataset is not map-style.

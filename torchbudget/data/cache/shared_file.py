@@ -7,11 +7,14 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any, Final
+
+from torchbudget.machine.shared_files import touched_bytes
 
 _NAME: Final = "torchbudget"
 
@@ -37,6 +40,8 @@ class SharedFile:
                 descriptor = os.dup(file.fileno())
         os.ftruncate(descriptor, nbytes)
         self._open(descriptor, nbytes)
+        self._maker = os.getpid()
+        _MADE.add(self)
 
     def _open(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -55,6 +60,10 @@ class SharedFile:
             finally:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
+    def untouched_bytes(self, pids: Iterable[int]) -> int:
+        """Its bytes that are not among the pages of these processes."""
+        return max(0, self.nbytes - touched_bytes(os.fstat(self._descriptor), pids))
+
     def __getstate__(self) -> dict[str, Any]:
         shared = get_spawning_popen() is not None
         return {"nbytes": self.nbytes, "file": DupFd(self._descriptor) if shared else None}
@@ -69,3 +78,15 @@ class SharedFile:
         descriptor = getattr(self, "_descriptor", None)
         if descriptor is not None:
             os.close(descriptor)
+
+
+_MADE: Final[weakref.WeakSet[SharedFile]] = weakref.WeakSet()
+
+
+def bytes_to_come(pids: Iterable[int]) -> int:
+    """What the files that this process has made will take beyond the pages of these processes.
+
+    Each as if it is full in the end. One that another process has made is that one's.
+    """
+    pids, here = list(pids), os.getpid()  # a fork copies the set
+    return sum(file.untouched_bytes(pids) for file in list(_MADE) if file._maker == here)

@@ -7,6 +7,7 @@ from typing import Final
 
 from torch.multiprocessing import get_sharing_strategy
 
+from torchbudget.data.cache.shared_file import bytes_to_come
 from torchbudget.data.loading.in_flight import InFlight
 from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.trial import Trial
@@ -55,6 +56,7 @@ class HostModel:
         samples: that are read in an epoch on this rank; 0 where that is unknown.
         present: bytes that this process and its descendants have now.
         later: bytes that this process will allocate later on.
+        caches: bytes that its sample caches will take yet.
         forks: workers share this process's memory when they start.
     """
 
@@ -63,6 +65,7 @@ class HostModel:
     samples: int
     present: int
     later: int
+    caches: int
     forks: bool
 
     def needs(self, setting: Setting) -> HostBytes:
@@ -72,7 +75,9 @@ class HostModel:
         parts = {
             "this process and its descendants now": self.present,
             "reserved for later": self.later,
+            "sample caches, once they are full": self.caches,
         }
+        known = sum(parts.values())
         if workers:
             parts["workers"] = workers * trial.private
             parts["what this process has written to since"] = trial.originals
@@ -92,8 +97,7 @@ class HostModel:
             - parts["batches in flight"]
             - parts["samples of batches that are being built"],
         )
-        measured = sum(parts.values()) - self.present - self.later
-        parts["margin"] = int(_MARGIN * measured)
+        parts["margin"] = int(_MARGIN * (sum(parts.values()) - known))
         tensors = flight.tensors if get_sharing_strategy() == "file_descriptor" else 0
         return HostBytes(
             parts=tuple((name, size) for name, size in parts.items() if size),
@@ -119,3 +123,12 @@ def present_bytes() -> int:
     """
     libraries = process_pages().file - mapped_data_bytes()
     return sum(one.unreclaimable_bytes for one in process_tree()) + max(0, libraries)
+
+
+def cache_bytes() -> int:
+    """Bytes that sample caches of this process will take beyond `present_bytes`, if they fill up.
+
+    Raises:
+        MachineError: there is no `/proc`.
+    """
+    return bytes_to_come(one.pid for one in process_tree())

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchbudget.data.loading.batch_bytes import BatchBytes
-from torchbudget.data.loading.host_model import HostModel, present_bytes
+from torchbudget.data.loading.host_model import HostModel, cache_bytes, present_bytes
 from torchbudget.data.loading.in_flight import InFlight, Observed, Planned
 from torchbudget.data.loading.trial import LoaderParts, Trial, try_batches, try_stream
 from torchbudget.data.planned_sampler import PlannedSampler
@@ -62,6 +62,7 @@ def loader_model(
         samples=0 if parts.is_iterable else len(parts.dataset),
         present=present_bytes(),
         later=later,
+        caches=cache_bytes(),
         forks=parts.starts_by_fork,
     )
 
