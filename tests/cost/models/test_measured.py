@@ -21,7 +21,7 @@ from torchbudget import (
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.vouched import VouchedRange
-from torchbudget.errors import CostError, CostOverflowError, MeasureWarning
+from torchbudget.errors import CostError, CostOverflowError, MeasureWarning, OversizeError
 from torchbudget.machine.peaks import Peak
 from torchbudget.units import MAX_BYTES
 
@@ -172,6 +172,29 @@ def test_packed_is_above_every_form(seed: int) -> None:
     n = np.arange(1, 21)
     exact = np.stack([form.batch_bytes(n, sizes) for form in forms]).max(axis=0) * 1.05
     assert (cost.packed().batch_bytes(n, sizes) >= exact - 1).all()
+
+
+@pytest.mark.parametrize("largest", [(512,), (512, 64)])
+def test_packed_samples_beyond_the_measured_ones_are_over_every_budget(largest) -> None:
+    """As padded ones are: a formula says nothing of what no step was seen on."""
+    axes = len(largest)
+    terms = (Term(10, 0, (0,) * axes), Term(4, 1, (1,) + (0,) * (axes - 1)))
+    cost = MeasuredCost(forms=(Form(terms=terms),), margin=0.0, largest=largest)
+    packed, budget = cost.packed(), 2**40
+    sizes = np.array([largest, largest, largest, (1,) * axes])
+    sizes[1, -1] += 1
+    given = sizes if axes > 1 else sizes[:, 0]
+    for one in (cost, packed):
+        assert ((one.batch_bytes(1, given) == MAX_BYTES) == [False, True, False, False]).all()
+        assert ((one.capacity(given, budget) == 0) == [False, True, False, False]).all()
+        with pytest.raises(OversizeError, match=r"index 1: .* beyond what was measured"):
+            plan_step(given, one, budget)
+        assert plan_step(given, one, budget, oversize="skip").skipped_samples.tolist() == [1]
+        alone = plan_step(given, one, budget, oversize="alone").micro_batches[0]
+        assert [1] in alone
+        assert len(alone) == 2
+    with pytest.warns(MeasureWarning, match="was predicted for a budget of 1 MiB"):
+        plan_step(given[2:], replace(cost, predicted_for=2**20).packed(), budget)
 
 
 def test_what_is_not_packed() -> None:

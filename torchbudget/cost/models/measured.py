@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.observations import Observations
+from torchbudget.cost.models.packed import PackedMeasuredCost, is_beyond, warn_of_other_budget
 from torchbudget.cost.models.padded import PackedCost, PaddedCost, additive_bound
 from torchbudget.cost.models.polynomials import Polynomials
 from torchbudget.cost.models.probe import Probe
@@ -34,8 +35,6 @@ _PARTS: Final = 2**14
 MOST_MARGIN: Final = 1000
 # What a margin grows by when an allocation failed.
 _FAILED: Final = 0.02
-# A budget that differs by a larger share from the one that was predicted for is another one.
-_SAME_BUDGET: Final = 0.1
 FORMAT: Final = 3  # of files
 _ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>8}  {}"  # of reports
 
@@ -130,14 +129,7 @@ class MeasuredCost:
         total = np.where(beyond, MAX_BYTES, total)
         if self.table is not None:
             total = np.minimum(total, self.table.batch_bytes(n, padded_size))
-        return np.where(self._is_beyond(padded_size), MAX_BYTES, total)
-
-    def _is_beyond(self, padded_size: ArrayLike) -> Any:
-        """Whether sizes are longer on any axis than all that were measured, shape `(…)`."""
-        if self.largest is None:
-            return False
-        over = np.asarray(padded_size) > (self.largest if self.axes > 1 else self.largest[0])
-        return over.any(axis=-1) if self.axes > 1 else over
+        return np.where(is_beyond(padded_size, self.largest), MAX_BYTES, total)
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
@@ -152,7 +144,7 @@ class MeasuredCost:
             n = self.vouched.capacity(self._polynomials.capacity, padded_size, fitted)
         if self.table is not None:
             n = np.maximum(n, self.table.capacity(padded_size, budget_bytes))
-        return np.where(self._is_beyond(padded_size), 0, n)
+        return np.where(is_beyond(padded_size, self.largest), 0, n)
 
     def check_budget(self, budget_bytes: int) -> None:
         """See `MadeForBudget`.
@@ -161,22 +153,14 @@ class MeasuredCost:
             MeasureWarning: batches that fill it are of other sizes than those whose gaps were
                 predicted.
         """
-        made_for = self.predicted_for
-        if made_for is None or abs(budget_bytes - made_for) <= _SAME_BUDGET * made_for:
-            return
-        warnings.warn(
-            f"this cost was predicted for a budget of {format_bytes(made_for)}: what CUDA's "
-            f"allocator reserves beside the batches that fill {format_bytes(budget_bytes)} is "
-            "unknown; predict it with that budget, or measure it on the device",
-            MeasureWarning,
-            stacklevel=2,
-        )
+        warn_of_other_budget(self.predicted_for, budget_bytes)
 
     def packed(self) -> PackedCost:
         """This cost for batches without padding, where `make_batch` made such ones.
 
         Their probes have n samples of one size; in a packed batch each sample costs by its own
-        size. The margin is included. It is additive, hence above every form that was fitted.
+        size. The margin is included. It is additive, hence above every form that was fitted; and
+        samples beyond `largest` are over every budget, as they are of this cost.
 
         Raises:
             CostError: what a sample costs depends on the others (a table, terms in n²), or not
@@ -189,7 +173,8 @@ class MeasuredCost:
                 "this cost only holds as far as measured batches have reached, which is unknown of "
                 "packed ones; its notes say why not every moment of the step was fitted"
             )
-        return additive_bound(self.forms, 1 + self._parts / _PARTS, self._parts)
+        options = additive_bound(self.forms, 1 + self._parts / _PARTS, self._parts)
+        return PackedMeasuredCost(**options, largest=self.largest, predicted_for=self.predicted_for)
 
     def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
         """Compare what a step really needed with what was predicted.

@@ -223,8 +223,8 @@ def cost_options(coefficients: FloatArray) -> dict[str, Any]:
     }
 
 
-def additive_bound(forms: Sequence[Form], factor: float, beside: float) -> PackedCost:
-    """The cheapest additive cost that is nowhere below `factor·form + beside` of any of the forms.
+def additive_bound(forms: Sequence[Form], factor: float, beside: float) -> dict[str, Any]:
+    """The arguments of the cheapest `PackedCost` nowhere below `factor·form + beside` of any form.
 
     With coefficients of at least 0, the largest of each bounds the largest sum.
 
@@ -249,4 +249,4 @@ def additive_bound(forms: Sequence[Form], factor: float, beside: float) -> Packe
             row[place] += term.bytes
     largest = factor * sums.max(axis=0)
     largest[0] += beside
-    return PackedCost(**cost_options(largest))
+    return cost_options(largest)
