@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from torchbudget import MemoryMonitor
+from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MonitorWarning
 from torchbudget.observe.lines import LineFile, read_records
+from torchbudget.observe.recorded_run import recorded_runs
 from torchbudget.units import KiB
 
 
@@ -73,3 +74,52 @@ def test_a_file_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     """Before the training begins, not after hours."""
     with pytest.raises(FileNotFoundError), MemoryMonitor(path=tmp_path / "no" / "lines.jsonl"):
         pass
+
+
+def test_monitors_that_write_to_one_file_are_told_apart(tmp_path: Path) -> None:
+    """As of several ranks: each run has its own budget, snapshots and end."""
+    path = tmp_path / "run.jsonl"
+    with MemoryMonitor(MemoryBudget(host="64GiB"), path=path) as first:
+        with MemoryMonitor(MemoryBudget(host="32GiB"), path=path) as second:
+            first.snapshot("first")
+            second.snapshot("second")
+        first.snapshot("later")
+    runs = recorded_runs(path)
+    assert [run.budget["host"] for run in runs] == [2**36, 2**35]
+    assert [[one["name"] for one in run.snapshots] for run in runs] == [
+        ["first", "later"],
+        ["second"],
+    ]
+    assert all(run.end is not None for run in runs)
+
+
+def test_a_line_that_an_earlier_writer_left_torn_takes_no_other_along(tmp_path: Path) -> None:
+    """The first line of a run is its `begin`, without which it would be the run before."""
+    path = tmp_path / "run.jsonl"
+    with MemoryMonitor(MemoryBudget(host="64GiB"), path=path):
+        pass
+    with path.open("a") as file:
+        file.write('{"event":"sam')
+    with MemoryMonitor(MemoryBudget(host="32GiB"), path=path) as monitor:
+        monitor.snapshot("here")
+    before, run = recorded_runs(path)
+    assert before.budget["host"] == 2**36
+    assert run.budget["host"] == 2**35
+    assert not before.snapshots
+    assert [one["name"] for one in run.snapshots] == ["here"]
+
+
+def test_a_run_whose_beginning_is_lost_is_no_part_of_another(tmp_path: Path) -> None:
+    """As on a disk that was full; files from before lines had a run are read as ever."""
+    path = tmp_path / "run.jsonl"
+    file = LineFile(path)
+    for record in (
+        {"event": "begin", "format": 1, "run": "a", "budget": {}},
+        {"event": "sample", "run": "b", "time_s": 1.0, "host_bytes": 9},
+        {"event": "sample", "run": "a", "time_s": 2.0, "host_bytes": 3},
+        {"event": "begin", "format": 1, "budget": {}},
+        {"event": "sample", "time_s": 1.0, "host_bytes": 5},
+    ):
+        assert file.write(record)
+    file.close()
+    assert [run.peaks for run in recorded_runs(path)] == [{"host_bytes": 3}, {"host_bytes": 5}]

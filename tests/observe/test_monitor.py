@@ -218,7 +218,7 @@ def test_scalars_are_written_for_every_sample(tmp_path: Path) -> None:
         (f"memory/{name}", value, round(1000 * line["time_s"]))
         for line in lines
         for name, value in line.items()
-        if name not in ("event", "time_s")
+        if name not in ("event", "run", "time_s")
     ]
     assert writer.written == expected
     steps = [step for _, _, step in writer.written]
@@ -252,7 +252,8 @@ def test_the_file_tells_the_run(tmp_path: Path) -> None:
         begin = [one["event"] for one in records].count("begin")
         assert begin == (1 if name == "first" else 2)
         [snapshot] = [one for one in records if one.get("name") == name]
-        assert snapshot == {"event": "snapshot", "name": name, **sample.known()}
+        head = {"event": "snapshot", "run": snapshot["run"], "name": name}
+        assert snapshot == {**head, **sample.known()}
         end = records[-1]
         assert end["event"] == "end"
         assert {**end["peak"], "time_s": monitor.report().peak.time_s} == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class LineFile:
 
     def __init__(self, path: str | Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._is_torn = False  # the last line has no end
+        self._is_torn = _is_torn(path)  # the last line has no end, perhaps of a writer before
         self.lost = 0
         self.error: OSError | None = None
 
@@ -50,6 +51,19 @@ class LineFile:
     def close(self) -> None:
         """Close it."""
         os.close(self._file)
+
+
+def _is_torn(path: str | Path) -> bool:
+    """Whether a file, and nothing like a pipe or a device, ends within a line."""
+    status = os.stat(path)  # noqa: PTH116  (a path may be text)
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
+        return False
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123  (likewise)
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except OSError:  # it can be written to only: a blank line is left out
+        return True
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ class Outputs:
         on_limit: Callable[[MemoryLimit], object] | None,
     ) -> None:
         self._lines = None if path is None else LineFile(path)
+        self._run = uuid.uuid4().hex[:8]  # other monitors may write to the same file meanwhile
         self._writer = writer
         self._on_limit = on_limit
         self._warned: set[str] = set()
@@ -51,7 +53,8 @@ class Outputs:
 
     def write(self, event: str, record: Mapping[str, Any]) -> None:
         """Append a line."""
-        if self._lines is not None and not self._lines.write({"event": event, **record}):
+        line = {"event": event, "run": self._run, **record}
+        if self._lines is not None and not self._lines.write(line):
             self.warn(
                 "lines",
                 f"the monitor's file cannot be written to: {self._lines.error}; it goes on, and "

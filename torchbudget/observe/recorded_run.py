@@ -93,21 +93,25 @@ def _device(sample: Mapping[str, Any]) -> dict[str, int]:
 
 
 def recorded_runs(path: str | Path) -> list[RecordedRun]:
-    """The runs of a file that monitors wrote, in order.
+    """The runs of a file that monitors wrote, in the order in which they began.
+
+    Of several that wrote at once, each has its own records.
 
     Raises:
         OSError: it cannot be read.
         OptionError: there is no run in it, or it is of another format.
     """
     parts: list[list[dict[str, Any]]] = []
+    of_run: dict[Any, list[dict[str, Any]]] = {}
     for record in read_records(path):
         if record["event"] == "begin":
             if record.get("format") != FORMAT:
                 found = record.get("format")
                 raise OptionError(f"{path}: format {found!r} of a monitor's file is not {FORMAT}")
             parts.append([])
-        if parts:
-            parts[-1].append(record)
+            of_run[record.get("run")] = parts[-1]
+        if record.get("run") in of_run:  # else its beginning is lost
+            of_run[record.get("run")].append(record)
     if not parts:
         raise OptionError(f"{path}: no run of a MemoryMonitor is in it")
     return [_run(records) for records in parts]
