@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchbudget import MemoryBudget
 from torchbudget.machine.cgroups import ControlGroups
+from torchbudget.machine.pools import MemoryPool
+from torchbudget.observe.limits import limits_of
 from torchbudget.observe.outputs import Outputs
 from torchbudget.observe.recorder import Recorder
-from torchbudget.observe.sample import MemoryReader
+from torchbudget.observe.sample import MemoryReader, MemorySample
 
 
 def group(folder: Path, *, limit_bytes: int, used_bytes: int) -> Path:
@@ -37,3 +40,13 @@ def test_use_is_compared_with_the_limit_of_its_own_group(tmp_path: Path) -> None
     recorder.read(whole=False)
     [limit] = [one for one in recorder.report(()).limits if one.name == "cgroup"]
     assert (limit.used_bytes, limit.limit_bytes) == (150, 200)
+
+
+def test_a_budget_above_what_the_machine_has_hides_no_limit() -> None:
+    """A `/dev/shm` of 64 MiB is full at 64 MiB, whatever was budgeted."""
+    sample = MemorySample(time_s=0.0, shared_bytes=60)
+    pools = {"shared": MemoryPool(name="/dev/shm", limit_bytes=64, used_bytes=60)}  # noqa: S108
+    for amount, limit_bytes in ((1000, 64), (50, 50), (None, 64)):
+        budget = MemoryBudget(host=10, shared=amount)
+        found = {one.name: one for one in limits_of(sample, budget, pools, on_cpu=True)}
+        assert found["shared"].limit_bytes == limit_bytes

@@ -41,7 +41,7 @@ class MemoryLimit:
 
     Attributes:
         name: `"host"`, `"device"` or `"shared"`, as in a `MemoryBudget` (`"shared"` also without
-            one, by the size of `/dev/shm`); `"cgroup"` or `"machine"`.
+            one, or with a larger one, by the size of `/dev/shm`); `"cgroup"` or `"machine"`.
         used_bytes: of it.
         limit_bytes: that may be used.
     """
@@ -80,7 +80,9 @@ def limits_of(
     used["host"] = sample.host_bytes
     used["device"] = sample.process_bytes if on_cpu else sample.device_bytes
     if budget is not None:
-        limits |= {name: amount for name, amount in asdict(budget).items() if amount is not None}
+        for name, amount in asdict(budget).items():
+            if amount is not None:  # a budget makes no memory: `/dev/shm` may be smaller
+                limits[name] = min(amount, limits.get(name, amount))
     return tuple(
         MemoryLimit(name=name, used_bytes=used[name], limit_bytes=limits[name])
         for name in ("device", "host", "shared", "cgroup", "machine")
