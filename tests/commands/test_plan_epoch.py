@@ -238,6 +238,8 @@ WRONG = {
     "nan.json": "nan.json has no sizes in it",
     "huge.txt": "huge.txt has no sizes in it",
     "empty.txt": "it is empty",
+    "blank.txt": "line 3 is blank: a sample without elements is a 0",
+    "blank.csv": "line 3 is blank",
     "empty.npy": "empty.npy has no sizes in it",
     "empty.npz": "empty.npz has no sizes in it",
     "no.json": "no.json has no sizes in it",
@@ -259,6 +261,8 @@ def test_a_bad_file_is_wrong_use(name: str, capsys: pytest.CaptureFixture[str]) 
     Path("nan.json").write_text("[1, NaN]", "utf-8")
     Path("huge.txt").write_text("9" * 30, "utf-8")
     Path("empty.txt").write_text("\n", "utf-8")
+    Path("blank.txt").write_text("3\n5\n \n7\n", "utf-8")
+    Path("blank.csv").write_text("length\r\n5\r\n\r\n7\r\n", "utf-8")
     Path("empty.npy").touch()
     Path("empty.npz").touch()
     Path("no.json").write_text("{", "utf-8")

@@ -60,7 +60,11 @@ def _parsed(text: str, suffix: str) -> Sizes:
     if suffix not in (".txt", ".csv"):
         raise ValueError(f"expected .npy, .npz, .json, .csv or .txt, got {suffix or 'no suffix'!r}")
     separator = "," if suffix == ".csv" else None
-    first = text.lstrip().splitlines()[0]
+    lines = text.rstrip().splitlines()
+    blank = next((number for number, line in enumerate(lines, 1) if not line.strip()), None)
+    if blank is not None:  # NumPy leaves it out, and all samples after it had another's number
+        raise ValueError(f"line {blank} is blank: a sample without elements is a 0")
+    first = lines[0]
     header = suffix == ".csv" and not any(character.isdigit() for character in first)
     numbers = np.loadtxt(io.StringIO(text), delimiter=separator, skiprows=int(header), ndmin=2)
     return _whole(numbers[:, 0] if numbers.shape[1] == 1 else numbers)
