@@ -199,6 +199,21 @@ def test_a_resumed_sampler_keeps_the_margin() -> None:
     assert other.cost.with_observed_margin().margin == 0
 
 
+def test_a_resumed_sampler_keeps_the_margin_of_a_cost_that_had_none() -> None:
+    """A margin of 0 may be an int, in a cost or in a state that another format has kept."""
+    sizes = np.arange(1, 200)
+    cost = measured(margin=0)
+    sampler = MemoryBudgetBatchSampler(sizes, cost, 500_000, window=50)
+    next(iter(sampler))
+    observe_more(cost, 100, 1.5)
+    sampler.replan()
+    for state in (sampler.state_dict(), sampler.state_dict() | {"margins": [0, 1]}):
+        again = MemoryBudgetBatchSampler(sizes, measured(margin=0.0), 500_000, window=50)
+        again.load_state_dict(state)
+        assert again.plan.rules.cost.margin == pytest.approx(state["margins"][1])
+        assert again.plan.rules.cost.margin > 0.4
+
+
 def test_the_next_epoch_has_the_corrected_cost() -> None:
     cost = measured(margin=0.01)
     sampler = MemoryBudgetBatchSampler(np.full(100, 100), cost, 500_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchbudget.checks import is_number
 from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
 from torchbudget.plan.fingerprint import cost_fingerprint
 from torchbudget.plan.plan import Plan
@@ -13,7 +14,7 @@ def margins_of(begun: Plan, later: Plan) -> list[float] | None:
     """The margins of the window that was begun and of later ones; `None` of another cost."""
     costs = [plan.rules.cost for plan in (begun, later)]
     margins = [cost.margin for cost in costs if isinstance(cost, MeasuredCost)]
-    return margins or None
+    return list(map(float, margins)) or None
 
 
 def with_margin_of(plan: Plan, state: Any) -> Plan:
@@ -23,11 +24,13 @@ def with_margin_of(plan: Plan, state: Any) -> Plan:
     """
     cost = plan.rules.cost
     match state:
-        case {"margins": [float(begun), float(later)], "dealing": {"cost": saved}}:
+        case {"margins": [begun, later], "dealing": {"cost": saved}}:
             pass
         case _:
             return plan
-    if not isinstance(cost, MeasuredCost) or not cost.margin < later <= MOST_MARGIN:
+    if not isinstance(cost, MeasuredCost) or not (is_number(begun) and is_number(later)):
+        return plan
+    if not cost.margin < later <= MOST_MARGIN:
         return plan
     if not 0 <= begun <= later:
         return plan
