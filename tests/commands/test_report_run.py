@@ -100,6 +100,20 @@ def test_a_device_that_was_not_read_fails_the_check(capsys: pytest.CaptureFixtur
     assert "device: nothing was read" in err
 
 
+def test_a_part_of_the_host_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """A peak without shared pages is a lower bound; lines that were lost are told."""
+    begin = {"event": "begin", "format": 1, "pid": 1, "rank": 0, "unix_s": 0, "budget": {"host": 9}}
+    end = {"event": "end", "time_s": 1.0, "peak": {"host_bytes": 5}, "lost_lines": 3}
+    for is_exact in (True, False):
+        lines = map(json.dumps, (begin, end | {"is_exact": is_exact}))
+        Path("run.jsonl").write_text("\n".join(lines), "utf-8")
+        assert main(["report", "run.jsonl", "--check"]) == (not is_exact)
+        out, err = capsys.readouterr()
+        assert "3 lines could not be written" in out
+        for text in (out, err):
+            assert ("shared pages could not be told apart" in text) == (not is_exact)
+
+
 def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it had written is reported: a real process that watches a real one, both killed."""
     script = "kept = bytearray(64 * 2**20); import time; print('ready', flush=True); time.sleep(60)"

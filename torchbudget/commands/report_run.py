@@ -78,6 +78,8 @@ def _remarks(found: RecordedRun) -> Iterator[str]:
         yield f"no end was written: it was killed after {found.seconds:.1f} s, or runs still"
     elif found.end.get("kills"):
         yield f"the kernel killed {found.end['kills']:,} processes of the control group"
+    if found.end is not None and found.end.get("lost_lines"):
+        yield f"{found.end['lost_lines']:,} lines could not be written"
     began = datetime.fromtimestamp(found.begin["unix_s"], timezone.utc)
     yield (
         f"process {found.begin['pid']}, rank {found.begin['rank']}, {found.seconds:.1f} s from "
@@ -98,6 +100,8 @@ def _batches(found: RecordedRun) -> str:
 def _unread(found: RecordedRun) -> Iterator[str]:
     for what in found.budget.keys() - found.compared().keys():
         yield f"{what}: nothing was read that its budget could be compared with"
+    if "host" in found.budget and found.end is not None and not found.end.get("is_exact", True):
+        yield "host: shared pages could not be told apart, and are left out: its peak was higher"
 
 
 def _exceeded(found: RecordedRun) -> Iterator[str]:
