@@ -47,7 +47,12 @@ from _common import Results, parser, timed
 
 from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
-from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
+from torchbudget import (
+    MeasuredCost,
+    MemoryBudgetBatchSampler,
+    configure_allocators,
+    measure_cost,
+)
 from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
 
@@ -116,6 +121,7 @@ def draw_sizes(case: Case, cost: MeasuredCost, budget: int, steps: int) -> np.nd
 
 def epoch(name: str, method: Any, times: float, steps: int) -> dict[str, float]:
     """Measure and train in this process."""
+    configure_allocators()
     case = CLASSES[name]()
     idle, budget = budget_of(case, times)
     measuring, cost = timed(

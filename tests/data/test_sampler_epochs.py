@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 
 from tests.support.samplers import loader_of, sampler_of
-from torchbudget.errors import DiscardedStateWarning, OptionError
+from torchbudget.errors import DiscardedStateWarning, OptionError, RepeatedSamplesWarning
 
 
 def test_epochs_follow_each_other() -> None:
@@ -57,6 +58,34 @@ def test_a_broken_epoch_starts_again() -> None:
         assert sampler.epoch == 0
         assert len(sampler) == len(expected)
     assert list(sampler) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_batch_a_loop_is_the_same_batch_each_time(workers: int) -> None:
+    """Torch's random sampler draws another one, so whoever asks for it like this is told."""
+    sampler = sampler_of()
+    loader = loader_of(sampler, num_workers=workers)
+    first = [next(iter(loader)) for _ in range(3)]
+    with pytest.warns(RepeatedSamplesWarning, match="the same batch each time"):
+        again = next(iter(loader))
+    assert first == [again] * 3
+
+
+def test_loops_that_are_broken_off_otherwise_are_no_surprise() -> None:
+    """Between set epochs, tracked, begun for nothing, and in the data set's own order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler = sampler_of()
+        for epoch in range(5):
+            sampler.set_epoch(epoch)
+            next(iter(sampler))
+        for _ in range(5):
+            next(sampler.tracked(loader_of(sampler)))
+        for _ in range(5):
+            iter(sampler)
+        in_order = sampler_of(shuffle=False)
+        for _ in range(5):
+            next(iter(in_order))
 
 
 def test_an_earlier_loop_does_not_disturb_a_later_one() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from torchbudget.data.sampler_loader import WorkersLoop
-from torchbudget.errors import StateError
+from torchbudget.errors import RepeatedSamplesWarning, StateError
+from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.iterator import PlanIterator
+
+# Loops that were broken off where the last one was, too, until somebody is told.
+_REPEATED: Final = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,14 +47,41 @@ class Iterations:
     def __init__(self, begun: int = 0) -> None:
         self.begun = begun
         self.present: PlanIterator | None = None
+        # The last loop that was broken off began here, and so did that many in a row.
+        self._broken_from: Cursor | None = None
+        self._broken_off = 0
         self._each: WeakKeyDictionary[PlanIterator, Iteration] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Iterations], tuple[int]]:
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         return Iterations, (self.begun,)
 
-    def begin(self, iterator: PlanIterator, workers: WorkersLoop | None) -> None:
-        """Another one begins, and is the present one."""
+    def begin(self, iterator: PlanIterator, workers: WorkersLoop | None, *, shuffled: bool) -> None:
+        """Another one begins, and is the present one.
+
+        Args:
+            iterator: that begins.
+            workers: see `Iteration`.
+            shuffled: the order is random, so that nobody who repeats samples means to.
+
+        Warns:
+            RepeatedSamplesWarning: it is one of several that read the same batches.
+        """
+        before = self.present
+        if before is not None and before.drawn:  # a loader with workers begins two for one loop
+            again = before.began is self._broken_from and self._each[before].came is None
+            self._broken_from, self._broken_off = before.began, self._broken_off + 1 if again else 1
+        repeats = self._broken_off == _REPEATED and iterator.began is self._broken_from
+        if repeats and shuffled:
+            self._broken_off += 1  # told once
+            warnings.warn(
+                f"the last {_REPEATED} loops over this sampler were broken off, and all began at "
+                "the same batch, as the next one does: next(iter(loader)) is the same batch each "
+                "time. Keep one iterator, call set_epoch, or loop over sampler.tracked(loader), "
+                "which goes on where it was broken off",
+                RepeatedSamplesWarning,
+                stacklevel=3,
+            )
         self.begun += 1
         self._each[iterator] = Iteration(number=self.begun, workers=workers)
         self.present = iterator

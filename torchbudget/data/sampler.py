@@ -239,7 +239,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             when_asked=self._go_on,
             when_finished=self._finish,
         )
-        self._iterations.begin(iterator, WorkersLoop.of_caller())
+        shuffled = plan.order.shuffle
+        self._iterations.begin(iterator, WorkersLoop.of_caller(), shuffled=shuffled)
         if self._beginning is not None:
             self._beginning.note(iterator)
         return iterator

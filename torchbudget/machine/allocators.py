@@ -15,8 +15,10 @@ from torchbudget.machine.nvml import remember_free_bytes
 
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD: Final = -3
-# oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing.
-_ONEDNN_KERNELS: Final = "32"
+# oneDNN keeps the last 1,024 compiled kernels by default: 13 MiB after 200 shapes, and growing. So
+# does the layer between it and torch, beside oneDNN's own, in each thread.
+_KERNELS: Final = "32"
+_KERNEL_CACHES: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
 # In torch's order: the first one that is set counts, even if it is empty.
 _CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -32,8 +34,8 @@ def configure_allocators() -> None:
 
     - malloc: `trim_malloc()`, at once;
     - oneDNN, which runs convolutions and more on the CPU: 32 compiled kernels are cached instead of
-      1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY`. It is read when the process first uses oneDNN;
-      from then on it cannot be changed;
+      1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY` and, between it and torch, `LRU_CACHE_CAPACITY`.
+      They are read when the process first uses oneDNN; from then on they cannot be changed;
     - CUDA: segments that grow instead of being replaced, by `PYTORCH_CUDA_ALLOC_CONF`, which is
       read when the process first uses CUDA. Before that, what other processes have on each GPU is
       noted, if NVML can be read (extra `nvml`).
@@ -47,7 +49,8 @@ def configure_allocators() -> None:
         MeasureWarning: CUDA is in use already, with segments of another kind, which stay.
     """
     trim_malloc()
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_KERNELS)
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, _KERNELS)
     stated = _stated(_CUDA_NAMES, _CUDA_SEGMENTS)
     for name in (_CUDA_NAMES[0], _CUDA_NAMES[-1]):
         os.environ.setdefault(name, stated)
