@@ -75,7 +75,7 @@ def streams(chance: random.Random, folder: Path) -> Counter[str]:
         stream = case.make(rank=rank)
         if state is not None:
             stream.load_state_dict(as_json(state))
-        if done and done == len(whole):
+        if state is not None and done == len(whole):  # the state is that of the next epoch
             break
         number = max(stop - done, 0) if stop < len(whole) else None
         kills = number is not None and chance.random() < 0.5

@@ -138,7 +138,10 @@ def test_every_pass_is_dropped() -> None:
 
 
 def test_passes_that_ranks_cannot_share_are_joined() -> None:
-    """Four samples of a pass, each a batch of its own, for five ranks: five passes, four rounds."""
+    """Four samples of a pass, each a batch of its own, for five ranks: five passes, four rounds.
+
+    It may be resumed anywhere, also where ten passes are read until the next batch is known.
+    """
     options = {"num_replicas": 5, "max_batch_size": 1, "window": 5, "batches_per_epoch": 12}
     samples = [(number, 1) for number in range(4)]
     ranks = [list(make([samples], rank=rank, **options)) for rank in range(5)]
@@ -146,6 +149,13 @@ def test_passes_that_ranks_cannot_share_are_joined() -> None:
     assert sorted(numbers([rank[n] for n in range(12) for rank in ranks])) == sorted(
         [*range(4)] * 15
     )
+    for done in range(12):
+        stopped, resumed = (make([samples], rank=0, **options) for _ in range(2))
+        batches = iter(stopped)
+        for _ in range(done):
+            next(batches)
+        resumed.load_state_dict(stopped.state_dict())
+        assert list(resumed) == ranks[0][done:]
 
 
 class UsedUp:

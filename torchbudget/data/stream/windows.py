@@ -98,9 +98,10 @@ class Windows:
             self._generators.enter()
 
     def _read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
-        # In so many passes this worker has windows that samples for all ranks can be joined from,
-        # one whose last round waits for the next, and one that a state has done already.
-        most_empty = self._slot.workers * (self._settings.grouping.ranks.number + 2)
+        # The same number of micro-batches in each pass can be dealt to so many ranks after as many
+        # passes. Until a batch comes, that may be needed three times: a state has done the first
+        # ones already, and the last round of the next ones waits for those after them.
+        most_empty = 3 * self._slot.workers * (self._settings.grouping.ranks.number + 1)
         empty_passes = 0
         try:
             while self._endless or not cursor.number:
