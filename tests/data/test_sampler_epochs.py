@@ -83,6 +83,8 @@ def test_loops_that_are_broken_off_otherwise_are_no_surprise() -> None:
             next(sampler.tracked(loader_of(sampler)))
         for _ in range(5):
             iter(sampler)
+        for _ in loader_of(sampler):
+            list(loader_of(sampler))  # an evaluation within a training, say
         in_order = sampler_of(shuffle=False)
         for _ in range(5):
             next(iter(in_order))

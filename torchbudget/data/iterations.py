@@ -25,12 +25,14 @@ class Iteration:
         came: batches that came in a tracked loop over it; `None`: it is not tracked.
         is_open: a tracked loop over it has not ended.
         workers: the loop of a loader whose workers read ahead of it; `None`: another one.
+        is_left: another one began after it was asked for batches.
     """
 
     number: int
     came: int | None = None
     is_open: bool = False
     workers: WorkersLoop | None = None
+    is_left: bool = False
 
 
 class Iterations:
@@ -68,9 +70,11 @@ class Iterations:
             RepeatedSamplesWarning: it is one of several that read the same batches.
         """
         before = self.present
-        if before is not None and before.drawn:  # a loader with workers begins two for one loop
-            again = before.began is self._broken_from and self._each[before].came is None
+        # A loader with workers begins two for one loop, and a loop may go on after one within it.
+        if before is not None and before.drawn and not (left := self._each[before]).is_left:
+            again = before.began is self._broken_from and left.came is None
             self._broken_from, self._broken_off = before.began, self._broken_off + 1 if again else 1
+            left.is_left = True
         repeats = self._broken_off == _REPEATED and iterator.began is self._broken_from
         if repeats and shuffled:
             self._broken_off += 1  # told once
