@@ -78,7 +78,7 @@ class Classifier(nn.Module):
 class ByteEncoder(Transformer):
     """The transformer of `train_text.py`, which needs no mask: it looks to the left."""
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG002
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return super().forward(ids)
 
 

@@ -108,7 +108,7 @@ class Case:
         else:
             check = importlib.import_module(f"tests.fuzzing.{self.kind}").check
         random.seed(self.number)
-        np.random.seed(self.number)  # noqa: NPY002  (what transforms may draw from)
+        np.random.seed(self.number)
         torch.manual_seed(self.number)
         chance = chance_of(self.seed, self.name.partition(":")[0] + "p" * self.real, self.number)
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

@@ -223,12 +223,12 @@ def test_the_gpu_that_was_asked_for_is_read(device):
         Fakes([machine], gpu=full).detect(device)
 
 
-@pytest.mark.parametrize("full", ["machine", "/group", "/dev/shm"])  # noqa: S108  (a name)
+@pytest.mark.parametrize("full", ["machine", "/group", "/dev/shm"])
 def test_nothing_left_is_an_error_that_names_what_is_full(full):
     """A budget of zero would only fail later, and without the reason."""
     machine, group, shared = (
         MemoryPool(name=name, limit_bytes=1000, used_bytes=1000 if name == full else 0)
-        for name in ("machine", "/group", "/dev/shm")  # noqa: S108  (a name)
+        for name in ("machine", "/group", "/dev/shm")
     )
     with pytest.raises(BudgetError, match=f"nothing is left of {full}: others use 1000 B of its"):
         Fakes([machine, group], shared).detect(None)
@@ -270,7 +270,7 @@ def test_this_machine():
 def test_ranks_share_the_machine_but_not_their_gpus(ranks):
     """The host's bytes and /dev/shm are divided, and a rank's own card is not."""
     machine = MemoryPool(name="machine", limit_bytes=1600, used_bytes=0)
-    shm = MemoryPool(name="/dev/shm", limit_bytes=160, used_bytes=0)  # noqa: S108  (a name)
+    shm = MemoryPool(name="/dev/shm", limit_bytes=160, used_bytes=0)
     gpu = MemoryPool(name="cuda:0", limit_bytes=800, used_bytes=0)
     fakes, options = Fakes([machine], shm, gpu), {"fraction": 1, "ranks_per_machine": ranks}
     assert fakes.detect("cuda:0", **options) == MemoryBudget(

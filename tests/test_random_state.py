@@ -19,8 +19,8 @@ def draws() -> list[float]:
     return [
         random.random(),
         random.gauss(0, 1),  # keeps a second value for the next call
-        float(np.random.rand()),  # noqa: NPY002 (the legacy generator is what is restored)
-        float(np.random.randn()),  # noqa: NPY002 (likewise; and it keeps a second value)
+        float(np.random.rand()),
+        float(np.random.randn()),
         float(torch.rand(())),
         float(torch.randn(())),
     ]

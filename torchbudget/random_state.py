@@ -43,7 +43,7 @@ class RandomState:
     @classmethod
     def take(cls) -> RandomState:
         """The states as they are now, copied."""
-        numpy = np.random.get_state(legacy=False)  # noqa: NPY002 (users' code may draw from it)
+        numpy = np.random.get_state(legacy=False)
         return cls(
             python=random.getstate(),
             numpy=tree_map(lambda leaf: np.asarray(leaf).tolist(), dict(numpy)),
@@ -54,7 +54,7 @@ class RandomState:
     def restore(self) -> None:
         """Set every generator to its state, but for devices that this machine does not have."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002 (as above)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.devices:
             for (_, write), state in zip(_of_devices(), self.devices, strict=False):

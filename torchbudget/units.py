@@ -51,7 +51,7 @@ def _count(number: Number, unit_bytes: int, came: object) -> int:
     return int(fraction * unit_bytes)
 
 
-def KiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
+def KiB(number: Number) -> int:
     """`number` kibibytes (2¹⁰) in bytes, rounded down.
 
     Raises:
@@ -63,7 +63,7 @@ def KiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
     return _count(number, 2**10, number)
 
 
-def MiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
+def MiB(number: Number) -> int:
     """`number` mebibytes (2²⁰) in bytes, rounded down.
 
     Raises:
@@ -75,7 +75,7 @@ def MiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
     return _count(number, 2**20, number)
 
 
-def GiB(number: Number) -> int:  # noqa: N802  (the unit's own spelling)
+def GiB(number: Number) -> int:
     """`number` gibibytes (2³⁰) in bytes, rounded down.
 
     Raises:

@@ -25,6 +25,8 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, gl
     runs of a measurement, run ≤ 18: 11, holds
     large parameters, auto: torchbudget.errors.OversizeError: 50 of 50 samples are over the budget alone, the first at index 0: size 315 needs 533 MiB of 530 MiB; raise the budget, shorten those samples, or choose oversize='skip' or 'alone'
 
+The table is of two classes, from before the benchmark began with `configure_allocators`.
+
 `budget` is MiB beyond the process's memory before it measures: 1.5 and 4 times what a step on one
 sample of the largest size needs, or of 64 MiB where that is less. `peak` is the high-water mark
 over the epoch / the whole budget, `largest` that of the step whose predicted bytes are the most /

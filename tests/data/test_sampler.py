@@ -245,7 +245,7 @@ def test_a_big_memory_map_is_never_copied(tmp_path: Path, dtype: Any) -> None:
 def test_the_order_depends_on_nothing_outside() -> None:
     """Neither the global generators nor earlier samplers have a say, nor are they touched."""
     expected = list(sampler_of(seed=5))
-    np.random.seed(1)  # noqa: NPY002
+    np.random.seed(1)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     assert list(sampler_of(seed=5)) == expected

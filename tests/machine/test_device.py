@@ -144,26 +144,26 @@ class FakeNvml:
             SimpleNamespace(pid=pid, usedGpuMemory=own),
         ]
 
-    def nvmlInit(self): ...  # noqa: N802  (NVML's names)
+    def nvmlInit(self): ...
 
-    def nvmlDeviceGetCount(self):  # noqa: N802
+    def nvmlDeviceGetCount(self):
         return 1
 
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index):
         return f"handle {index}"
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid != "GPU-abc":
             raise self.NVMLError
         return "handle 0"
 
-    def nvmlDeviceGetUUID(self, _):  # noqa: N802
+    def nvmlDeviceGetUUID(self, _):
         return "GPU-abc"
 
-    def nvmlDeviceGetMemoryInfo(self, _):  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, _):
         return SimpleNamespace(total=GiB(80), used=GiB(41), free=GiB(40))
 
-    def nvmlDeviceGetComputeRunningProcesses(self, _):  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, _):
         return self.processes
 
 

@@ -45,7 +45,7 @@ def test_use_is_compared_with_the_limit_of_its_own_group(tmp_path: Path) -> None
 def test_a_budget_above_what_the_machine_has_hides_no_limit() -> None:
     """A `/dev/shm` of 64 MiB is full at 64 MiB, whatever was budgeted."""
     sample = MemorySample(time_s=0.0, shared_bytes=60)
-    pools = {"shared": MemoryPool(name="/dev/shm", limit_bytes=64, used_bytes=60)}  # noqa: S108
+    pools = {"shared": MemoryPool(name="/dev/shm", limit_bytes=64, used_bytes=60)}
     for amount, limit_bytes in ((1000, 64), (50, 50), (None, 64)):
         budget = MemoryBudget(host=10, shared=amount)
         found = {one.name: one for one in limits_of(sample, budget, pools, on_cpu=True)}

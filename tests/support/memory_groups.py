@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-SHM = Path("/dev/shm")  # noqa: S108  (shared memory itself is what is tested)
+SHM = Path("/dev/shm")
 # The shell joins the group before it becomes Python, so that all of Python's memory is charged
 # there: what a process holds stays with the group that it had when it took it.
 JOIN = 'echo $$ > "$0" && exec "$@"'

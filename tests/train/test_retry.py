@@ -367,7 +367,7 @@ def test_generators_are_put_back() -> None:
     drawn = []
 
     def step(x: torch.Tensor) -> None:
-        numpy = np.random.rand()  # noqa: NPY002  (the global generator is what is put back)
+        numpy = np.random.rand()
         drawn.append((random.random(), numpy, torch.rand(()).item()))
         with accumulator.micro_batch(weight=len(x)):
             accumulator.backward(model(x).sum())

@@ -13,7 +13,7 @@ from torchbudget.machine.kernel_files import ROOT
 from torchbudget.machine.pools import MemoryPool
 from torchbudget.machine.process_tree import process_tree
 
-SHM: Final = "/dev/shm"  # noqa: S108  (a name, not a file to write)
+SHM: Final = "/dev/shm"
 
 
 def host_memory() -> tuple[MemoryPool, ...]:

@@ -130,7 +130,7 @@ class ProcessTree:
 
     def _find_new(self) -> None:
         """Look at the processes that were not there the last time."""
-        there = {int(name) for name in os.listdir(ROOT / "proc") if name.isdecimal()}  # noqa: PTH208  (names are enough)
+        there = {int(name) for name in os.listdir(ROOT / "proc") if name.isdecimal()}
         parents = {pid: _parent(pid) for pid in there - self._known}
         tree = {os.getpid() if self._pid is None else self._pid, *self._descendants}
         while found := {pid for pid, parent in parents.items() if parent in tree} - tree:

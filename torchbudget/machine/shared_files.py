@@ -17,7 +17,7 @@ from torchbudget.errors import MachineError
 from torchbudget.machine.kernel_files import ROOT, read_lines
 from torchbudget.machine.process_tree import ProcessMemory
 
-_FOLDER: Final = "/dev/shm/"  # noqa: S108  (a name to compare with, not a file to write)
+_FOLDER: Final = "/dev/shm/"
 # Shared memory that is no file of a folder: memfd_create, mmap without a file, and System V's.
 _ELSEWHERE: Final = ("/memfd:", "/dev/zero", "/SYSV")
 
@@ -72,7 +72,7 @@ def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = R
 def _open_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
     for pid in pids:
         with suppress(OSError):
-            for name in os.listdir(root / f"proc/{pid}/fd"):  # noqa: PTH208  (names are enough)
+            for name in os.listdir(root / f"proc/{pid}/fd"):
                 with suppress(OSError):
                     yield os.stat(f"{root}/proc/{pid}/fd/{name}")  # noqa: PTH116  (ten times faster)
 

@@ -26,7 +26,7 @@ _ADVICE: Final = {
 }
 _WHAT: Final = {
     "host": "this job's memory (budget.host)",
-    "shared": "/dev/shm",  # noqa: S108  (a name, not a file to write)
+    "shared": "/dev/shm",
     "device": "the device's memory (budget.device)",
     "cgroup": "the memory of this control group",
     "machine": "the machine's memory",

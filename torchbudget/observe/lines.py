@@ -55,11 +55,12 @@ class LineFile:
 
 def _is_torn(path: str | Path) -> bool:
     """Whether a file, and nothing like a pipe or a device, ends within a line."""
-    status = os.stat(path)  # noqa: PTH116  (a path may be text)
+    path = Path(path)
+    status = path.stat()
     if not stat.S_ISREG(status.st_mode) or not status.st_size:
         return False
     try:
-        with open(path, "rb") as file:  # noqa: PTH123  (likewise)
+        with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read() != b"\n"
     except OSError:  # it can be written to only: a blank line is left out

@@ -82,7 +82,7 @@ class Outputs:
             return
         try:
             self._on_limit(limit)
-        except Exception as error:  # noqa: BLE001  (likewise)
+        except Exception as error:  # noqa: BLE001  (a user's fault must not, either)
             self.warn("callback", f"the monitor's on_limit raised {error!r}")
 
     def warn(

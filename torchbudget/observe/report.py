@@ -19,7 +19,7 @@ _TITLES: Final = {
     "resident_bytes": "job, resident",
     "process_peak_bytes": "process",
     "worker_peak_bytes": "largest worker",
-    "shared_bytes": "/dev/shm",  # noqa: S108  (a name, not a file to write)
+    "shared_bytes": "/dev/shm",
     "cgroup_bytes": "control group",
     "machine_bytes": "machine",
     "allocated_bytes": "device, tensors",

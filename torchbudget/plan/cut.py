@@ -56,7 +56,7 @@ class Windows(ABC):
             budgets: bytes, shape `(windows,)`.
         """
 
-    def least_padded(self, row: int, starts: IntArray) -> IntArray:  # noqa: ARG002  (see one axis)
+    def least_padded(self, row: int, starts: IntArray) -> IntArray:
         """As many runs of a window that was cut under the whole budget, with less padding.
 
         As they are, where no order tells which run had better be the short one.

@@ -69,7 +69,7 @@ class ByCost:
 
     def rounds(
         self,
-        samples: Sequence[Any],  # noqa: ARG002  (the sizes decide)
+        samples: Sequence[Any],
         sizes: npt.NDArray[Any] | None,
         *,
         key: WindowKey,
@@ -123,7 +123,7 @@ class ByPredicate:
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """A predicate computes nothing."""
 
-    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:  # noqa: ARG002  (as of a cost)
+    def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """None: a predicate knows no budget."""
         return np.empty(0, np.int64)
 

@@ -26,7 +26,7 @@ def everything(training: Training) -> list[Any]:
         found += [
             torch.as_tensor(v).clone() for v in training.optimizer.state.get(parameter, {}).values()
         ]
-    found += [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]  # noqa: NPY002
+    found += [torch.get_rng_state(), torch.from_numpy(np.random.get_state()[1].astype(int))]
     return [*found, torch.tensor(random.getstate()[1])]
 
 

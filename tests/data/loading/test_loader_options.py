@@ -131,7 +131,7 @@ def test_open_files_limit_what_is_prefetched() -> None:
     """Every tensor of a batch in flight is an open file by torch's default strategy."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     roomy = options(max_workers=2)
-    used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    used = len(os.listdir("/proc/self/fd"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
         chosen = options(max_workers=2)

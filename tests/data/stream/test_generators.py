@@ -36,7 +36,7 @@ SIZES = np.random.default_rng(4).integers(2, 60, 300)
 DRAWS = {
     "random": random.random,
     "numpy": np.random.random,
-    "normal": lambda: abs(np.random.randn()) % 1,  # noqa: NPY002  (it keeps every second one)
+    "normal": lambda: abs(np.random.randn()) % 1,
     "torch": lambda: float(torch.rand(())),
     "rng": lambda: float(transforms.rng().random()),
 }
@@ -88,7 +88,7 @@ def test_ranks_see_the_same_samples(draw: str, kind: str, look_ahead: int | None
         for worker in rank:
             random.seed(len(found))
             torch.manual_seed(len(found))
-            np.random.seed(len(found))  # noqa: NPY002
+            np.random.seed(len(found))
             found.append([])
             for batch in worker:
                 found[-1].append(batch)
@@ -136,7 +136,7 @@ def test_the_process_keeps_its_own_numbers(source: Any, look_ahead: int | None) 
     def drawn() -> list[float]:
         return [
             random.gauss(0, 1),
-            float(np.random.randn()),  # noqa: NPY002
+            float(np.random.randn()),
             float(torch.randn(())),
             random.random(),
         ]
@@ -144,8 +144,8 @@ def test_the_process_keeps_its_own_numbers(source: Any, look_ahead: int | None) 
     def seed() -> None:
         random.seed(5)
         torch.manual_seed(5)
-        np.random.seed(5)  # noqa: NPY002
-        np.random.randn()  # noqa: NPY002  (it keeps the second of two)
+        np.random.seed(5)
+        np.random.randn()
 
     seed()
     expected = [drawn() for _ in range(100)]
@@ -189,7 +189,7 @@ def test_a_source_that_shuffles_itself(draw: str, transform: Any, look_ahead: in
         for number, worker in enumerate(rank):
             torch.manual_seed(number)
             random.seed(number)
-            np.random.seed(number)  # noqa: NPY002
+            np.random.seed(number)
             for batch in worker:
                 found.append(batch)
                 random.random()
@@ -240,10 +240,10 @@ def test_another_generator_of_numpy() -> None:
     before = mtrand.get_bit_generator()
     mtrand.set_bit_generator(np.random.PCG64(3))
     try:
-        expected = np.random.random()  # noqa: NPY002
+        expected = np.random.random()
         mtrand.set_bit_generator(np.random.PCG64(3))
         assert numbers(list(stream_of(None))) == list(range(len(SIZES)))
-        assert np.random.random() == expected  # noqa: NPY002
+        assert np.random.random() == expected
     finally:
         mtrand.set_bit_generator(before)
 

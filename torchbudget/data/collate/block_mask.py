@@ -94,7 +94,7 @@ def _mask_mod(
     segments = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
     segment = segments.to(device)
 
-    def same_segment(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def same_segment(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return segment[query] == segment[key]
 
     def earlier_in_segment(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     """
     if get_worker_info() is None or device.type != "cpu" or 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)
-    # As default_collate does; share_memory_() would copy the uninitialised bytes. Both calls are
-    # untyped in torch.
+    # As default_collate does; share_memory_() would copy the uninitialised bytes.
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+    flat = torch.empty(0, dtype=dtype).set_(storage)
+    return flat.view(shape)
 
 
 class Column(NamedTuple):
@@ -76,8 +76,7 @@ class Column(NamedTuple):
             return torch.split(self.flat, self.shapes[:, 0].tolist())
         assert self.values is not None  # noqa: S101  (a column has one of the two)
         if isinstance(self.values[0], Tensor):
-            # mypy does not see that all values have the type of the first.
-            _check_dense(self.path, self.values)  # type: ignore[arg-type]
+            _check_dense(self.path, self.values)  # type: ignore[arg-type]  # all are like the first
         return self.values
 
     def join(self, out: Tensor | None = None) -> Tensor:

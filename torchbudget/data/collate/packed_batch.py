@@ -122,13 +122,13 @@ class PackedBatch(Batch):
 
     def more_than_planned(
         self,
-        planned: Sequence[int],  # noqa: ARG002  (no length is rounded)
-        size_multiple: int,  # noqa: ARG002  (likewise)
+        planned: Sequence[int],
+        size_multiple: int,
     ) -> tuple[list[int], list[int]] | None:
         """None, as in `PaddedBatch.more_than_planned`: it has no padding."""
         return None
 
-    def axes_elsewhere(self, planned: Sequence[int]) -> list[int]:  # noqa: ARG002  (as above)
+    def axes_elsewhere(self, planned: Sequence[int]) -> list[int]:
         """None, as in `PaddedBatch.axes_elsewhere`: its samples differ in the first axis alone."""
         return []
 

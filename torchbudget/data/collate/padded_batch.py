@@ -67,7 +67,7 @@ class PaddedLayout(NamedTuple):
         """None: it has no tensors."""
         return 0
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> PaddedLayout:  # noqa: ARG002
+    def map(self, function: Callable[[Tensor], Tensor]) -> PaddedLayout:
         """See `nbytes`."""
         return self
 

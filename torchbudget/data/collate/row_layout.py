@@ -109,7 +109,7 @@ class RowLayout:
         """None: it has no tensors."""
         return 0
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> RowLayout:  # noqa: ARG002
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowLayout:
         """See `nbytes`."""
         return self
 

@@ -63,7 +63,7 @@ class TransformersBatch(PackedMapping):
 
     def more_than_planned(
         self,
-        planned: Sequence[int],  # noqa: ARG002  (samples of a row are not padded)
+        planned: Sequence[int],
         size_multiple: int,
     ) -> tuple[list[int], list[int]] | None:
         """The room of all samples, and that of samples rounded up to `size_multiple`, if less.

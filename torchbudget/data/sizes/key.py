@@ -36,7 +36,7 @@ def field_of(key: SizeKey) -> FieldName | None:
     """The field that a key names, the first of several; `None` of a function or the sample."""
     if callable(key):
         return None
-    return key[0] if isinstance(key, tuple) and key else key  # type: ignore[return-value]
+    return key[0] if isinstance(key, tuple) and key else key  # type: ignore[return-value]  # checked
 
 
 def size_of(sample: Any, key: SizeKey, index: int) -> Size:

@@ -44,7 +44,7 @@ class _Place(NamedTuple):
             random.getstate(),
             mtrand.get_bit_generator(),
             torch.default_generator.get_state(),
-            np.random.get_state(legacy=False),  # noqa: NPY002  (what users' code draws from)
+            np.random.get_state(legacy=False),
         )
 
     @classmethod
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
         mtrand.set_bit_generator(self.numpy)
         torch.default_generator.set_state(self.torch)
         if self.numpy_state is not None and self.numpy_state["has_gauss"]:
-            np.random.set_state(self.numpy_state)  # noqa: NPY002  (as above)
+            np.random.set_state(self.numpy_state)
 
 
 def seed_generators(word: int) -> None:
@@ -69,7 +69,7 @@ def seed_generators(word: int) -> None:
     Each in its own way: 10 µs. `torch.manual_seed`, which seeds all devices, takes 100.
     """
     random.seed(word)
-    np.random.seed(word & 0xFFFFFFFF)  # noqa: NPY002  (what users' code draws from)
+    np.random.seed(word & 0xFFFFFFFF)
     torch.default_generator.manual_seed(word)
 
 

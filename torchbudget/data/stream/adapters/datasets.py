@@ -16,7 +16,7 @@ class DatasetsSource(PlainSource):
     """A `datasets.IterableDataset`: it splits itself by worker, and by node if it was told to."""
 
     @property
-    def split(self) -> Split:  # type: ignore[override]
+    def split(self) -> Split:  # type: ignore[override]  # computed here, a class attribute there
         """By rank after `split_dataset_by_node`."""
         return "workers" if getattr(self.data, "_distributed", None) is None else "ranks"
 

@@ -40,7 +40,7 @@ class PlainSource:
     def check_ranks(self, slot: WorkerSlot) -> None:
         """Raise an `OptionError` where it splits itself by other ranks than the stream's."""
 
-    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:  # noqa: ARG002
+    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:
         """The samples of a pass, from the beginning, whatever was loaded before."""
         if self.seeks:
             # Of streams that share it, another one may have moved it since.

@@ -22,7 +22,7 @@ class RaySource(PlainSource):
         """By its rows."""
         return hasattr(self.data, "iter_rows")
 
-    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:  # noqa: ARG002
+    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:
         """Its rows.
 
         Raises:
