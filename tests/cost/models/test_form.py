@@ -19,7 +19,7 @@ powers = st.integers(0, 2)
 
 
 def forms(axes: int) -> st.SearchStrategy[Form]:
-    start = st.one_of(st.just(()), st.tuples(*[st.integers(0, 200)] * axes))
+    start = st.one_of(st.just(()), st.tuples(*[st.integers(-50, 200)] * axes))
     term = st.builds(Term, bytes_of, powers, st.tuples(*[powers] * axes), start)
     return st.lists(term, min_size=1, max_size=8).map(lambda terms: Form(terms=tuple(terms)))
 
@@ -83,8 +83,8 @@ def test_bad_terms() -> None:
     for wrong in (Term(-1, 1, (1,)), Term(math.nan, 1, (1,)), Term(1, 3, (1,)), Term(1, 1, (3,))):
         with pytest.raises(CostError, match="powers 0 to 2"):
             Form(terms=(wrong,))
-    for start in ((-1,), (1, 1)):
-        with pytest.raises(CostError, match="a start is a size of at least 0 for each axis"):
+    for start in ((1, 1), (-1, 0)):
+        with pytest.raises(CostError, match="a start is a number for each axis"):
             Form(terms=(Term(1, 1, (1,), start),))
     for terms in ((), (Term(1, 1, (1,)), Term(1, 1, (1, 1)))):
         with pytest.raises(CostError, match="same number of axes"):

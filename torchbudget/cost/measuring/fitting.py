@@ -91,13 +91,12 @@ def fit_traces(
     """
     number, size = np.asarray(n), np.asarray(sizes)
     peaks = np.array([trace.peak_bytes for trace in traces], np.float64)
-    operations, times = Counter(trace.operations for trace in traces).most_common(1)[0]
-    if times > len(plain_powers(len(domain[0]))):  # enough of the same operations
-        alike = np.array([trace.operations == operations for trace in traces])
+    alike = of_same_operations(traces, len(domain[0]))
+    if alike is not None:
         rows = [t.live_bytes for t, same in zip(traces, alike, strict=True) if same]
         shapes = number[alike], size[alike]
         forms = _fit_moments(shapes, peaks[alike], np.stack(rows), domain, smallest, _POLYNOMIAL)
-        if forms is not None or times == len(traces):
+        if forms is not None or alike.all():
             return forms
     lengths = np.array([len(trace.operations) for trace in traces])
     if lengths.max() < _LOOPS * lengths.min():
@@ -114,6 +113,14 @@ def fit_traces(
         if forms is not None:
             return forms
     return None
+
+
+def of_same_operations(traces: Sequence[Trace], axes: int) -> npt.NDArray[np.bool_] | None:
+    """Which steps are of the operations that most of them have; `None`: too few are the same."""
+    operations, times = Counter(trace.operations for trace in traces).most_common(1)[0]
+    if times <= len(plain_powers(axes)):
+        return None
+    return np.array([trace.operations == operations for trace in traces])
 
 
 def _fit_moments(

@@ -14,8 +14,8 @@ from torchbudget.cost.models.table import TableCost
 from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.units import format_bytes
 
-# A form that predicts less than a probe by more is not the step's, nor one that predicts more by
-# more: layers round short sizes down.
+# A form that predicts less than a probe by more is not the step's, nor one of peaks alone that
+# predicts more by more: layers round short sizes down.
 _UNDER: Final = 0.1
 _OVER: Final = 0.3
 # Peaks above the lowest by less may be on the floor.
@@ -44,7 +44,7 @@ def judged_cost(
     n, sizes, peaks = columns(probes)
     fitted = MeasuredCost(forms=forms, margin=0, probes=tuple(probes))
     table, margin = None, margin_of(fitted, max(least, misfit))
-    if not fits(fitted):
+    if not fits(fitted, everywhere=everywhere):
         errors = fitted.errors()
         worst = max(errors, key=abs)
         probe = probes[errors.index(worst)]
@@ -90,9 +90,10 @@ def is_monotone(probes: Sequence[Probe]) -> bool:
     )
 
 
-def fits(cost: MeasuredCost) -> bool:
-    """Whether the forms are near every probe."""
-    return all(-_UNDER <= error <= _OVER for error in cost.errors())
+def fits(cost: MeasuredCost, *, everywhere: bool = False) -> bool:
+    """Whether the forms are near every probe; or, where they hold everywhere, not below one."""
+    over = math.inf if everywhere else _OVER
+    return all(-_UNDER <= error <= over for error in cost.errors())
 
 
 def margin_of(cost: MeasuredCost, least: float) -> float:

@@ -191,7 +191,7 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
             _LEAST_TRACE_MARGIN if traced.aligned else _LEAST_PEAKS_MARGIN,
             subject,
             everywhere=traced.aligned,
-            misfit=_misfit(traced),
+            misfit=traced.margin,
         )
     known = ranks.of_first(partial(_traced, subject, method, room))
     subject.depends_on_values = ranks.of_first(lambda: subject.depends_on_values)
@@ -204,19 +204,8 @@ def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCos
         least = max(least, _BLIND_MARGIN / 2)
         subject.notes.append("several axes without a trace: few runs separate them poorly")
     everywhere = known is not None and known.aligned
-    misfit = _misfit(known) if known is not None and everywhere else 0.0
+    misfit = known.margin if known is not None and everywhere else 0.0
     return judged_cost(forms, probes, least, subject, everywhere=everywhere, misfit=misfit)
-
-
-def _misfit(traced: Traced) -> float:
-    """The margin that forms need which are far above some peaks: they may be below others.
-
-    What no polynomial follows, as sizes that layers round down, is fitted from above.
-    """
-    errors = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes).errors()
-    if traced.aligned:
-        return max(errors) * _UNSEEN
-    return max(2 * traced.under, *map(abs, errors))
 
 
 def _traced_on_target(subject: Subject, room: int | None) -> Traced:
@@ -237,7 +226,7 @@ def _traced(subject: Subject, method: Method, room: int) -> Traced | None:
         if method == "auto":
             traced = trace_probes(subject, room)
             cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
-            return traced if fits(cost) else None
+            return traced if fits(cost, everywhere=traced.aligned) else None
         with tracing(subject.step, subject.state) as trace:
             check_values(trace, subject.batch(2, subject.domain.smallest))
     except BatchError:

@@ -9,10 +9,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from torchbudget.cost.measuring.fitting import fit_traces
+from torchbudget.cost.measuring.fitting import fit_traces, of_same_operations
 from torchbudget.cost.measuring.judging import fits
 from torchbudget.cost.measuring.multiples import padded_multiple
 from torchbudget.cost.measuring.peaks import fit_peaks
+from torchbudget.cost.measuring.raising import raised, with_missed
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Size, Subject, check_shape
 from torchbudget.cost.measuring.terms import plain_powers
@@ -72,14 +73,14 @@ class Traced:
         forms: whose maximum counts.
         probes: what was traced.
         aligned: whether each moment of the step was fitted, otherwise only the peaks.
-        under: how much a fit to the other peaks is below a peak at most.
+        margin: the least that the forms need.
         requests: what each step asked of the device's allocator, by shape.
     """
 
     forms: tuple[Form, ...]
     probes: tuple[Probe, ...]
     aligned: bool
-    under: float = 0.0
+    margin: float = 0.0
     requests: Mapping[Shape, Requests] = field(default_factory=dict)
 
 
@@ -269,7 +270,9 @@ class _Tracer:
             if self.left < 1:
                 break
             wanted = islice(self._more_to_judge(room, best.forms), len(off))
-        if best.aligned and not fits(_cost(best)):
+        if best.aligned:
+            best = self._raised(best)
+        if best.aligned and not fits(_cost(best), everywhere=True):
             best = self._fit_peaks(self.held_out)  # moments that only seemed to be the same
         if not best.aligned:
             self.subject.notes.append(
@@ -318,7 +321,19 @@ class _Tracer:
         probes = self._probes(held_out)
         n, sizes, peaks = columns([probe for probe in probes if not probe.held_out])
         fit = fit_peaks(n, sizes, peaks)
-        return Traced(fit.forms(n, sizes), probes, aligned=False, under=fit.under)
+        forms = fit.forms(n, sizes)
+        # What no polynomial follows, as sizes that layers round down, is fitted from above.
+        margin = max(2 * fit.under, *map(abs, _errors(Traced(forms, probes, aligned=False))))
+        return Traced(forms, probes, aligned=False, margin=margin)
+
+    def _raised(self, traced: Traced) -> Traced:
+        """Aligned forms, raised above what they were not fitted to."""
+        alike = of_same_operations([*self.traces.values()], self.domain.axes)
+        same = [True] * len(traced.probes) if alike is None else alike.tolist()
+        fitted = [probe for probe, one in zip(traced.probes, same, strict=True) if one]
+        others = [probe for probe, one in zip(traced.probes, same, strict=True) if not one]
+        forms, margin = raised(traced.forms, fitted)
+        return replace(traced, forms=with_missed(forms, others), margin=margin)
 
     def _probes(self, held_out: set[Shape]) -> tuple[Probe, ...]:
         return tuple(

@@ -16,7 +16,8 @@ class Form:
     All that lives at one moment of a step is made of tensors, and their shapes are products of n
     and the sizes. Terms without n are masks, position tables and relative biases; terms in n² are
     losses that compare all samples of a batch. Sizes may be counted from a start: of convolutions
-    without padding, and of chunks that overlap, less than the size is left, by a constant.
+    without padding, and of chunks that overlap, less than the size is left, by a constant; where
+    layers round sizes up, more.
 
     Attributes:
         terms: one at least, all of the same number of axes.
@@ -40,8 +41,8 @@ class Form:
             powers = (term.samples, *term.sizes)
             if not 0 <= term.bytes < EXACT or not all(0 <= p <= 2 for p in powers):
                 raise CostError(f"bytes must be 0 to 2**53, and powers 0 to 2: {term!r}")
-            if term.start and (len(term.start) != len(term.sizes) or min(term.start) < 0):
-                raise CostError(f"a start is a size of at least 0 for each axis: {term!r}")
+            if term.start and len(term.start) != len(term.sizes):
+                raise CostError(f"a start is a number for each axis: {term!r}")
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.terms))

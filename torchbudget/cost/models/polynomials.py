@@ -25,7 +25,8 @@ class Term:
         bytes: the coefficient, at least 0.
         samples: the power of n, at most 2.
         sizes: the power of the size on each axis.
-        start: sizes up to which there is nothing, one for each axis; empty: 0.
+        start: sizes up to which there is nothing, one for each axis; below 0, each size counts as
+            that much more; empty: 0.
     """
 
     bytes: float
@@ -36,7 +37,10 @@ class Term:
     def __str__(self) -> str:
         names = ["L"] if len(self.sizes) == 1 else [f"L{i}" for i in range(1, len(self.sizes) + 1)]
         starts = zip(names, self.start or [0] * len(names), strict=True)
-        names = [f"({name} − {start})" if start else name for name, start in starts]
+        names = [
+            f"({name} {'−' if start > 0 else '+'} {abs(start)})" if start else name
+            for name, start in starts
+        ]
         factors = [
             name + ("", "", "²", "³")[power]
             for name, power in zip(["n", *names], [self.samples, *self.sizes], strict=True)

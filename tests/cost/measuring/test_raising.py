@@ -1,0 +1,108 @@
+"""Forms of steps whose layers round sizes, and of steps with other operations."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
+from torchbudget.cost.measuring.raising import fitted_bytes, raised, with_missed
+from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
+from torchbudget.cost.models.probe import Probe
+
+LARGEST = 1000
+FLOOR = Form(terms=(Term(2e4, 0, (0,)),))
+
+
+def stairs(n: Any, size: Any, stride: int) -> Any:
+    """A floor, and a kilobyte for each stride that is whole and one more."""
+    return np.maximum(2e4 + 0 * n * size, 1e4 + 1000.0 * n * (size // stride + 1))
+
+
+def line_above(stride: int, sizes: list[int]) -> tuple[tuple[Form, ...], list[Probe]]:
+    """The lowest line that is above the stairs at some sizes, as forms are fitted; these steps."""
+    least = min(size % stride for size in sizes)
+    constant = Term(1000 * (1 - least / stride), 1, (0,))
+    line = Form(terms=(Term(1e4, 0, (0,)), constant, Term(1000 / stride, 1, (1,))))
+    shapes = [(n, size) for n in (2, 16, 256) for size in sizes]
+    peaks = [int(stairs(n, size, stride)) for n, size in shapes]
+    return (FLOOR, line), [
+        Probe(n, (size,), peak, False, "trace")
+        for (n, size), peak in zip(shapes, peaks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("stride", [2, 7, 16, 50])
+def test_stairs_are_covered(stride: int) -> None:
+    """Also at sizes between the traced ones; and the longest samples are hardly raised.
+
+    A share of the bytes would have to be that by which the shortest sizes are off: half of them.
+    """
+    sizes = [max(stride // 4, 1), stride - 1, 5 * stride, 10 * stride - 1, LARGEST - 1]
+    forms, probes = line_above(stride, sizes)
+    forms, margin = raised(forms, probes)
+    n, size = np.meshgrid([1, 3, 40, 500], np.arange(1, LARGEST + 1), indexing="ij")
+    truth = stairs(n, size, stride)
+    found = (1 + margin) * MeasuredCost(forms=forms, margin=0).fitted_bytes(n, size)
+    assert (found >= truth).all()
+    assert (found[:, -1] <= (1 + 2 * stride / LARGEST) * truth[:, -1]).all()
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, LARGEST), min_size=4, max_size=8, unique=True))
+def test_nothing_is_lowered(stride: int, sizes: list[int]) -> None:
+    """No batch costs less than before, and what is exact stays as it is."""
+    forms, probes = line_above(stride, sizes)
+    higher, margin = raised(forms, probes)
+    assert margin >= 0
+    assert (fitted_bytes(higher, probes) >= fitted_bytes(forms, probes)).all()
+    if stride == 1:
+        assert margin < 1e-3
+        assert higher == forms
+
+
+@given(st.integers(1, 500), st.integers(2, 2000))
+def test_steps_of_other_operations_are_covered(n: int, times: int) -> None:
+    """And fewer and more samples of them, where bytes grow with n from the floor or from 0."""
+    forms = (Form(terms=(Term(1e6, 0, (0,)), Term(100, 1, (1,)))),)
+    peak = int(times * fitted_bytes(forms, [Probe(n, (10,), 1, False, "trace")])[0])
+    other = Probe(n, (10,), peak, False, "trace")
+    covering = MeasuredCost(forms=with_missed(forms, [other]), margin=0)
+    fewer, more = np.arange(1, n + 1), np.arange(n, 3 * n)
+    from_floor = 1e6 + (peak - 1e6) / n * fewer
+    assert (covering.fitted_bytes(fewer, 10) >= from_floor - 2).all()
+    assert (covering.fitted_bytes(more, 10) >= peak / n * more - 2).all()
+    assert with_missed(forms, []) == forms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "stride"), [(160, 80), (40, 20)])
+def test_convolutions_without_padding_over_sizes_of_any_kind(kernel: int, stride: int) -> None:
+    """No trace is above the cost, down to one frame, and long samples cost little more."""
+    layers = torch.nn.Sequential(
+        torch.nn.Conv1d(1, 16, kernel, stride), torch.nn.ReLU(), torch.nn.Conv1d(16, 16, 3, 2, 1)
+    )
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        layers(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make_batch(n: int, size: int) -> torch.Tensor:
+        return torch.zeros(n, 1, size)
+
+    cost = measure_cost(step, make_batch, min_size=kernel, max_size=100 * kernel, method="trace")
+    lengths = [kernel, kernel + stride - 1, 3 * kernel + 1, 10 * kernel, 50 * kernel + stride // 2]
+    for n, size in product((1, 16, 256), lengths):
+        peak = trace_peak_bytes(step, make_batch(n, size))
+        predicted = int(cost.batch_bytes(n, size))
+        assert peak <= predicted
+        if size > 20 * kernel:
+            assert predicted <= 1.1 * peak

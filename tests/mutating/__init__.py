@@ -1,0 +1,1 @@
+"""What `tests/mutations.py` is made of."""
