@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torchbudget.train.step import Step
@@ -44,3 +45,14 @@ class Tally:
         self.weight += step.weight
         self.steps += 1
         self.skipped += step.skipped
+
+    def epoch(self, number: int, validation: float | None) -> Epoch:
+        """The epoch that is done now."""
+        return Epoch(
+            number=number,
+            loss=self.loss / self.weight if self.weight else math.nan,
+            validation=validation,
+            steps=self.steps,
+            skipped=self.skipped,
+            seconds=self.seconds,
+        )
