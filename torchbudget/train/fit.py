@@ -386,7 +386,7 @@ class _Run:
             "callbacks": states_of(self.stateful, self.host),
             "seeds": self.host.gather_objects(self.seed),
             "history": [asdict(epoch) for epoch in self.history],
-            "tally": asdict(self.tally),
+            "tally": self.tally.encode(),
             "stopped": self.stopped,
         }
 
