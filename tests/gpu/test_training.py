@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchbudget import GradAccumulator
+from torchbudget import GradAccumulator, fit
 from torchbudget.random_state import RandomState
 from torchbudget.train.callback_states import digest_of
 
@@ -109,25 +110,72 @@ def synchronisations(function: Callable[[], object]) -> int:
     return sum("called a synchronizing" in str(one.message) for one in said)
 
 
-@pytest.mark.parametrize(("clips", "scales"), [(False, False), (True, False), (True, True)])
-def test_no_micro_batch_waits_for_the_device(clips: bool, scales: bool) -> None:
-    """None does; a step waits once at most."""
-    model = nn.Linear(64, 64).cuda()
-    scaler = torch.amp.GradScaler("cuda") if scales else None
-    optimizer = torch.optim.AdamW(model.parameters())
-    norm = 1.0 if clips else None
-    accumulator = GradAccumulator(optimizer, model, max_norm=norm, scaler=scaler)
+# How many optimizers, whether they are fused, whether weights are on the device, what else is
+# given, and how often a step may wait.
+WAITING: dict[str, tuple[int, bool, bool, dict[str, Any], int]] = {
+    "plain": (1, False, False, {}, 0),
+    "clipped": (1, False, False, {"max_norm": 1.0}, 0),
+    "scaler": (1, False, False, {"max_norm": 1.0, "scaler": True}, 1),
+    "scaler, fused": (1, True, False, {"scaler": True}, 1),
+    "scaler, two optimizers": (2, False, False, {"scaler": True}, 1),
+    "scaler, two fused optimizers": (2, True, False, {"max_norm": 1.0, "scaler": True}, 1),
+    "weights on the device": (1, False, True, {}, 1),
+    "weights on the device, scaler": (1, False, True, {"scaler": True}, 2),
+}
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("case", WAITING)
+def test_no_micro_batch_waits_for_the_device(case: str, splits: bool) -> None:
+    """None does, nor one that could be split; a step waits as often as the docs say."""
+    number, fused, on_device, options, waits = WAITING[case]
+    models = [nn.Linear(64, 64).cuda() for _ in range(number)]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=fused) for model in models]
+    if "scaler" in options:
+        options = options | {"scaler": torch.amp.GradScaler("cuda")}
+    accumulator = GradAccumulator(optimizers, models, **options)
     x = torch.randn(16, 64, device="cuda")
+    weight = torch.full((), 16, device="cuda") if on_device else 16
+
+    def run(part: torch.Tensor) -> None:
+        with accumulator.micro_batch(weight=weight):
+            for model in models:
+                accumulator.backward(model(part).square().sum())
 
     def micro_batch() -> None:
-        with accumulator.micro_batch(weight=16):
-            accumulator.backward(model(x).square().sum())
+        if splits:
+            accumulator.run_or_split(run, x)
+        else:
+            run(x)
 
     micro_batch()
     accumulator.flush()
     assert synchronisations(lambda: x.sum().item()) == 1  # they are seen at all
     assert [synchronisations(micro_batch) for _ in range(8)] == [0] * 8
-    assert synchronisations(accumulator.flush) <= 1
+    assert synchronisations(accumulator.flush) <= waits
+
+
+def test_more_steps_of_a_training_wait_no_more() -> None:
+    """`fit` reads the losses of an epoch at its end, and an evaluation its own."""
+    batches = [torch.randn(16, 64, device="cuda") for _ in range(16)]
+
+    def waits(number: int) -> int:
+        model = nn.Linear(64, 64).cuda()
+        accumulator = GradAccumulator(
+            torch.optim.AdamW(model.parameters()), model, steps=2, max_norm=1.0
+        )
+
+        def criterion(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().sum()
+
+        def train() -> None:
+            data = batches[:number]
+            fit(model, data, criterion, accumulator, epochs=1, validation=data, progress=False)
+
+        return synchronisations(train)
+
+    assert waits(4)
+    assert waits(8) == waits(16)
 
 
 def test_the_numbers_of_every_device_come_back() -> None:

@@ -1,7 +1,7 @@
 """How often the accumulator reads a tensor's value, which on a device waits for all of its work.
 
-They are counted on the CPU, where nothing waits: by a dispatch mode that sees each operation that
-reads. It would see copies from a device to the host as well, but none can be made without a device.
+They are counted on the CPU, where nothing waits: by modes that see each operation that reads. They
+would see copies from a device to the host as well, but none can be made without a device.
 The optimizer is SGD, since others read a counter of steps that is on the host anyway.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.large_steps import Data, loss_sum, make_model
@@ -28,12 +29,38 @@ from torchbudget.train.step import Step, float64_device, in_float64
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_assert_async"}
 
 
+class ListReads(TorchFunctionMode):
+    """The names of the methods that make numbers of a whole tensor, on the CPU by no operation."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "__array__"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
 class Reads(TorchDispatchMode):
     """The names of the operations inside that read a tensor's value, or copy it to the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self._lists = ListReads(self.names)
+
+    def __enter__(self) -> Reads:
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_nothing_is_read_until_it_is_asked_for(case: str) -> None:
-    """No read in a micro-batch, none in a step; loss and norm take one each, when first asked."""
+    """No read in a micro-batch, none in a step; loss and norm take one, when one is first asked."""
     model = make_model("CNN")
     accumulator = GradAccumulator(sgd(model), model, steps=3, **OPTIONS[case])
     for _ in range(3):
@@ -76,12 +103,12 @@ def test_nothing_is_read_until_it_is_asked_for(case: str) -> None:
             step = accumulator.last
             assert not step.skipped
             assert reads.names == []
-            for _ in range(2):
-                assert isinstance(step.loss, float)
-            assert reads.names == ["_local_scalar_dense"]
-            norms = [step.gradient_norm, step.gradient_norm]
-            assert reads.names == ["_local_scalar_dense"] * (1 + ("max_norm" in OPTIONS[case]))
-            assert norms[0] == norms[1]
+            norm = vars(step)["_gradient_norm"]
+            late = vars(step)["_loss"].item(), None if norm is None else norm.item()
+            reads.names.clear()
+            assert (step.loss, step.gradient_norm) == (step.loss, step.gradient_norm) == late
+            assert type(step.loss) is float
+            assert reads.names == ["tolist"]
 
 
 def test_a_scaler_takes_one_read_a_step() -> None:
@@ -97,6 +124,56 @@ def test_a_scaler_takes_one_read_a_step() -> None:
         assert reads.names == ["_local_scalar_dense"] * accumulator.stepped
         if accumulator.stepped:
             assert accumulator.last.skipped == (seed == 3)
+
+
+@pytest.mark.parametrize("norm", [None, 0.1])
+@pytest.mark.parametrize("fused", ["none", "one", "all"])
+def test_several_optimizers_with_a_scaler_take_one_read_a_step(
+    fused: str, norm: float | None
+) -> None:
+    """And they do what the scaler has each of them do alone, where no gradient is infinite."""
+    models = [make_model("CNN") for _ in range(4)]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, fused=f)
+        for m, f in zip(models, 2 * [fused == "all", fused != "none"], strict=True)
+    ]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    accumulator = GradAccumulator(
+        optimizers[:2], models[:2], steps=2, scaler=scalers[0], max_norm=norm
+    )
+    for seed in range(8):
+        data = Data.make(4, seed)
+        weight, factor = data.weight, float("inf") if seed == 3 else 1.0
+        with Reads() as reads, accumulator.micro_batch(weight):
+            accumulator.backward(loss_sum(models[0], data) * factor)
+            accumulator.backward(loss_sum(models[1], data))
+        assert len(reads.names) == accumulator.stepped
+        if accumulator.stepped:
+            assert accumulator.last.skipped == (seed == 3)
+    for first in range(0, 8, 2):
+        parts = [Data.make(4, seed) for seed in (first, first + 1)]
+        total = sum(data.weight for data in parts)
+        for data in parts:
+            for model in models[2:]:
+                scalers[1].scale(loss_sum(model, data)).backward()
+        gradients = [p.grad for model in models[2:] for p in model.parameters()]
+        for gradient in gradients:
+            gradient *= 1 / total
+        if first == 2:
+            gradients[0].fill_(float("inf"))
+        for optimizer in optimizers[2:]:
+            scalers[1].unscale_(optimizer)
+        if norm is not None:
+            nn.utils.clip_grad_norm_([p for m in models[2:] for p in m.parameters()], norm)
+        for optimizer in optimizers[2:]:
+            if first != 2:
+                scalers[1].step(optimizer)
+            optimizer.zero_grad()
+        scalers[1].update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for mine, theirs in zip(models[:2], models[2:], strict=True):
+        for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_an_optimizer_that_decides_on_the_device_takes_one_read() -> None:
@@ -131,6 +208,48 @@ def test_weights_on_a_device_are_read_at_the_step(monkeypatch: pytest.MonkeyPatc
     assert tensors.last == numbers.last
     for one, other in zip(model.parameters(), by_numbers.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_each", "more_at_a_step"),
+    [({"mean": True}, 1, 0), ({"weight": 1e9}, 1, 0), ({"scaler": True}, 0, 2)],
+    ids=["mean", "weight", "scaler"],
+)
+def test_weights_on_a_device_that_are_needed_sooner(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], in_each: int, more_at_a_step: int
+) -> None:
+    """Where the loss is multiplied by them, or they end steps: one read for each micro-batch.
+
+    With a scaler the step has two, its own one included.
+    """
+    monkeypatch.setattr(step_module, "waits", lambda _: True)
+    if "scaler" in options:
+        options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, **options)
+    for seed in range(4):
+        data = Data.make(4, seed)
+        number = data.weight
+        weight = torch.tensor(number)
+        with Reads() as reads, accumulator.micro_batch(weight, last=seed == 3):
+            accumulator.backward(loss_sum(model, data) / (number if accumulator.mean else 1))
+        assert len(reads.names) == in_each + more_at_a_step * (seed == 3)
+
+
+def test_a_batch_that_could_be_split_is_not_read() -> None:
+    """`run_or_split` copies what it may have to restore, and reads nothing of it."""
+    model = make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=2)
+
+    def train(part: tuple[torch.Tensor, ...]) -> None:
+        with accumulator.micro_batch(len(part[0])):
+            accumulator.backward(loss_sum(model, Data(*part)))
+
+    for seed in range(4):
+        data = Data.make(4, seed)
+        with Reads() as reads:
+            accumulator.run_or_split(train, (data.x, data.y))
+        assert reads.names == []
 
 
 def test_a_step_is_a_plain_record() -> None:
@@ -182,5 +301,5 @@ finish(told)
 
 @pytest.mark.distributed
 def test_nothing_is_read_over_ranks(tmp_path: Path) -> None:
-    """What decides about a step is summed on the host, and comes from no device."""
-    assert run_ranks(RANKS, tmp_path, 2) == 2 * [[[]] * 6]
+    """What decides about a step is summed on the host, where it is read; no device has it."""
+    assert run_ranks(RANKS, tmp_path, 2) == 2 * [[[], ["tolist"]] * 3]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from torchbudget.distributed import failing_together, host_group
 from torchbudget.train.process_group import Ranks
 
@@ -35,7 +33,7 @@ def on_any_rank(ranks: Ranks, work: Callable[[], bool]) -> bool:
         mine = work()
     except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
         failure = error
-    ends, failures = ranks.sum(torch.tensor([mine, failure is not None]).long()).tolist()
+    ends, failures = ranks.sum_on_host([mine, failure is not None])
     if failures:
         with failing_together(ranks.gather_objects):
             if failure is not None:

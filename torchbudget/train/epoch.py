@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from torchbudget.train.step import Step
 
@@ -30,17 +34,36 @@ class Epoch:
 
 @dataclass(slots=True)
 class Tally:
-    """An epoch as far as it is done: see `Epoch`."""
+    """An epoch as far as it is done: see `Epoch`.
 
-    loss: float = 0.0
+    Attributes:
+        loss: Σ loss, in float64; of steps whose loss nobody has read, it is on their device.
+    """
+
+    loss: Tensor | float = 0.0
     weight: float = 0.0
     steps: int = 0
     skipped: int = 0
     seconds: float = 0.0
 
     def add(self, step: Step) -> None:
-        """Count a step."""
-        self.loss += step.loss * step.weight if step.weight else 0.0
+        """Count a step; nothing is read."""
+        self.loss = self.loss + step.loss_sum()
         self.weight += step.weight
         self.steps += 1
         self.skipped += step.skipped
+
+    def encode(self) -> dict[str, Any]:
+        """The state as plain types; waits for the device."""
+        return asdict(replace(self, loss=float(self.loss)))
+
+    def epoch(self, number: int, validation: float | None) -> Epoch:
+        """The epoch that is done now; waits for the device."""
+        return Epoch(
+            number=number,
+            loss=float(self.loss) / self.weight if self.weight else math.nan,
+            validation=validation,
+            steps=self.steps,
+            skipped=self.skipped,
+            seconds=self.seconds,
+        )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torchbudget.budget import MemoryBudget, limit_device_memory
+from torchbudget.budget import MemoryBudget
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.plan.step_source import IndexSource
@@ -24,6 +24,7 @@ from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
 from torchbudget.train.callback_states import load_states, states_of
+from torchbudget.train.device_limit import TrainingLimit
 from torchbudget.train.epoch import Epoch, Tally
 from torchbudget.train.epoch_loader import EpochLoader, generators_of
 from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
@@ -88,8 +89,9 @@ def fit(
             whose object has, of a method), on every rank, is saved: as the first rank has it, and
             where ranks differ, as each has it.
         device: that batches are moved to; `None`: they are not moved.
-        device_limit: a budget that torch's allocator is limited to first, on the model's device, by
-            `limit_device_memory`; `None`: it is not.
+        device_limit: a budget that torch's allocator is limited to, on the model's device, by
+            `limit_device_memory`: before the first batch, and again after the first step and the
+            first evaluation, when kernels are loaded. `None`: it is not.
         monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
             training, and with `replan=`, of batches that know their `padded_size`, corrects the
             sampler.
@@ -104,6 +106,7 @@ def fit(
             saved; a folder, and a model that is sharded, or lacks parameters that are trained; a
             sampler has not as many sizes as the data set has samples; or an epoch, or its
             validation, has no batch.
+        BudgetError: `device_limit` cannot be read, or leaves torch's allocator nothing.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
@@ -120,8 +123,8 @@ def fit(
         sampler = getattr(one, "batch_sampler", None)
         if isinstance(one, DataLoader) and isinstance(sampler, IndexSource):
             sampler.check_dataset(one.dataset)
-    if device_limit is not None:
-        limit_device_memory(device_limit, next(model.parameters()).device)
+    limit = TrainingLimit(budget=device_limit, model=model)
+    limit.after("setting up")
     run = _Run(
         model=model,
         loader=loader,
@@ -133,6 +136,7 @@ def fit(
         callbacks=callbacks,
         patience=patience,
         monitor=monitor,
+        limit=limit,
     )
     while run.goes_on(epochs):
         model.train()
@@ -164,6 +168,7 @@ def fit(
                 device=device,
                 group=accumulator.ranks.group,
             )
+            limit.after("an evaluation")
             run.check_batches("validation", weights)
             loss = total / weights
         run.end_epoch(loss)
@@ -185,6 +190,7 @@ class _Run:
     callbacks: Sequence[Callback]
     patience: int | None
     monitor: BatchMonitor | None
+    limit: TrainingLimit
     history: list[Epoch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
@@ -307,6 +313,7 @@ class _Run:
 
     def step_taken(self, step: Step, batches_done: int | None) -> bool:
         """Count, write, call back and save; whether the training ends here."""
+        self.limit.after("a step")
         self.tally.add(step)
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
@@ -317,15 +324,8 @@ class _Run:
     def end_epoch(self, validation: float | None) -> None:
         """Add the epoch to the history, write, call back and save."""
         self._read_clock()
-        tally, best = self.tally, min(self._losses(), default=math.inf)
-        epoch = Epoch(
-            number=len(self.history),
-            loss=tally.loss / tally.weight if tally.weight else math.nan,
-            validation=validation,
-            steps=tally.steps,
-            skipped=tally.skipped,
-            seconds=tally.seconds,
-        )
+        best = min(self._losses(), default=math.inf)
+        epoch = self.tally.epoch(len(self.history), validation)
         self.history.append(epoch)
         self.tally = Tally()
         self._note(epoch)
@@ -386,7 +386,7 @@ class _Run:
             "callbacks": states_of(self.stateful, self.host),
             "seeds": self.host.gather_objects(self.seed),
             "history": [asdict(epoch) for epoch in self.history],
-            "tally": asdict(self.tally),
+            "tally": self.tally.encode(),
             "stopped": self.stopped,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,20 @@ from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.epoch_loader import batches_left
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.step import (
+    OpenMicroBatch,
+    Pending,
     Step,
     check_scalar,
-    checked_weight,
     float64_device,
     in_float64,
+    read_numbers,
 )
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
-Weight: TypeAlias = Callable[[Any], float]
+Weight: TypeAlias = Callable[[Any], float | Tensor]
+
+# Steps whose numbers stay on the device, where each number takes a block of 512 bytes.
+_UNREAD: Final = 256
 
 
 def train_epoch(
@@ -50,7 +55,7 @@ def train_epoch(
         loader: of batches.
         criterion: `criterion(model, batch)` calls the model and returns the loss.
         accumulator: that steps; its `mean` says whether losses are means.
-        weight: of a batch in the loss of a step. Default: its samples.
+        weight: of a batch in the loss of a step, as `micro_batch` takes it. Default: its samples.
         device: that batches are moved to; `None`: they are not moved.
         when_begun: called after `iter(loader)`, before its first batch.
         when_stepped: called with each step and the number of batches done, `None` after the last
@@ -69,6 +74,8 @@ def train_epoch(
 
     def note(step: Step, done: int | None) -> object:
         steps.append(step)
+        if len(steps) % _UNREAD == 0:
+            read_numbers(steps[-_UNREAD:])
         return when_stepped is not None and when_stepped(step, done)
 
     # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
@@ -153,18 +160,18 @@ def summed_loss(
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
-    weights = 0.0
+    weights = Pending()
     with evaluation_mode([*modules_of(model), *modules_of(criterion)]):
         for batch in loader:
-            own = checked_weight(weight(batch))
+            own = OpenMicroBatch.of(weight(batch), read=mean)
             loss = criterion(model, moved(batch, device))
             check_scalar(loss)
-            if own or not mean:  # the mean of nothing is NaN, and counts for nothing
-                losses += in_float64(loss.reshape(())) * (own if mean else 1)
-            weights += own
-    total = torch.stack([losses, losses.new_tensor(weights)]).to(ranks.device(near))
-    loss, weights = ranks.sum(total).tolist()
-    return loss, weights
+            if own.weight or not mean:  # the mean of nothing is NaN, and counts for nothing
+                losses += in_float64(loss.reshape(())) * (own.weight if mean else 1)
+            weights = weights.with_next(own, 0, counts=False)
+    total = torch.stack([losses, losses.new_full((), weights.read().weight)])
+    loss, weight_sum = ranks.sum(total.to(ranks.device(near))).tolist()
+    return loss, weight_sum
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:

@@ -125,29 +125,24 @@ class Optimizers:
         """
         parameters = self.parameters()
         self._multiply(parameters, factor, divisors)
-        scaler = self.scaler or torch.amp.GradScaler(enabled=False)
-        scales = scaler.is_enabled()
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled():
+            norm = None if self.max_norm is None else self._clip(parameters)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return norm, False
         # A scaler fails on an optimizer that has no gradients at all.
-        active = [one for one in self.optimizers if not scales or _has_gradients(one)]
+        active = [one for one in self.optimizers if _has_gradients(one)]
         if not active:
             return None, True
         for optimizer in active:
             scaler.unscale_(optimizer)
-        norm = self._clip(parameters, together=scales and len(active) > 1)
-        # torch reads whether to skip before each optimizer that does not decide on the device; then
-        # a hook says it. Of all others the scale says it, which the scaler lowers where it skips:
-        # it is read once, after they were enqueued.
-        hooks_say = all(map(_runs_hooks, active))
-        before = scaler.scale(torch.ones((), device=parameters[0].device)) if scales else None
-        with _counted(active) as stepped:
-            for optimizer in active:
-                scaler.step(optimizer)
-        scaler.update()
-        if before is None:
-            return norm, False
-        if hooks_say:
-            return norm, len(stepped) < len(active)
-        return norm, bool(scaler.scale(torch.ones_like(before)) < before)
+        if len(active) == 1:
+            norm = None if self.max_norm is None else self._clip(parameters)
+            return norm, _step_scaled(scaler, active[0], parameters[0].device)
+        norm = self._clip(parameters)
+        skipped = _step_together(scaler, active, norm)
+        return None if self.max_norm is None else norm, skipped
 
     @staticmethod
     def _multiply(
@@ -162,27 +157,18 @@ class Optimizers:
             if own != 1:
                 torch._foreach_mul_(gradients, own)
 
-    def _clip(self, parameters: Sequence[Tensor], *, together: bool) -> Tensor | None:
-        """Clip to `max_norm`, if there is one; the norm before.
-
-        The scaler decides for each optimizer alone whether it steps. So with several together, all
-        gradients are dropped where one is not finite: then none of them steps.
-        """
+    def _clip(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Clip to `max_norm`, if there is one; the norm before."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if self.max_norm is None and not together:
-            return None
         if any(gradient.layout is not torch.strided for gradient in gradients):
             raise OptionError(SPARSE)
         norm = total_norm(gradients)
-        if together and not torch.isfinite(norm):
-            for parameter in parameters:
-                parameter.grad = None
-        elif self.max_norm is not None and self.max_norm < math.inf:
+        if self.max_norm is not None and self.max_norm < math.inf:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no DTensors beside plain ones.
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
             for device, parts in groupby(map(local_part, gradients), attrgetter("device")):
                 torch._foreach_mul_(list(parts), factor.to(device))
-        return norm if self.max_norm is not None else None
+        return norm
 
     def train(self) -> None:
         """Let those that train other weights than they return set the model to those they train."""
@@ -237,28 +223,56 @@ class Optimizers:
             self.scaler.load_state_dict(state["scaler"])
 
 
-@contextmanager
-def _counted(optimizers: Sequence[Optimizer]) -> Iterator[set[int]]:
-    """The ids of the optimizers that step inside."""
-    stepped: set[int] = set()
-    handles = [
-        one.register_step_post_hook(lambda optimizer, *_: stepped.add(id(optimizer)))
-        for one in optimizers
-    ]
-    try:
-        yield stepped
-    finally:
-        for handle in handles:
-            handle.remove()
+def _step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.device) -> bool:
+    """Let the scaler step an optimizer, and update the scale; whether it skipped. One read.
 
-
-def _runs_hooks(optimizer: Optimizer) -> bool:
-    """Whether its hooks run exactly where it steps.
-
-    Not if it decides on the device, nor if it wraps another one without `Optimizer.__init__`.
+    torch reads whether to skip before an optimizer that does not decide on the device; then a hook
+    says it. Of all others the scale says it, which the scaler lowers where it skips: it is read
+    after they were enqueued.
     """
-    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return not on_device and hasattr(type(optimizer).step, "hooked")
+    before = scaler.scale(torch.ones((), device=device))
+    with _counted(optimizer) as steps:
+        scaler.step(optimizer)
+    scaler.update()
+    if not _decides_on_device(optimizer) and hasattr(type(optimizer).step, "hooked"):
+        return not steps
+    # Its hooks run also where it skips; or never, as of one that wraps another one without
+    # `Optimizer.__init__`.
+    return bool(scaler.scale(torch.ones_like(before)) < before)
+
+
+def _step_together(
+    scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], norm: Tensor
+) -> bool:
+    """Step all optimizers or none, and update the scale; whether none stepped. One read.
+
+    The scaler would decide, and read, for each of them alone. Here the norm of all their gradients
+    says that none steps: where it is not finite.
+    """
+    skipped = not torch.isfinite(norm)
+    for optimizer in () if skipped else optimizers:
+        if _decides_on_device(optimizer):
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+    scaler.update()
+    return skipped
+
+
+@contextmanager
+def _counted(optimizer: Optimizer) -> Iterator[list[None]]:
+    """As many items as the optimizer has taken steps inside."""
+    steps: list[None] = []
+    handle = optimizer.register_step_post_hook(lambda *_: steps.append(None))
+    try:
+        yield steps
+    finally:
+        handle.remove()
+
+
+def _decides_on_device(optimizer: Optimizer) -> bool:
+    """Whether it skips by itself where a gradient is not finite, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _is_mixed(optimizer: Optimizer) -> bool:

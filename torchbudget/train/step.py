@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
@@ -25,7 +25,7 @@ _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
 class _Unread(Generic[Number]):
-    """A field whose number may still be on a device: it is read, once, when it is asked for."""
+    """A field whose number may still be on a device, which is read when it is first asked for."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -33,10 +33,8 @@ class _Unread(Generic[Number]):
     def __get__(self, one: Any, owner: type | None = None) -> Number:
         if one is None:
             raise AttributeError(self._name)  # so that the field has no default
-        value = vars(one)[self._name]
-        if isinstance(value, Tensor):
-            vars(one)[self._name] = value = value.item()
-        return cast("Number", value)
+        read_numbers([one])
+        return cast("Number", vars(one)[self._name])
 
     def __set__(self, one: Any, value: Tensor | Number) -> None:
         vars(one)[self._name] = value
@@ -46,8 +44,8 @@ class _Unread(Generic[Number]):
 class Step:
     """What one optimizer step did, over all ranks.
 
-    `loss` and `gradient_norm` are read from the device when they are first asked for, which waits
-    for the step to end there.
+    `loss` and `gradient_norm` are read from the device, both at once, when one of them is first
+    asked for, which waits for the step to end there.
 
     Attributes:
         number: of the step, from 1.
@@ -65,6 +63,27 @@ class Step:
     gradient_norm: _Unread[float | None] = _Unread()
     micro_batches: int
     skipped: bool
+
+    def loss_sum(self) -> Tensor | float:
+        """Σ loss, which is not read here; 0 where all weights were 0."""
+        loss: Tensor | float = vars(self)["_loss"]
+        return loss * self.weight if self.weight else 0.0
+
+
+def read_numbers(steps: Iterable[Step]) -> None:
+    """Read what is still on a device of all these steps; it is waited for once."""
+    unread = [
+        (step, name, value)
+        for step in steps
+        for name, value in vars(step).items()
+        if isinstance(value, Tensor)
+    ]
+    if not unread:
+        return
+    numbers = [in_float64(value).reshape(()) for _, _, value in unread]
+    together = torch.stack([number.to(numbers[0].device) for number in numbers])
+    for (step, name, _), number in zip(unread, together.tolist(), strict=True):
+        vars(step)[name] = number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ class StepTaker:
     ) -> tuple[Step | None, bool]:
         parameters = self.optimizers.parameters()
         device = float64_device(parameters[0].device)
-        loss = torch.as_tensor(pending.loss, dtype=torch.float64, device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device) + pending.loss
         sums = GradientSums(self.ranks, self.distributed.summed(parameters), loss)
         if failure is None and ran_out_of_memory(sums.allocate):
             failure = "out of memory where gradients are summed over ranks"

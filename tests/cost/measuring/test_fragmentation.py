@@ -25,6 +25,7 @@ from torchbudget import (
     peak_memory,
     trace_peak_bytes,
 )
+from torchbudget.cost.measuring import measure as measure_module
 from torchbudget.cost.measuring.describe_step import describe_step
 from torchbudget.cost.measuring.fragmentation import note_device
 from torchbudget.cost.measuring.training_state import TrainingState
@@ -181,6 +182,23 @@ def test_what_keeps_memory_for_each_shape_is_warned_of(
     note_device(subject, DeviceMemory(device))
     assert len(subject.notes) == 1
     assert "cudnn.benchmark is on: cuDNN tries its algorithms on every new shape" in texts[0]
+    assert "CUDA graphs, or other memory pools, keep 64 MiB reserved" in texts[1]
+
+
+def test_a_trace_on_a_device_warns_of_what_keeps_memory_there(
+    on_cuda: Callable[..., ModelledDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace itself stands aside: its tensors would have to be on the device."""
+    on_cuda(expandable=True).graphs = MiB(64)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(measure_module, "trace_probes", lambda *_: "bytes of tensors")
+    monkeypatch.setattr(measure_module, "reserved", lambda *_: "reserved bytes")
+    texts: list[str] = []
+    cuda = torch.device("cuda", 0)
+    state = SimpleNamespace(device=cuda)
+    subject: Any = SimpleNamespace(notes=[], warn=texts.append, target=cuda, state=state)
+    assert measure_module._traced_on_target(subject, None) == "reserved bytes"
+    assert "cudnn.benchmark is on" in texts[0]
     assert "CUDA graphs, or other memory pools, keep 64 MiB reserved" in texts[1]
 
 

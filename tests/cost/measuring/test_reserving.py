@@ -163,6 +163,14 @@ def test_settings_that_the_model_does_not_know_are_warned_of(
         predict(perceptron(), None)
 
 
+def test_a_search_for_algorithms_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model on the CPU, too: the device that its step is predicted for is not asked."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr("torchbudget.cost.measuring.measure.device_memory", pytest.fail)
+    with pytest.warns(MeasureWarning, match=r"cudnn.benchmark is on: cuDNN tries its algorithms"):
+        predict(perceptron(), None)
+
+
 @pytest.mark.parametrize(
     ("capability", "workspace"),
     [((8, 0), 8_519_680), ((9, 0), 2**25), ((10, 0), 2**25), ((12, 0), 2**25), (None, 2**25)],

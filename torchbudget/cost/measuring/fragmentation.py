@@ -60,18 +60,29 @@ def note_device(subject: Subject, memory: DeviceMemory) -> None:
     subject.notes.append(
         f"outside torch's allocator this process uses {outside}: {memory.told_apart_by(figures)}"
     )
+    warn_of_kept(subject, memory)
+
+
+def warn_of_kept(subject: Subject, memory: DeviceMemory | None) -> None:
+    """Warn of what keeps memory of its own on CUDA for every new shape.
+
+    Args:
+        subject: that is warned.
+        memory: of the device; `None`: this process does not use it, so that it has no graphs there.
+    """
     if torch.backends.cudnn.benchmark:
         subject.warn(
             "torch.backends.cudnn.benchmark is on: cuDNN tries its algorithms on every new shape, "
             "with workspaces of any size, and keeps a plan of each; ragged batches have ever new "
             "shapes, so set it to False, or give the sampler a coarse size_multiple"
         )
-    graphs = memory.source.graph_bytes()
+    graphs = 0 if memory is None else memory.source.graph_bytes()
     if graphs:
         subject.warn(
             f"CUDA graphs, or other memory pools, keep {format_bytes(graphs)} reserved, and more "
-            "for every new shape that is captured; the cost has those of the probed shapes only. "
-            "Compile without mode='reduce-overhead', or give the sampler a coarse size_multiple"
+            "for every new shape that is captured; the cost has those of the probed shapes at "
+            "most. Compile without mode='reduce-overhead', or give the sampler a coarse "
+            "size_multiple"
         )
 
 

@@ -15,6 +15,7 @@ from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.describe_step import describe_step
+from torchbudget.cost.measuring.fragmentation import warn_of_kept
 from torchbudget.cost.measuring.joined import JoinedRanks
 from torchbudget.cost.measuring.judging import fits, judged_cost
 from torchbudget.cost.measuring.peaks import fit_time
@@ -26,6 +27,7 @@ from torchbudget.cost.measuring.tracing import ValueDependentError, check_values
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import CostError
+from torchbudget.machine.device import device_memory
 from torchbudget.progress import counting
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
@@ -213,6 +215,8 @@ def _traced_on_target(subject: Subject, room: int | None) -> Traced:
     if subject.target.type != "cuda":
         return trace_probes(subject, room)
     device = AssumedDevice.detect()
+    own = subject.state.device
+    warn_of_kept(subject, device_memory(own) if own.type == "cuda" else None)
     return reserved(trace_probes(subject, device.room_for_tensors(room)), subject, device, room)
 
 
