@@ -152,7 +152,9 @@ def loader_options(
     parts = _parts(sampler_or_stream, dataset, collate_fn, worker_init_fn, multiprocessing_context)
     model = loader_model(sampler_or_stream, parts, later=later, seconds=trial_s / 2)
     limits = HostLimits.of(MemoryBudget.of(budget), budget_bytes, ranks)
-    choice = _Choice(model, limits, most, pin_memory, persistent_workers)
+    choice = _Choice(
+        model, limits, most, pin_memory, persistent_workers, is_stream=parts.is_iterable
+    )
     speeds: dict[int, float] = {}
     if isinstance(sampler_or_stream, PlannedSampler) and trial_s and choice.most:
         speeds = _speeds(sampler_or_stream, parts, choice, trial_s / 2)
@@ -188,6 +190,8 @@ class _Choice:
         most: int,
         pin_memory: bool | None,
         persists: bool,
+        *,
+        is_stream: bool,
     ) -> None:
         self._model, self._limits = model, limits
         self._allowed, self._persists = most, persists
@@ -196,8 +200,8 @@ class _Choice:
         if over and pin_memory is None and self.pins:
             self.pins = False
             over = self._over(self._of(0, 0))
-        if over:
-            raise _too_small(model.needs(self._of(0, 0)), limits)
+        if over:  # host bytes: without workers nothing is in /dev/shm or an open file
+            raise _too_small(model.needs(self._of(0, 0)), limits, is_stream)
         fitting = (n for n in range(most, 0, -1) if not self._over(self._of(n, 1)))
         self.most = next(fitting, 0)
         if not self.most:
@@ -214,10 +218,13 @@ class _Choice:
 
     def reason(self, setting: Setting) -> str:
         """What a larger setting would exceed."""
-        if setting.workers == self._allowed:
-            return f"max_workers={self._allowed}, or the processors of this rank"
-        more = self._over(self._of(setting.workers + 1, 1))
-        return more or "speed: more workers were no faster"
+        workers, prefetch = setting.workers, setting.prefetch
+        is_cut = bool(workers) and prefetch < _MOST_PREFETCHED
+        batches = self._over(self._of(workers, prefetch + 1)) if is_cut else ""
+        if workers == self._allowed:
+            return batches or f"max_workers={self._allowed}, or the processors of this rank"
+        more = self._over(self._of(workers + 1, 1))
+        return more or batches or "speed: more workers were no faster"
 
     def _of(self, workers: int, prefetch: int) -> Setting:
         pins = self.pins and torch.accelerator.is_available()
@@ -274,13 +281,16 @@ def _parts(
     )
 
 
-def _too_small(needs: HostBytes, limits: HostLimits) -> BudgetError:
+def _too_small(needs: HostBytes, limits: HostLimits, is_stream: bool) -> BudgetError:
     least = needs.total_bytes
+    smaller = "the sampler's host_batch_bytes="
+    if is_stream:
+        smaller = "the stream's max_batch_size=), let fewer samples wait (its look_ahead="
     return BudgetError(
         f"even without workers the loader needs more than the host's budget of "
         f"{format_bytes(limits.host_bytes)}: the smallest that would do is "
         f"MemoryBudget(host={least}), {format_bytes(least)}. Free memory, make micro-batches "
-        f"smaller (the sampler's host_batch_bytes=), or raise it:\n"
+        f"smaller ({smaller}), or raise it:\n"
         f"{needs.table(limits.host_bytes)}"
     )
 

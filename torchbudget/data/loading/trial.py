@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchbudget.data.loading.batch_bytes import BatchBytes, batch_bytes
 from torchbudget.data.loading.in_flight import TriedBatch
 from torchbudget.errors import OptionError
+from torchbudget.machine.limits import allow_more_descriptors
 from torchbudget.machine.process_pages import (
     ProcessPages,
     mapped_data_bytes,
@@ -142,16 +143,19 @@ class Trial:
         return min(math.ceil(later), self.common)
 
 
-class _CollectsGarbage:
+class _StartsTrial:
     """Starts a worker as the user's function does, after a full garbage collection.
 
     One comes in every worker sooner or later, and copies what it writes to of the parent's objects.
+    How many files it needs is not known yet: one that runs out of them while it sends a batch
+    raises in a thread of its own, and the loop waits forever.
     """
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self.start = start
 
     def __call__(self, worker: int) -> None:
+        allow_more_descriptors()
         gc.collect()
         if self.start is not None:
             self.start(worker)
@@ -284,7 +288,7 @@ def _take(parts: LoaderParts, watched: _Watched, weights: list[BatchBytes]) -> l
         watched,
         num_workers=1,
         prefetch_factor=1,
-        worker_init_fn=_CollectsGarbage(parts.worker_init_fn),
+        worker_init_fn=_StartsTrial(parts.worker_init_fn),
     )
     times: list[float] = []
     for batch in loader:
@@ -359,7 +363,7 @@ def try_stream(parts: LoaderParts, *, seconds: float, most: int) -> Trial:
         OptionError: the data set yields nothing.
     """
     before, ends = _children(), time.monotonic() + seconds
-    start = _CollectsGarbage(parts.worker_init_fn)
+    start = _StartsTrial(parts.worker_init_fn)
     batches = iter(parts.loader((), num_workers=1, prefetch_factor=1, worker_init_fn=start))
     [pid] = _children() - before
     tried: list[TriedBatch] = []
