@@ -103,6 +103,16 @@ def test_a_stream_is_not_read_here() -> None:
     assert sorted(found) == sorted(SIZES.tolist())
 
 
+def test_a_stream_is_predicted_by_several_batches() -> None:
+    """However long its worker takes to start, and however little time there is."""
+    texts = [["x" * int(size) for size in SIZES]]
+    stream = tb.BudgetedIterableDataset(
+        texts, tb.PaddedCost(unit_bytes=1), 2000, size=len, collate_fn=list
+    )
+    chosen = tb.loader_options(stream, ROOMY, max_workers=1, trial_s=0)
+    assert chosen.needs.basis == "the largest of 8 batches that were read"
+
+
 def test_it_refuses_with_the_smallest_budget_that_would_do() -> None:
     """That budget is then accepted, and leaves no worker."""
     with pytest.raises(BudgetError, match=r"even without workers.* host_batch_bytes=") as refused:

@@ -17,9 +17,10 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, is_number, optional
 from torchbudget.data.loading.host_model import HostModel, Setting
 from torchbudget.data.loading.limits import HostLimits
+from torchbudget.data.loading.loader_parts import LoaderParts
 from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.timing import fastest, time_workers
-from torchbudget.data.loading.trial import LoaderParts, Trial
+from torchbudget.data.loading.trial import Trial
 from torchbudget.data.loading.tried_model import loader_model
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.planned_sampler import PlannedSampler

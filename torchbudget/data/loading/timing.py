@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from torchbudget.data.loading.host_model import Setting
-from torchbudget.data.loading.trial import LoaderParts
+from torchbudget.data.loading.loader_parts import LoaderParts
 
 # A setting's speed is the median of some: what else the machine does slows down one or another.
 _ROUNDS: Final = 3
