@@ -33,7 +33,7 @@ class Cell:
     """One case.
 
     Attributes:
-        data: one of `DATA`.
+        data: one of `DATA`, or "stream".
         start: how workers start.
         folder: where the files of the data set are.
         mib: the host's budget, beyond what the process has before its loader is made.
@@ -42,6 +42,8 @@ class Cell:
         epochs: that are read.
         plain: `num_workers` and `prefetch_factor` of a loader that nobody budgeted; they are used
             as they are.
+        order: of such a loader: "ours", the sampler's or the stream's; "shuffle", torch's own, or
+            "lists", of a sampler that the user wrote. What it needs is asked of `host_bytes`.
         host_mib: the whole budget, instead of `mib`.
         batch_mib: padded bytes of a batch on the host.
         trial_s: as in `loader_options`.
@@ -57,6 +59,7 @@ class Cell:
     samples: int = 2000
     epochs: int = 2
     plain: tuple[int, int] | None = None
+    order: str = ""
     host_mib: int | None = None
     batch_mib: float = 4
     trial_s: float = 0.0
@@ -137,6 +140,31 @@ class Objects:
         return {"x": x, "label": row["label"]}
 
 
+class Shards:
+    """The samples of a data set, as a stream reads them."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.samples = Arrays(cell)
+
+    def __call__(self, shard: int, num_shards: int) -> Any:
+        for index in range(shard, len(self.samples), num_shards):
+            yield self.samples[index]
+
+
+class Lists:
+    """A sampler that knows nothing of bytes: 8 samples a batch, in an order of its own."""
+
+    def __init__(self, cell: Cell) -> None:
+        order = np.random.default_rng(1).permutation(cell.samples).tolist()
+        self.batches = [order[start : start + 8] for start in range(0, cell.samples, 8)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 def collect(worker: int) -> None:
     """A full garbage collection, which comes in every worker of a long run."""
     gc.collect()
@@ -189,19 +217,41 @@ def sampler_of(cell: Cell) -> tb.MemoryBudgetBatchSampler:
     )
 
 
+def stream_of(cell: Cell) -> tb.BudgetedIterableDataset:
+    return tb.BudgetedIterableDataset(
+        Shards(cell),
+        tb.PaddedCost(unit_bytes=4 * CHANNELS),
+        int(cell.batch_mib * 2**20),
+        size="x",
+        look_ahead="8MiB",
+    )
+
+
+def loader_arguments(cell: Cell, dataset: Any, order: Any) -> dict[str, Any]:
+    """Of the data set in this order, beside the options that are asked for."""
+    if cell.data == "stream":
+        return {"dataset": order, "batch_size": None}
+    given = {"dataset": dataset, "collate_fn": tb.PadCollate()}
+    if cell.order == "shuffle":
+        return given | {"batch_size": 8, "shuffle": True}
+    return given | {"batch_sampler": Lists(cell) if cell.order == "lists" else order}
+
+
 def run(cell: Cell) -> dict[str, Any]:
-    dataset, sampler = dataset_of(cell), sampler_of(cell)
+    is_stream = cell.data == "stream"
+    dataset = None if is_stream else dataset_of(cell)
+    order: Any = stream_of(cell) if is_stream else sampler_of(cell)
     gc.collect()
     budget = host_budget(cell)
-    plain: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": tb.PadCollate()}
+    plain = loader_arguments(cell, dataset, order)
     state = torch.get_rng_state()
     needs, options, explained = None, {}, ""
     if cell.plain is None:
         chosen = tb.loader_options(
-            sampler,
+            order,
             tb.MemoryBudget(host=budget),
             dataset=dataset,
-            collate_fn=tb.PadCollate(),
+            collate_fn=None if is_stream else tb.PadCollate(),
             worker_init_fn=collect,
             multiprocessing_context=cell.start,
             max_workers=cell.workers,
@@ -215,14 +265,18 @@ def run(cell: Cell) -> dict[str, Any]:
             "prefetch_factor": prefetch,
             "multiprocessing_context": cell.start,
         }
+        if cell.order:
+            asked: Any = DataLoader(**plain, **options, worker_init_fn=collect)
+            needs = tb.host_bytes(asked, trial_s=cell.trial_s)
     assert state.equal(torch.get_rng_state())
     warnings.filterwarnings("ignore", "This DataLoader will create")
     peaks: dict[str, int] = {}
     with peaks_of_this_tree(peaks) if cell.watched else nullcontext():
-        labels = loop(DataLoader(dataset, **plain, **options, worker_init_fn=collect), cell)
+        labels = loop(DataLoader(**plain, **options, worker_init_fn=collect), cell)
     assert sorted(labels) == sorted([*range(cell.samples)] * cell.epochs)
     return {
         "budget": budget,
+        "present": budget - cell.mib * 2**20,
         "workers": options["num_workers"],
         "prefetch": options["prefetch_factor"] or 0 if "prefetch_factor" in options else 0,
         "predicted": None if needs is None else needs.total_bytes,

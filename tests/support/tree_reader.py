@@ -3,10 +3,10 @@
 An oracle that knows nothing of the library: it imports nothing but the standard library, and is a
 process of its own. Run it as `python tree_reader.py PID`.
 
-Libraries count whole, once, as if no process outside the tree mapped them: the pages of files that
-the root had when reading began. Pages of files that come later are data that is mapped, which the
-kernel takes back when memory is short. Shared memory counts whole, mapped or not: what a worker has
-handed over, and the loop has not touched yet, is in no process.
+Libraries count whole, once, as if no process outside the tree mapped them: the pages that the root
+had when reading began of files that it maps as code. Pages of other files are data that is mapped,
+which the kernel takes back when memory is short. Shared memory counts whole, mapped or not: what a
+worker has handed over, and the loop has not touched yet, is in no process.
 """
 
 import json
@@ -26,6 +26,22 @@ def fields(path: Path) -> dict[str, int]:
         return {}
     pairs = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): int(value) * 1024 for name, value, _ in pairs}
+
+
+def library_bytes(root: int) -> int:
+    """Resident pages of the files of which a part is mapped as code."""
+    resident: dict[str, int] = {}
+    code = set()
+    path = ""
+    for line in Path(f"/proc/{root}/smaps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if not words[0].endswith(":"):
+            path = words[5] if len(words) == 6 else ""
+            if "x" in words[1]:
+                code.add(path)
+        elif words[0] == "Rss:" and path.startswith("/"):
+            resident[path] = resident.get(path, 0) + int(words[1]) * 1024
+    return sum(size for path, size in resident.items() if path in code)
 
 
 def tree(root: int) -> list[int]:
@@ -50,7 +66,7 @@ def used_shared() -> int:
 
 
 ROOT = int(sys.argv[1])
-libraries = fields(Path(f"/proc/{ROOT}/status"))["RssFile"]
+libraries = library_bytes(ROOT)
 before = used_shared()
 peaks = {"total": 0, "pss": 0, "shared": 0, "processes": 0, "readings": 0}
 ended = threading.Event()

@@ -49,3 +49,9 @@ def free_descriptors() -> int:
     if allowed == resource.RLIM_INFINITY:
         return 2**31
     return max(0, allowed - sum(1 for _ in (ROOT / "proc/self/fd").iterdir()))
+
+
+def allow_more_descriptors() -> None:
+    """Let this process open as many files as the system lets it ask for: the hard limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

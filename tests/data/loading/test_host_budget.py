@@ -23,7 +23,9 @@ CELLS = [
     Cell(data="arrays", start="fork", folder="", mib=400, workers=8),
     Cell(data="objects", start="fork", folder="", mib=450, workers=8),
     Cell(data="mapped", start="fork", folder="", mib=300, workers=8),
+    Cell(data="stream", start="fork", folder="", mib=500, workers=4),
     Cell(data="files", start="spawn", folder="", mib=600, workers=2, samples=1000, epochs=1),
+    Cell(data="mapped", start="spawn", folder="", mib=900, workers=2, epochs=1),
 ]
 
 
@@ -61,7 +63,7 @@ def test_the_tree_stays_within_the_budget_and_fills_it(cell, tmp_path) -> None:
     """Never above the budget; and every sample comes in every epoch.
 
     How near to it, and to what was predicted, is the benchmark's question: it depends on what else
-    the machine does, so that here only what is far off fails.
+    the machine does, and these loops are short, so that here only what is far off fails.
     """
     before = own_shared_memory(4096)  # what other processes write to the machine's is not ours
     found = result(run(replace(cell, folder=str(tmp_path)), *before))
@@ -69,10 +71,23 @@ def test_the_tree_stays_within_the_budget_and_fills_it(cell, tmp_path) -> None:
     if before:
         assert found["total"] <= found["budget"]
         assert found["shared"] <= found["predicted_shared"]
-        assert 0.9 * found["total"] <= found["predicted"] <= 1.5 * found["total"]
+        assert 0.9 * found["total"] <= found["predicted"] <= 1.25 * found["total"]
     assert found["pss"] <= found["budget"]
     if before and cell.start == "fork":  # a worker that does not fork is a third of that budget
         assert found["total"] >= 0.60 * found["budget"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "order"), [("arrays", "shuffle"), ("stream", "ours")])
+def test_a_loader_of_ones_own_needs_no_more_than_is_predicted(data, order, tmp_path) -> None:
+    """By `host_bytes`, from another process; how much less depends on the largest batch."""
+    before = own_shared_memory(4096)
+    if not before:
+        pytest.skip("a mount of its own is not allowed here")
+    cell = Cell(data=data, start="fork", folder=str(tmp_path), plain=(3, 4), order=order)
+    found = result(run(replace(cell, pause_s=0.01), *before))
+    assert 0.9 * found["total"] <= found["predicted"]
+    assert found["shared"] <= found["predicted_shared"]
 
 
 LARGE = Cell(

@@ -95,6 +95,7 @@ def test_a_data_set_is_sent_before_batches_are_on_their_way() -> None:
 def test_open_files_follow_the_sharing_strategy(monkeypatch) -> None:
     """Each tensor in flight is one by file descriptors, and none by names."""
     assert model().needs(setting(2, 3)).descriptors == 2 * 8 + 2 * 8
+    assert model().needs(setting(0, 0)).descriptors == 0  # nothing is handed over
     where = "torchbudget.data.loading.host_model.get_sharing_strategy"
     monkeypatch.setattr(where, lambda: "file_system")
     assert model().needs(setting(2, 3)).descriptors == 2 * 8

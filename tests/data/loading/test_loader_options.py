@@ -103,6 +103,16 @@ def test_a_stream_is_not_read_here() -> None:
     assert sorted(found) == sorted(SIZES.tolist())
 
 
+def test_a_stream_is_predicted_by_several_batches() -> None:
+    """However long its worker takes to start, and however little time there is."""
+    texts = [["x" * int(size) for size in SIZES]]
+    stream = tb.BudgetedIterableDataset(
+        texts, tb.PaddedCost(unit_bytes=1), 2000, size=len, collate_fn=list
+    )
+    chosen = tb.loader_options(stream, ROOMY, max_workers=1, trial_s=0)
+    assert chosen.needs.basis == "the largest of 8 batches that were read"
+
+
 def test_it_refuses_with_the_smallest_budget_that_would_do() -> None:
     """That budget is then accepted, and leaves no worker."""
     with pytest.raises(BudgetError, match=r"even without workers.* host_batch_bytes=") as refused:
@@ -114,6 +124,16 @@ def test_it_refuses_with_the_smallest_budget_that_would_do() -> None:
     assert chosen["prefetch_factor"] is None
 
 
+def test_a_stream_is_refused_by_what_it_has() -> None:
+    """It has no `host_batch_bytes=`; `look_ahead=` and `max_batch_size=` make it smaller."""
+    stream = tb.BudgetedIterableDataset(
+        [["x" * int(size) for size in SIZES]], tb.PaddedCost(unit_bytes=1), 4000, size=len
+    )
+    with pytest.raises(BudgetError, match=r"max_batch_size=.*look_ahead=") as refused:
+        tb.loader_options(stream, tb.MemoryBudget(host="10MiB"), trial_s=0)
+    assert "host_batch_bytes" not in str(refused.value)
+
+
 @pytest.mark.slow
 def test_shared_memory_limits_what_is_prefetched() -> None:
     """The budget's share of /dev/shm holds the window of batches; too little of it: no workers."""
@@ -122,6 +142,7 @@ def test_shared_memory_limits_what_is_prefetched() -> None:
     chosen = options(tb.MemoryBudget(host="64GiB", shared=6 * batch), max_workers=2)
     assert chosen.needs.shared_bytes <= 6 * batch < roomy.needs.shared_bytes
     assert chosen["num_workers"] >= 1
+    assert str(SHM) in chosen.limited_by
     chosen = options(tb.MemoryBudget(host="64GiB", shared=batch), max_workers=2)
     assert chosen["num_workers"] == 0
     assert str(SHM) in chosen.limited_by
@@ -138,6 +159,27 @@ def test_open_files_limit_what_is_prefetched() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert chosen.needs.descriptors <= 40 < roomy.needs.descriptors
+    assert chosen["num_workers"] == 2
+    assert chosen.limited_by.startswith("open files")  # not the number of workers
+
+
+def test_without_workers_no_file_is_open() -> None:
+    """Batches of so many tensors that no worker fits are loaded in the loop, not refused."""
+
+    class Wide(Counted):
+        def __getitem__(self, index: int):
+            return {f"x{n}": torch.ones(int(SIZES[index])) for n in range(60)}
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, hard))
+        chosen = options(dataset=Wide(), max_workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert chosen["num_workers"] == 0
+    assert chosen.needs.descriptors == 0
+    assert chosen.limited_by.startswith("open files")
 
 
 @pytest.mark.slow

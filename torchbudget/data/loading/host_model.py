@@ -98,7 +98,8 @@ class HostModel:
             - parts["samples of batches that are being built"],
         )
         parts["margin"] = int(_MARGIN * (sum(parts.values()) - known))
-        tensors = flight.tensors if get_sharing_strategy() == "file_descriptor" else 0
+        by_descriptor = get_sharing_strategy() == "file_descriptor"
+        tensors = flight.tensors if workers and by_descriptor else 0
         return HostBytes(
             parts=tuple((name, size) for name, size in parts.items() if size),
             shared_bytes=flight.peak_shared(batches) if workers else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -16,9 +17,10 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, is_number, optional
 from torchbudget.data.loading.host_model import HostModel, Setting
 from torchbudget.data.loading.limits import HostLimits
+from torchbudget.data.loading.loader_parts import LoaderParts
 from torchbudget.data.loading.parts import HostBytes
-from torchbudget.data.loading.timing import samples_per_second
-from torchbudget.data.loading.trial import LoaderParts
+from torchbudget.data.loading.timing import fastest, time_workers
+from torchbudget.data.loading.trial import Trial
 from torchbudget.data.loading.tried_model import loader_model
 from torchbudget.data.map_style import MapStyle
 from torchbudget.data.planned_sampler import PlannedSampler
@@ -33,8 +35,6 @@ from torchbudget.units import Amount, format_bytes, parse_bytes
 _MOST_PREFETCHED: Final = 8
 _TIMED_PREFETCH: Final = 2
 _TIMED: Final = 512  # batches
-# Of the fastest: what two timings of one setting differ by.
-_AS_FAST: Final = 0.97
 _log: Final = logging.getLogger("torchbudget")
 
 
@@ -97,8 +97,9 @@ def loader_options(
     while its memory is read from here. With it is known what a worker needs, what it copies of this
     process's objects, and what a batch needs in shared memory and while it is built; the batches
     that exist at once are a window over the plan's own sequence. Then, of the numbers of workers
-    that fit, the fastest is taken (of nearly the same speed: most workers), with as many batches
-    prefetched as fit, up to 8 a worker.
+    that fit, the fastest is taken (of nearly the same speed: most workers; none only where workers
+    are clearly slower, since they also read while the step runs), with as many batches prefetched
+    as fit, up to 8 a worker.
 
     Call it where the loader is made: after the model is built, since what this process has now
     counts. The data set is read in other processes only, the sampler or stream stays where it is,
@@ -121,7 +122,8 @@ def loader_options(
             `LOCAL_WORLD_SIZE`, 1 for a process that is alone. The budget's `host` is this rank's.
         reserve: bytes that this process will allocate later on, such as a model on the CPU.
         trial_s: seconds for the trial and for timing, half of them each, without the time in which
-            workers start; 0: a few batches, and the most workers that fit.
+            workers start, and more where a few batches take longer; 0: a few batches, and the most
+            workers that fit.
 
     Raises:
         BudgetError: the budget states no host bytes; or no setting fits: the error names the
@@ -152,11 +154,13 @@ def loader_options(
     parts = _parts(sampler_or_stream, dataset, collate_fn, worker_init_fn, multiprocessing_context)
     model = loader_model(sampler_or_stream, parts, later=later, seconds=trial_s / 2)
     limits = HostLimits.of(MemoryBudget.of(budget), budget_bytes, ranks)
-    choice = _Choice(model, limits, most, pin_memory, persistent_workers)
+    choice = _Choice(
+        model, limits, most, pin_memory, persistent_workers, is_stream=parts.is_iterable
+    )
     speeds: dict[int, float] = {}
     if isinstance(sampler_or_stream, PlannedSampler) and trial_s and choice.most:
-        speeds = _speeds(sampler_or_stream, parts, choice, trial_s / 2)
-    setting = choice.setting(_fastest(speeds) if speeds else choice.most)
+        speeds = _speeds(sampler_or_stream, parts, choice, model.trial, trial_s / 2)
+    setting = choice.setting(fastest(speeds) if speeds else choice.most)
     options: dict[str, Any] = {
         "num_workers": setting.workers,
         "prefetch_factor": setting.prefetch or None,
@@ -188,6 +192,8 @@ class _Choice:
         most: int,
         pin_memory: bool | None,
         persists: bool,
+        *,
+        is_stream: bool,
     ) -> None:
         self._model, self._limits = model, limits
         self._allowed, self._persists = most, persists
@@ -196,8 +202,8 @@ class _Choice:
         if over and pin_memory is None and self.pins:
             self.pins = False
             over = self._over(self._of(0, 0))
-        if over:
-            raise _too_small(model.needs(self._of(0, 0)), limits)
+        if over:  # host bytes: without workers nothing is in /dev/shm or an open file
+            raise _too_small(model.needs(self._of(0, 0)), limits, is_stream)
         fitting = (n for n in range(most, 0, -1) if not self._over(self._of(n, 1)))
         self.most = next(fitting, 0)
         if not self.most:
@@ -214,10 +220,13 @@ class _Choice:
 
     def reason(self, setting: Setting) -> str:
         """What a larger setting would exceed."""
-        if setting.workers == self._allowed:
-            return f"max_workers={self._allowed}, or the processors of this rank"
-        more = self._over(self._of(setting.workers + 1, 1))
-        return more or "speed: more workers were no faster"
+        workers, prefetch = setting.workers, setting.prefetch
+        is_cut = bool(workers) and prefetch < _MOST_PREFETCHED
+        batches = self._over(self._of(workers, prefetch + 1)) if is_cut else ""
+        if workers == self._allowed:
+            return batches or f"max_workers={self._allowed}, or the processors of this rank"
+        more = self._over(self._of(workers + 1, 1))
+        return more or batches or "speed: more workers were no faster"
 
     def _of(self, workers: int, prefetch: int) -> Setting:
         pins = self.pins and torch.accelerator.is_available()
@@ -274,34 +283,29 @@ def _parts(
     )
 
 
-def _too_small(needs: HostBytes, limits: HostLimits) -> BudgetError:
+def _too_small(needs: HostBytes, limits: HostLimits, is_stream: bool) -> BudgetError:
     least = needs.total_bytes
+    smaller = "the sampler's host_batch_bytes="
+    if is_stream:
+        smaller = "the stream's max_batch_size=), let fewer samples wait (its look_ahead="
     return BudgetError(
         f"even without workers the loader needs more than the host's budget of "
         f"{format_bytes(limits.host_bytes)}: the smallest that would do is "
         f"MemoryBudget(host={least}), {format_bytes(least)}. Free memory, make micro-batches "
-        f"smaller (the sampler's host_batch_bytes=), or raise it:\n"
+        f"smaller ({smaller}), or raise it:\n"
         f"{needs.table(limits.host_bytes)}"
     )
 
 
 def _speeds(
-    sampler: PlannedSampler, parts: LoaderParts, choice: _Choice, seconds: float
+    sampler: PlannedSampler, parts: LoaderParts, choice: _Choice, trial: Trial, seconds: float
 ) -> dict[int, float]:
-    """Samples a second of no worker, of the most that fit, of a half and of a quarter of them."""
-    tried = {0, *(choice.most >> halves for halves in range(3))}
-    # What else the machine does only slows down: the better of two. Starting anew may take long.
-    rounds = 2 if parts.starts_by_fork else 1
-    each = seconds / len(tried) / rounds
-    batches = batches_at(sampler.plan, range(_TIMED), epoch=sampler.epoch, rank=sampler.rank)
-    settings = [choice.setting(workers, most=_TIMED_PREFETCH) for workers in sorted(tried)]
-    speeds: dict[int, float] = {}
-    for setting in settings * rounds:
-        speed = samples_per_second(parts, batches, setting, seconds=each)
-        speeds[setting.workers] = max(speed, speeds.get(setting.workers, 0.0))
-    return speeds
-
-
-def _fastest(speeds: Mapping[int, float]) -> int:
-    best = max(speeds.values())
-    return max(workers for workers, speed in speeds.items() if speed >= _AS_FAST * best)
+    """Samples a second of the numbers of workers that were timed."""
+    return time_workers(
+        parts,
+        batches_at(sampler.plan, range(_TIMED), epoch=sampler.epoch, rank=sampler.rank),
+        lambda workers: choice.setting(workers, most=_TIMED_PREFETCH),
+        choice.most,
+        batch_s=statistics.fmean(one.seconds for one in trial.batches),
+        seconds=seconds,
+    )

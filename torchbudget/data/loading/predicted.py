@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.data.loading.host_model import Setting
+from torchbudget.data.loading.loader_parts import LoaderParts
 from torchbudget.data.loading.parts import HostBytes
-from torchbudget.data.loading.trial import LoaderParts
 from torchbudget.data.loading.tried_model import loader_model
 from torchbudget.errors import OptionError
 from torchbudget.units import Amount, parse_bytes

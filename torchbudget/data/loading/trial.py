@@ -15,12 +15,11 @@ from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
-import torch
-from torch.utils.data import DataLoader
-
 from torchbudget.data.loading.batch_bytes import BatchBytes, batch_bytes
 from torchbudget.data.loading.in_flight import TriedBatch
+from torchbudget.data.loading.loader_parts import LoaderParts
 from torchbudget.errors import OptionError
+from torchbudget.machine.limits import allow_more_descriptors
 from torchbudget.machine.process_pages import (
     ProcessPages,
     mapped_data_bytes,
@@ -28,62 +27,15 @@ from torchbudget.machine.process_pages import (
     restart_peak,
 )
 from torchbudget.machine.process_tree import process_memory
+from torchbudget.units import MiB
 
 _SMALL: Final = 2  # batches that are tried whatever they need
 _ALWAYS: Final = 8  # that are tried however long it takes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoaderParts:
-    """What a `DataLoader` is made of, whatever its number of workers.
-
-    Attributes:
-        dataset: map-style, or an iterable one that yields batches.
-        collate_fn: as the `DataLoader`'s.
-        worker_init_fn: likewise.
-        context: the way that workers are started; `None`: the default one.
-        is_iterable: there are no lists of indices.
-        batch_size: of the loader's own batches of an iterable data set; `None`: it yields batches.
-    """
-
-    dataset: Any
-    collate_fn: Callable[[list[Any]], Any] | None
-    worker_init_fn: Callable[[int], None] | None
-    context: Any
-    is_iterable: bool = False
-    batch_size: int | None = None
-
-    @property
-    def workers_context(self) -> Any:
-        """The context of `multiprocessing` that workers are started in."""
-        if self.context is None or isinstance(self.context, str):
-            return multiprocessing.get_context(self.context)
-        return self.context
-
-    @property
-    def starts_by_fork(self) -> bool:
-        """Whether workers share this process's memory when they start."""
-        return bool(self.workers_context.get_start_method() == "fork")
-
-    def loader(self, batches: Any, **options: Any) -> DataLoader[Any]:
-        """A loader of these batches, which draws nothing from the global generators.
-
-        Args:
-            batches: an iterable of lists of indices; not looked at where the data set is iterable.
-            options: of the loader, its number of workers among them.
-        """
-        workers = bool(options["num_workers"])
-        order: dict[str, Any] = {"batch_sampler": batches}
-        if self.is_iterable:
-            order = {"batch_size": self.batch_size}
-        return DataLoader(
-            self.dataset,
-            **order,
-            collate_fn=self.collate_fn,
-            multiprocessing_context=self.context if workers else None,
-            generator=torch.Generator(),
-            **{"worker_init_fn": self.worker_init_fn} | options,
-        )
+# While a worker still copies its parent's memory, what it will copy is guessed from few batches.
+_COPYING_BYTES: Final = MiB(1)  # in as many batches as these
+_COPYING: Final = 4
+_SETTLED: Final = 64
+_SETTLING_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,16 +94,19 @@ class Trial:
         return min(math.ceil(later), self.common)
 
 
-class _CollectsGarbage:
+class _StartsTrial:
     """Starts a worker as the user's function does, after a full garbage collection.
 
     One comes in every worker sooner or later, and copies what it writes to of the parent's objects.
+    How many files it needs is not known yet: one that runs out of them while it sends a batch
+    raises in a thread of its own, and the loop waits forever.
     """
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self.start = start
 
     def __call__(self, worker: int) -> None:
+        allow_more_descriptors()
         gc.collect()
         if self.start is not None:
             self.start(worker)
@@ -200,7 +155,7 @@ class _Watched:
         [self.pid] = _children() - self.before
         for number, batch in enumerate(self.batches):
             tried = len(self.numbers)
-            in_time = tried < _ALWAYS or time.monotonic() < self.ends
+            in_time = tried < _ALWAYS or time.monotonic() < self.ends or self._copies_yet(tried)
             if tried < _SMALL or (in_time and self.fits(number)):
                 self._read()
                 self.numbers.append(number)
@@ -210,6 +165,12 @@ class _Watched:
         self.mapped = mapped_data_bytes(self.pid)
         if self.sibling:
             self.originals = self._originals()
+
+    def _copies_yet(self, tried: int) -> bool:
+        """Whether the worker goes on copying this process's memory, and may be waited for."""
+        copied = self.readings[-_COPYING - 1].common - self.readings[-1].common
+        in_time = tried < _SETTLED and time.monotonic() < self.ends + _SETTLING_S
+        return in_time and copied > _COPYING_BYTES
 
     def _originals(self) -> int:
         """What the worker and its sibling have, and neither is their own nor this process's."""
@@ -284,7 +245,7 @@ def _take(parts: LoaderParts, watched: _Watched, weights: list[BatchBytes]) -> l
         watched,
         num_workers=1,
         prefetch_factor=1,
-        worker_init_fn=_CollectsGarbage(parts.worker_init_fn),
+        worker_init_fn=_StartsTrial(parts.worker_init_fn),
     )
     times: list[float] = []
     for batch in loader:
@@ -302,8 +263,10 @@ def _trial_of(
 ) -> Trial:
     readings = watched.readings
     samples = [len(watched.batches[number]) for number in watched.numbers]
+    # What building leaves in the heap is in `private` already, and is used again.
+    highest = max(one.anonymous for one in readings[1:])
     tried = [
-        TriedBatch(weight, _taken(before, after, weight), elapsed, count)
+        TriedBatch(weight, _taken(before, after, weight, highest), elapsed, count)
         for before, after, weight, elapsed, count in zip(
             readings, readings[1:], weights, times, samples, strict=False
         )
@@ -317,7 +280,7 @@ def _trial_of(
         numbers=watched.numbers[1 : len(tried)],
         private=private,
         originals=watched.originals,
-        kept=max(0, last.anonymous - settled.anonymous),
+        kept=highest - settled.anonymous,
         reads=tuple(accumulate(samples[1:], initial=0)),
         copied=tuple(max(0, settled.common - one.common) for one in readings[1:]),
         common=last.common,
@@ -327,10 +290,14 @@ def _trial_of(
     )
 
 
-def _taken(before: ProcessPages, after: ProcessPages, weight: BatchBytes) -> int:
-    """What a worker took beside its batch; pages of files are not counted, which stay."""
+def _taken(before: ProcessPages, after: ProcessPages, weight: BatchBytes, highest: int) -> int:
+    """What a worker took beside its batch and beyond its highest anonymous memory between batches.
+
+    Pages of files are not counted, which stay.
+    """
     files = max(0, after.file - before.file)
-    return max(0, after.peak_resident - before.resident - files - sum(weight.storages))
+    kept = max(0, highest - before.anonymous)
+    return max(0, after.peak_resident - before.resident - files - sum(weight.storages) - kept)
 
 
 def _children() -> set[int]:
@@ -351,15 +318,15 @@ def try_stream(parts: LoaderParts, *, seconds: float, most: int) -> Trial:
 
     Args:
         parts: of the loader, of an iterable data set of batches, which is a copy.
-        seconds: after which no further batch is taken.
+        seconds: from the first batch on, after which no further one is taken, once a few were.
         most: batches that are taken.
 
     Raises:
         MachineError: the worker's memory cannot be read.
         OptionError: the data set yields nothing.
     """
-    before, ends = _children(), time.monotonic() + seconds
-    start = _CollectsGarbage(parts.worker_init_fn)
+    before, ends = _children(), math.inf
+    start = _StartsTrial(parts.worker_init_fn)
     batches = iter(parts.loader((), num_workers=1, prefetch_factor=1, worker_init_fn=start))
     [pid] = _children() - before
     tried: list[TriedBatch] = []
@@ -369,7 +336,8 @@ def try_stream(parts: LoaderParts, *, seconds: float, most: int) -> Trial:
         readings.append(process_pages(pid))
         elapsed, begun = time.monotonic() - begun, time.monotonic()
         tried.append(TriedBatch(batch_bytes(batch), 0, elapsed, 0))
-        if begun > ends or len(tried) == most:
+        ends = min(ends, begun + seconds)  # the worker has started
+        if len(tried) == most or (len(tried) >= _ALWAYS and begun > ends):
             break
     if not tried:
         raise OptionError("the data set yields no batch, so that nothing is known of its bytes")

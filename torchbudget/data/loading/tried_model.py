@@ -13,7 +13,8 @@ import numpy as np
 from torchbudget.data.loading.batch_bytes import BatchBytes
 from torchbudget.data.loading.host_model import HostModel, cache_bytes, present_bytes
 from torchbudget.data.loading.in_flight import InFlight, Observed, Planned
-from torchbudget.data.loading.trial import LoaderParts, Trial, try_batches, try_stream
+from torchbudget.data.loading.loader_parts import LoaderParts
+from torchbudget.data.loading.trial import Trial, try_batches, try_stream
 from torchbudget.data.planned_sampler import PlannedSampler
 from torchbudget.errors import OptionError
 from torchbudget.machine.host import shared_memory
