@@ -111,6 +111,8 @@ def fastest(speeds: dict[int, float]) -> int:
     None only where they are clearly slower: the loop waits for what is loaded without them.
 
     >>> fastest({0: 100.0, 1: 97.0, 2: 96.0})
+    2
+    >>> fastest({0: 100.0, 1: 97.0, 2: 91.0})
     1
     >>> fastest({0: 100.0, 1: 94.0})
     0
