@@ -82,8 +82,38 @@ def test_many_samples_of_two_or_three_words() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
-def test_where_no_formula_fits_none_needs_more() -> None:
-    """Memory that does not grow as a polynomial, in chunks of rows."""
-    cost, errors = compare("loss in chunks", 20)
+@pytest.mark.parametrize("name", ["loss in chunks", "accumulated"])
+def test_where_no_formula_fits_none_needs_more(name: str) -> None:
+    """Memory that does not grow as a polynomial: in chunks of rows, or of the batch."""
+    cost, errors = compare(name, 20)
     assert cost.vouched is not None
     assert min(errors) >= 0
+    assert max(errors) <= 10
+
+
+@pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")
+@pytest.mark.parametrize(
+    ("name", "most"), [("two networks in turn", 0.1), ("accumulated", 0.6), ("speech", 0.06)]
+)
+def test_batches_that_fill_a_budget(name: str, most: float) -> None:
+    """Steps whose operations depend on the shape: none needs more, and none is far from it.
+
+    One that pads samples itself does other operations for sizes of most kinds, one that cuts its
+    batch does for most numbers of samples: such steps say nothing of shorter samples.
+    """
+    case, again = CLASSES[name](), CLASSES[name]()
+    largest = case.max_size
+    budget = trace_peak_bytes(again.step, again.make_batch(4, largest))
+    cost = measure_cost(
+        case.step,
+        case.make_batch,
+        max_size=largest,
+        min_size=case.min_size,
+        budget=budget,
+        method="trace",
+    )
+    for size in np.geomspace(case.min_size, largest, 7).astype(int).tolist():
+        n = int(cost.capacity(size, budget))
+        if n:
+            peak = trace_peak_bytes(again.step, again.make_batch(n, size))
+            assert 0 <= int(cost.batch_bytes(n, size)) / peak - 1 <= most

@@ -174,6 +174,24 @@ def test_packed_is_above_every_form(seed: int) -> None:
     assert (cost.packed().batch_bytes(n, sizes) >= exact - 1).all()
 
 
+@given(st.data(), st.integers(1, 3))
+def test_packed_is_above_forms_whose_sizes_count_as_more_or_less(
+    data: st.DataObject, axes: int
+) -> None:
+    """Where layers round sizes, terms count them from another place than 0."""
+    powers = st.lists(st.integers(0, 2), min_size=axes, max_size=axes).map(tuple)
+    starts = st.lists(st.integers(-400, 400), min_size=axes, max_size=axes).map(tuple)
+    some = st.builds(Term, st.integers(1, 10**5), st.just(1), powers.filter(lambda p: sum(p) < 3))
+    moved = st.builds(replace, some, start=starts)
+    terms = data.draw(st.lists(moved, min_size=1, max_size=5))
+    forms = [(Term(10**6, 0, (0,) * axes), *terms[i::2]) for i in range(2) if terms[i::2]]
+    cost = MeasuredCost(forms=tuple(Form(terms=form) for form in forms), margin=0.05)
+    n = data.draw(st.integers(1, 50))
+    size = data.draw(st.lists(st.integers(1, 1000), min_size=axes, max_size=axes))
+    shape = n, size if axes > 1 else size[0]
+    assert int(cost.packed().batch_bytes(*shape)) >= int(cost.batch_bytes(*shape)) - 1
+
+
 @pytest.mark.parametrize("largest", [(512,), (512, 64)])
 def test_packed_samples_beyond_the_measured_ones_are_over_every_budget(largest) -> None:
     """As padded ones are: a formula says nothing of what no step was seen on."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from torchbudget.cost.measuring.shapes import Subject
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.measured import MeasuredCost
@@ -18,6 +20,8 @@ from torchbudget.units import format_bytes
 # predicts more by more: layers round short sizes down.
 _UNDER: Final = 0.1
 _OVER: Final = 0.3
+# Sizes below such a share of the largest are short: there a layer that rounds them is far off.
+_SHORT: Final = 1 / 16
 # Peaks above the lowest by less may be on the floor.
 _FLOOR: Final = 1.01
 
@@ -91,9 +95,19 @@ def is_monotone(probes: Sequence[Probe]) -> bool:
 
 
 def fits(cost: MeasuredCost, *, everywhere: bool = False) -> bool:
-    """Whether the forms are near every probe; or, where they hold everywhere, not below one."""
-    over = math.inf if everywhere else _OVER
-    return all(-_UNDER <= error <= over for error in cost.errors())
+    """Whether the forms are near every probe; where they hold everywhere, short ones may be less.
+
+    Args:
+        cost: of forms, without a margin.
+        everywhere: whether each moment of the step was fitted, so that layers that round sizes are
+            why a form is above a step.
+    """
+    longest = np.max([probe.size for probe in cost.probes], axis=0)
+    return all(
+        error >= -_UNDER
+        and (error <= _OVER or (everywhere and np.any(probe.size < _SHORT * longest)))
+        for error, probe in zip(cost.errors(), cost.probes, strict=True)
+    )
 
 
 def margin_of(cost: MeasuredCost, least: float) -> float:

@@ -61,6 +61,8 @@ _FIT_2: Final[_Shares] = (
 )
 # Peaks that are missed by more may be those of a step that pads samples by itself.
 _PADDED: Final = 0.05
+# A size below such a multiple of the smallest may be one that a layer leaves one position of.
+_SHORTEST: Final = 2
 # Without a budget, samples of the shapes that a fit is judged at; their sizes are spread.
 _JUDGED: Final = (12, 0, 5, 100, 40, 3)
 
@@ -327,13 +329,20 @@ class _Tracer:
         return Traced(forms, probes, aligned=False, margin=margin)
 
     def _raised(self, traced: Traced) -> Traced:
-        """Aligned forms, raised above what they were not fitted to."""
+        """Aligned forms, raised above what they were not fitted to.
+
+        Other operations are those of the shortest samples, or depend on more than that: then what
+        is missed shows in the margin, or that these forms are not the step's.
+        """
         alike = of_same_operations([*self.traces.values()], self.domain.axes)
         same = [True] * len(traced.probes) if alike is None else alike.tolist()
-        fitted = [probe for probe, one in zip(traced.probes, same, strict=True) if one]
-        others = [probe for probe, one in zip(traced.probes, same, strict=True) if not one]
+        fitted: list[Probe] = []
+        shortest: list[Probe] = []
+        for probe, is_same in zip(traced.probes, same, strict=True):
+            is_shortest = np.any(np.less(probe.size, _SHORTEST * np.array(self.domain.smallest)))
+            (fitted if is_same or not is_shortest else shortest).append(probe)
         forms, margin = raised(traced.forms, fitted)
-        return replace(traced, forms=with_missed(forms, others), margin=margin)
+        return replace(traced, forms=with_missed(forms, shortest), margin=margin)
 
     def _probes(self, held_out: set[Shape]) -> tuple[Probe, ...]:
         return tuple(

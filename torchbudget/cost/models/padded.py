@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from torchbudget.checks import is_int
 from torchbudget.cost.models.form import Form
+from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, FloatArray, IntArray
 from torchbudget.errors import CostError, CostOverflowError
 from torchbudget.units import MAX_BYTES
@@ -226,7 +228,8 @@ def cost_options(coefficients: FloatArray) -> dict[str, Any]:
 def additive_bound(forms: Sequence[Form], factor: float, beside: float) -> dict[str, Any]:
     """The arguments of the cheapest `PackedCost` nowhere below `factor·form + beside` of any form.
 
-    With coefficients of at least 0, the largest of each bounds the largest sum.
+    With coefficients of at least 0, the largest of each bounds the largest sum. A size that counts
+    as more than it is gives lower powers, too; one that counts as less is taken as it is.
 
     Raises:
         CostError: a form has terms that are neither a constant nor a share of each sample.
@@ -246,7 +249,16 @@ def additive_bound(forms: Sequence[Form], factor: float, beside: float) -> dict[
                     "a packed batch must cost a constant and a share of each sample, but this step "
                     f"has terms without n, in n², or of a high degree: {term}"
                 )
-            row[place] += term.bytes
+            for powers, share in _powers_of_sizes(term):
+                row[places[term.samples, powers]] += term.bytes * share
     largest = factor * sums.max(axis=0)
     largest[0] += beside
     return cost_options(largest)
+
+
+def _powers_of_sizes(term: Term) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Powers of the plain sizes that `Πᵢ (Lᵢ − startᵢ)^sizesᵢ` has, and the coefficient of each."""
+    more = [max(-start, 0) for start in term.start or (0,) * len(term.sizes)]
+    for powers in product(*(range(power + 1) for power in term.sizes)):
+        of_axes = zip(more, term.sizes, powers, strict=True)
+        yield powers, math.prod(math.comb(of, k) * some ** (of - k) for some, of, k in of_axes)
