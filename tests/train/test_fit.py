@@ -38,10 +38,11 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(4)
-        self.embed = nn.Embedding(CLASSES, 16)
+        with torch.random.fork_rng(devices=[]):  # or a resumed training would draw as a new one
+            torch.manual_seed(4)
+            self.embed = nn.Embedding(CLASSES, 16)
+            self.head = nn.Linear(16, CLASSES)
         self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.drop(torch.tanh(self.embed(x))))

@@ -13,14 +13,17 @@ from torch.utils.data import DataLoader
 
 from tests.train.test_fit import Training, loss_of, samples, tokens
 from torchbudget import (
+    BudgetedIterableDataset,
     GradAccumulator,
     MemoryBudgetBatchSampler,
     PadCollate,
+    PaddedBatch,
     PaddedCost,
     evaluate,
+    fit,
     train_epoch,
 )
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, PaddedSizeWarning, SampleError
 from torchbudget.train.epoch_loader import EpochLoader
 
 
@@ -69,6 +72,70 @@ def test_an_evaluation_trains_nothing_that_the_criterion_has(kind: str) -> None:
     assert all(part.training for part in loss.modules())
     loss.eval()
     assert found == pytest.approx(loss(model, batch).item() / 8, rel=1e-6)
+
+
+class EndsEarly:
+    """A collate that calls `next` on an iterator that has no more, after a few batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.names = iter(range(batches))
+        self.collate = PadCollate()
+
+    def __call__(self, data: Any) -> Any:
+        next(self.names)
+        return data if isinstance(data, PaddedBatch) else self.collate(data)
+
+
+def ends_early(kind: str, workers: int) -> DataLoader[Any]:
+    data, cost = samples(60, 3), PaddedCost(unit_bytes=1)
+    sizes = [len(one["x"]) for one in data]
+    if kind == "sampler":
+        sampler = MemoryBudgetBatchSampler(sizes, cost, 100)
+        return DataLoader(data, batch_sampler=sampler, collate_fn=EndsEarly(3), num_workers=workers)
+    stream = BudgetedIterableDataset(
+        [data], cost, 100, size=lambda one: len(one["x"]), collate_fn=PadCollate()
+    )
+    return DataLoader(stream, batch_size=None, collate_fn=EndsEarly(3), num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sampler", "stream"])
+@pytest.mark.parametrize("loop", ["evaluate", "train_epoch", "fit", "validation"])
+def test_a_loop_that_ends_before_the_epoch_is_an_error(loop: str, kind: str, workers: int) -> None:
+    """What a collate raises is not taken for the end of the data, where nothing is saved either."""
+    training, loader = Training(), ends_early(kind, workers)
+    model, accumulator = training.model, training.accumulator
+    if loop in ("train_epoch", "fit"):
+        accumulator = GradAccumulator(training.optimizer, model, steps=1)
+    with pytest.raises(SampleError, match="StopIteration"):
+        if loop == "evaluate":
+            evaluate(model, loader, loss_of, weight=tokens)
+        elif loop == "train_epoch":
+            train_epoch(model, loader, loss_of, accumulator, weight=tokens)
+        elif loop == "fit":
+            fit(model, loader, loss_of, accumulator, epochs=1, weight=tokens)
+        else:
+            fit(
+                model,
+                training.loader,
+                loss_of,
+                accumulator,
+                epochs=1,
+                weight=tokens,
+                validation=loader,
+            )
+
+
+def test_a_training_without_a_folder_compares_batches_with_the_plan() -> None:
+    """A collate that pads to a multiple that the sampler does not know is noticed there, too."""
+    training = Training()
+    loader = DataLoader(
+        training.loader.dataset,
+        batch_sampler=training.loader.batch_sampler,
+        collate_fn=PadCollate(size_multiple=64),
+    )
+    with pytest.warns(PaddedSizeWarning, match="size_multiple=1"):
+        fit(training.model, loader, loss_of, training.accumulator, epochs=1, weight=tokens)
 
 
 def test_tensors_and_a_last_incomplete_step() -> None:

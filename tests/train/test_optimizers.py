@@ -153,10 +153,29 @@ def test_an_infinite_norm_is_only_measured() -> None:
     assert parameter.tolist() == [-1.0, -1.0]
 
 
-def test_an_optimizer_in_the_backward_is_noticed() -> None:
-    """A hook of the user's that steps, and the mark of torch's `_apply_optimizer_in_backward`."""
+@pytest.mark.parametrize("max_norm", [None, math.inf])
+def test_several_optimizers_step_with_finite_gradients_whose_norm_overflows(max_norm) -> None:
+    """A scaler lowers its scale only where a gradient overflows: it would never step again."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([parameter], lr=1e-30) for parameter in parameters]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accumulator = GradAccumulator(optimizers, steps=1, max_norm=max_norm, scaler=scaler)
+    for factor in (1e30, math.nan, math.inf):
+        with accumulator.micro_batch(1):
+            accumulator.backward(sum((parameter * factor).sum() for parameter in parameters))
+        assert accumulator.last.skipped == (factor != 1e30)
+        assert all(parameter.tolist() == [-1.0, -1.0] for parameter in parameters)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
+    """A hook of the user's that steps, and the mark of torch's `_apply_optimizer_in_backward`.
+
+    Also where the training goes on after steps of another run.
+    """
     model = make_model("CNN")
     accumulator = GradAccumulator(sgd(model), model)
+    accumulator.load_state_dict({**accumulator.state_dict(), "steps": steps})
     for parameter in model.parameters():
         inner = torch.optim.SGD([parameter], lr=0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, inner=inner: inner.step())

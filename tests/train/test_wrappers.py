@@ -225,18 +225,25 @@ def static():
     GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), ddp)
 
 
-def bare(given):
+def resumed(accumulator, steps):
+    "As of another run, between steps."
+    accumulator.load_state_dict({**accumulator.state_dict(), "steps": steps})
+    return accumulator
+
+
+def bare(given, steps=0):
     ddp = DistributedDataParallel(make_model(name))
     accumulator = GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), given(ddp), steps=2)
+    resumed(accumulator, steps)
     with torch.no_grad():
         ddp(data.x)  # outside of a micro-batch it may run
     with accumulator.micro_batch(weight=data.weight):
         accumulator.backward(loss_sum(ddp, data))
 
 
-def late():
+def late(steps=0):
     ddp = DistributedDataParallel(make_model(name))
-    accumulator = GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), ddp)
+    accumulator = resumed(GradAccumulator(OPTIMIZERS["SGD"](ddp.parameters()), ddp), steps)
     ddp.register_comm_hook(None, lambda state, bucket: None)
     with accumulator.micro_batch(weight=data.weight):
         accumulator.backward(loss_sum(ddp, data))
@@ -256,9 +263,10 @@ optimizer = OPTIMIZERS["SGD"](synchronized.parameters())
 refused(lambda: GradAccumulator(optimizer, synchronized).run_or_split(print, torch.ones(2, 2)))
 refused(static)
 refused(hooked)
-refused(late)
-refused(lambda: bare(lambda ddp: ddp.module))
-refused(lambda: bare(lambda ddp: ()))
+for steps in (0, 3):
+    refused(lambda: late(steps))
+    refused(lambda: bare(lambda ddp: ddp.module, steps))
+    refused(lambda: bare(lambda ddp: (), steps))
 refused(zero)
 halves = [dist.new_group(ranks) for ranks in ([0], [1])]
 modules = [DistributedDataParallel(make_model(name), process_group=group)
@@ -280,9 +288,7 @@ SAID = [
     "tensor parallelism and SyncBatchNorm",
     "static_graph=True",
     "communication hook",
-    "communication hook",
-    "pass the wrapped one",
-    "pass the wrapped one",
+    *["communication hook", "pass the wrapped one", "pass the wrapped one"] * 2,
     "ZeroRedundancyOptimizer",
     "distributed over different ranks",
 ]

@@ -131,6 +131,7 @@ class GradAccumulator(AccumulatesGradients):
         self._reads_weights = mean or weight is not None
         self._pending = Pending()
         self._steps = 0
+        self._is_first_step = True  # of this object, in whose micro-batches it is checked
         self._open: OpenMicroBatch | None = None
         self._run: SplitRun | None = None  # of `run_or_split`
         self._detector = MisuseDetector(self.optimizers, self.modules, self._distributed.modules)
@@ -190,7 +191,7 @@ class GradAccumulator(AccumulatesGradients):
         parts_follow = run is not None and run.parts_follow
         if run is not None and run.attempt is None:
             raise StepError("run_or_split's function opened a second micro_batch: it must open one")
-        if not self._steps and before.is_empty:
+        if self._is_first_step:
             self._distributed.check_options()  # a hook may have been registered since
             self._detector.notice_others(self._distributed.others_with(self._parameters()))
         self._check_gradients()
@@ -252,7 +253,7 @@ class GradAccumulator(AccumulatesGradients):
 
     def backward_runs(self) -> AbstractContextManager[None]:
         """The context of a backward by other means, whose gradients are of the right scale."""
-        return self._detector.backward_runs(is_first_step=not self._steps)
+        return self._detector.backward_runs(is_first_step=self._is_first_step)
 
     def run_or_split(
         self, function: Callable[[Any], object], batch: Any, *, cost: MeasuredCost | None = None
@@ -356,6 +357,7 @@ class GradAccumulator(AccumulatesGradients):
         step, is_over = self._taker.take(pending, self._steps + 1, done=done, failure=failure)
         if step is not None:
             self._steps, self.last, self.stepped = step.number, step, True
+            self._is_first_step = False
         return is_over
 
     def _check_gradients(self) -> None:

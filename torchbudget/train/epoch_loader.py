@@ -25,33 +25,42 @@ class EpochLoader:
         loader: as the user made it.
         epoch: of the training.
         seed: of the training, for the workers of all loops.
-        tracked: its sampler or stream is to know which batches came.
     """
 
     loader: Iterable[Any]
     epoch: int
     seed: int
-    tracked: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self.loader
-        names = ("batch_sampler", "sampler", "dataset")
-        sources = [getattr(loader, name, None) for name in names]
-        for source in sources:
+        for source in _sources_of(loader):
             if isinstance(source, HasEpochs):
                 source.set_epoch(self.epoch)
         # Workers that persist are those of the first epoch.
         persist = getattr(loader, "persistent_workers", False)
         with _workers_seeded(loader, self.seed + (0 if persist else self.epoch)):
-            for source in sources:
-                if isinstance(source, ResumableSource):
-                    if self.tracked and not isinstance(loader, Stateful):
-                        return source.tracked(loader)
-                    source.check_ranks()
-            return iter(loader)
+            return loop_over(loader)
 
     def __length_hint__(self) -> int:
         return batches_left(self.loader) or 0
+
+
+def loop_over(loader: Any) -> Iterator[Any]:
+    """Begin a loop over a loader, whose sampler or stream knows which batches came.
+
+    So it is an error where the loop ends before the epoch does, as after a `StopIteration` out of
+    a `collate_fn`, and batches are compared with what was planned.
+    """
+    for source in _sources_of(loader):
+        if isinstance(source, ResumableSource):
+            if not isinstance(loader, Stateful):
+                return source.tracked(loader)
+            source.check_ranks()
+    return iter(loader)
+
+
+def _sources_of(loader: Any) -> list[Any]:
+    return [getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
 
 
 def batches_left(loader: Any) -> int | None:

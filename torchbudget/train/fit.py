@@ -104,13 +104,14 @@ def fit(
         OptionError: patience without validation, or checkpoints without a folder; numbers out of
             range; a monitor on some ranks only; checkpoints of a loader whose position cannot be
             saved; a folder, and a model that is sharded, or lacks parameters that are trained; a
-            sampler has not as many sizes as the data set has samples; or an epoch, or its
-            validation, has no batch.
+            sampler has not as many sizes as the data set has samples, or batches of its loader come
+            out of order; or an epoch, or its validation, has no batch.
         BudgetError: `device_limit` cannot be read, or leaves torch's allocator nothing.
         StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
             cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
             those that saved it, which were at different places of the epoch.
+        SampleError: a loader of a sampler or stream ended before the epoch did.
         RankError: a callback or a checkpoint failed on another rank.
         OSError: a file cannot be written; the checkpoint before it is whole.
     """
@@ -294,8 +295,7 @@ class _Run:
             loaded["run"], self.accumulator, self.loader, epoch=number
         ):
             return ()
-        tracked = self.folder is not None
-        return EpochLoader(loader=self.loader, epoch=number, seed=self.seed, tracked=tracked)
+        return EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
 
     def check_batches(self, name: str, number: float) -> None:
         """Raise an `OptionError` where nothing of a loader counted in the present epoch."""

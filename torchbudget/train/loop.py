@@ -16,7 +16,7 @@ from torchbudget.progress import with_bar
 from torchbudget.protocols import BatchMonitor, SplittablePaddedBatch
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
-from torchbudget.train.epoch_loader import batches_left
+from torchbudget.train.epoch_loader import batches_left, loop_over
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.step import (
     OpenMicroBatch,
@@ -52,7 +52,7 @@ def train_epoch(
 
     Args:
         model: in training or evaluation mode, which is not changed.
-        loader: of batches.
+        loader: of batches. Its sampler or stream then knows which of them came, as in `tracked`.
         criterion: `criterion(model, batch)` calls the model and returns the loss.
         accumulator: that steps; its `mean` says whether losses are means.
         weight: of a batch in the loss of a step, as `micro_batch` takes it. Default: its samples.
@@ -68,7 +68,9 @@ def train_epoch(
         The steps that were taken.
 
     Raises:
-        OptionError: a monitor with `replan=`, and a batch that does not know its padded size.
+        OptionError: a monitor with `replan=`, and a batch that does not know its padded size; or
+            batches of a sampler come out of order.
+        SampleError: the loader of a sampler or stream ended before the epoch did.
     """
     steps: list[Step] = []
 
@@ -80,7 +82,7 @@ def train_epoch(
 
     # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
     # error is forgotten, when torch would wait five seconds for each.
-    with closing(_each(iter(loader))) as batches:
+    with closing(_each(loop_over(loader))) as batches:
         if when_begun is not None:
             when_begun()
         total = batches_left(loader) if progress else None
@@ -137,7 +139,9 @@ def evaluate(
         The loss; NaN where all weights are 0.
 
     Raises:
-        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0.
+        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; or batches
+            of a sampler come out of order.
+        SampleError: the loader of a sampler or stream ended before the epoch did.
     """
     loss, weights = summed_loss(
         model, loader, criterion, weight=weight, mean=mean, device=device, group=group
@@ -162,7 +166,7 @@ def summed_loss(
     losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
     weights = Pending()
     with evaluation_mode([*modules_of(model), *modules_of(criterion)]):
-        for batch in loader:
+        for batch in loop_over(loader):
             own = OpenMicroBatch.of(weight(batch), read=mean)
             loss = criterion(model, moved(batch, device))
             check_scalar(loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -137,12 +137,12 @@ class Optimizers:
             return None, True
         for optimizer in active:
             scaler.unscale_(optimizer)
-        if len(active) == 1:
-            norm = None if self.max_norm is None else self._clip(parameters)
+        # Before they are clipped: finite ones have a largest one, though their norm may overflow.
+        largest = total_norm(_gradients(parameters), math.inf) if len(active) > 1 else None
+        norm = None if self.max_norm is None else self._clip(parameters)
+        if largest is None:
             return norm, _step_scaled(scaler, active[0], parameters[0].device)
-        norm = self._clip(parameters)
-        skipped = _step_together(scaler, active, norm)
-        return None if self.max_norm is None else norm, skipped
+        return norm, _step_together(scaler, active, largest)
 
     @staticmethod
     def _multiply(
@@ -159,9 +159,7 @@ class Optimizers:
 
     def _clip(self, parameters: Sequence[Tensor]) -> Tensor:
         """Clip to `max_norm`, if there is one; the norm before."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if any(gradient.layout is not torch.strided for gradient in gradients):
-            raise OptionError(SPARSE)
+        gradients = _gradients(parameters)
         norm = total_norm(gradients)
         if self.max_norm is not None and self.max_norm < math.inf:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no DTensors beside plain ones.
@@ -242,14 +240,14 @@ def _step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: tor
 
 
 def _step_together(
-    scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], norm: Tensor
+    scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], largest: Tensor
 ) -> bool:
     """Step all optimizers or none, and update the scale; whether none stepped. One read.
 
-    The scaler would decide, and read, for each of them alone. Here the norm of all their gradients
-    says that none steps: where it is not finite.
+    The scaler would decide, and read, for each of them alone. Here the largest of all their
+    gradients says that none steps: where it is not finite.
     """
-    skipped = not torch.isfinite(norm)
+    skipped = not torch.isfinite(largest)
     for optimizer in () if skipped else optimizers:
         if _decides_on_device(optimizer):
             scaler.step(optimizer)
@@ -278,6 +276,14 @@ def _decides_on_device(optimizer: Optimizer) -> bool:
 def _is_mixed(optimizer: Optimizer) -> bool:
     """Whether it has DTensors as well as plain parameters."""
     return len({is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}) > 1
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those that there are, of which the norm is asked for."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise OptionError(SPARSE)
+    return gradients
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

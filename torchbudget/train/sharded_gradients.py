@@ -25,17 +25,17 @@ def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
     return placed
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """The norm of plain gradients and DTensors together, whole on every rank, not read."""
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         mesh = gradient.device_mesh if is_dtensor(gradient) else None
         kinds.setdefault(mesh, []).append(gradient)
-    norms = [_whole(nn.utils.get_total_norm(kind)) for kind in kinds.values()]
+    norms = [_whole(nn.utils.get_total_norm(kind, order)) for kind in kinds.values()]
     if len(norms) == 1:
         return norms[0]
     together: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
-    whole: Tensor = torch.linalg.vector_norm(together)
+    whole: Tensor = torch.linalg.vector_norm(together, order)
     return whole
 
 
