@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -107,23 +108,15 @@ def test_a_loop_that_ends_before_the_epoch_is_an_error(loop: str, kind: str, wor
     model, accumulator = training.model, training.accumulator
     if loop in ("train_epoch", "fit"):
         accumulator = GradAccumulator(training.optimizer, model, steps=1)
+    trained = (model, loader, loss_of, accumulator)
+    loops: dict[str, Callable[[], object]] = {
+        "evaluate": lambda: evaluate(model, loader, loss_of, weight=tokens),
+        "train_epoch": lambda: train_epoch(*trained, weight=tokens),
+        "fit": lambda: fit(*trained, epochs=1, weight=tokens),
+        "validation": lambda: training.fit(epochs=1, validation=loader),
+    }
     with pytest.raises(SampleError, match="StopIteration"):
-        if loop == "evaluate":
-            evaluate(model, loader, loss_of, weight=tokens)
-        elif loop == "train_epoch":
-            train_epoch(model, loader, loss_of, accumulator, weight=tokens)
-        elif loop == "fit":
-            fit(model, loader, loss_of, accumulator, epochs=1, weight=tokens)
-        else:
-            fit(
-                model,
-                training.loader,
-                loss_of,
-                accumulator,
-                epochs=1,
-                weight=tokens,
-                validation=loader,
-            )
+        loops[loop]()
 
 
 def test_a_training_without_a_folder_compares_batches_with_the_plan() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.files import make_folder
 from torchbudget.plan.step_source import IndexSource
 from torchbudget.protocols import BatchMonitor, Stateful
 from torchbudget.train import checkpoint
@@ -233,7 +234,7 @@ class _Run:
         check_trained(self.model, self.accumulator)
         self.unsaved = Unsaved(self.model, self.accumulator, self.criterion, self.callbacks)
         # The ranks meet here, since the first one may still write for an earlier call.
-        on_each_rank(self.host, lambda: folder.mkdir(parents=True, exist_ok=True))
+        on_each_rank(self.host, lambda: make_folder(folder))
         self.files = files = RunFolder(folder)
         found = on_each_rank(self.host, lambda: self._read(files))
         for rank, mine in enumerate(found):

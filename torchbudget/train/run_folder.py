@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from torchbudget.errors import StateError
+from torchbudget.files import write_whole
 
 _PLAIN: Final = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
@@ -68,8 +68,8 @@ class RunFolder:
             StateError: the state can be saved, but not be loaded.
         """
         self._sync_statistics()
-        _write_whole(
-            self.path / "last.pt",
+        self._write(
+            "last.pt",
             lambda file: torch.save(state, file),
             check=lambda path: None if self._loads else _check_loads(path, state),
         )
@@ -77,7 +77,12 @@ class RunFolder:
 
     def save_best(self, state: Mapping[str, Any]) -> None:
         """Write `best.pt`: a model's parameters and buffers."""
-        _write_whole(self.path / "best.pt", lambda file: torch.save(state, file))
+        self._write("best.pt", lambda file: torch.save(state, file))
+
+    def _write(self, name: str, write: Callable[[IO[bytes]], object], **options: Any) -> None:
+        path = self.path / name
+        with _naming(path):
+            write_whole(path, write, **options)
 
     # ------------------------------------------------------------------ statistics
 
@@ -100,7 +105,7 @@ class RunFolder:
         text = self._statistics.read_text("utf-8", errors="replace")
         kept = "".join(f"{line}\n" for line in text.split("\n") if _is_kept(line, last))
         if kept != text:
-            _write_whole(self._statistics, lambda file: file.write(kept.encode()))
+            self._write(self._statistics.name, lambda file: file.write(kept.encode()))
 
     def _sync_statistics(self) -> None:
         """A checkpoint must not reach the disk before the lines of its steps."""
@@ -120,39 +125,6 @@ def _is_kept(line: str, last: Mapping[str, int]) -> bool:
         return False
     known = isinstance(record, dict) and record.get("kind") in last
     return not known or bool(record["number"] <= last[record["kind"]])
-
-
-def _write_whole(
-    path: Path,
-    write: Callable[[IO[bytes]], object],
-    *,
-    check: Callable[[Path], object] = lambda _: None,
-) -> None:
-    """Write a file beside, and put it in the place of the former once it is on the disk."""
-    partial = path.with_name(f"{path.name}.part")
-    try:
-        with _naming(path):
-            with partial.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            check(partial)
-            partial.replace(path)
-            _sync_folder(path.parent)  # until then, a loss of power could undo the renaming
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot
-            raise
-    finally:
-        os.close(folder)
 
 
 @contextmanager

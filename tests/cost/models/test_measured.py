@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PaddedCost,
     TableCost,
+    load_cost,
     plan_step,
 )
 from torchbudget.cost.models.form import Form
@@ -241,6 +244,21 @@ def test_another_budget_than_was_predicted_for(budget: str) -> None:
     stream = BudgetedIterableDataset([sizes.tolist()], cost, budget, size=int, collate_fn=list)
     with pytest.warns(MeasureWarning, match="was predicted for a budget"):
         assert sum(map(len, stream)) == 50
+
+
+def test_a_cost_that_cannot_be_saved_leaves_the_one_of_before(tmp_path: Path) -> None:
+    """A file that may not grow, as on a full disk: none that is cut off, and nothing beside it."""
+    path = tmp_path / "cost.json"
+    measured(margin=0.01).save(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            measured(margin=0.02).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load_cost(path).margin == 0.01
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_larger_margin_raises_the_table_too() -> None:

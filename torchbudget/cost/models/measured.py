@@ -22,6 +22,7 @@ from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.cost.models.table import TableCost
 from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, CostOverflowError, MeasureWarning
+from torchbudget.files import write_whole
 from torchbudget.machine.peaks import Peak
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
@@ -267,12 +268,14 @@ class MeasuredCost:
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with what it was measured on; `load_cost` reads it.
 
-        With the margin that covers what was observed: see `with_observed_margin`.
+        With the margin that covers what was observed: see `with_observed_margin`. The file is there
+        as a whole or as it was before, also where several processes write it.
         """
         kept = asdict(self.with_observed_margin())
         attributes = {k: value for k, value in kept.items() if not k.startswith("_")}
         written = {"format": FORMAT, **attributes}
-        Path(path).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+        text = json.dumps(written, indent=2) + "\n"
+        write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
 
     def errors(self) -> list[float]:
         """Fitted / measured − 1 of each probe, without the margin."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import IO, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from torchbudget.data.callables import values_fingerprint
 from torchbudget.data.sizes.key import SizeDataset, SizeKey
 from torchbudget.data.sizes.quick import is_exactly
 from torchbudget.errors import OptionError
+from torchbudget.files import write_whole
 
 Fingerprint: TypeAlias = dict[str, Any]
 
@@ -68,16 +68,15 @@ def load_sizes(path: Path, fingerprint: Fingerprint) -> Sizes | None:
 
 
 def save_sizes(path: Path, fingerprint: Fingerprint, sizes: Sizes) -> None:
-    """Write the file atomically: other processes never see half of it."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """Write the file; other processes never see half of it."""
+
+    def write(file: IO[bytes]) -> None:
+        np.savez(file, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
+
     try:
-        with partial.open("xb") as file:
-            np.savez(file, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
-        partial.replace(path)
+        write_whole(path, write, by_several=True)
     except OSError as error:  # a full disk must not cost hours of measuring
         logger.warning("the sizes are not cached: %s cannot be written: %s", path, error)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def describe_key(key: SizeKey) -> str:
