@@ -77,9 +77,21 @@ def test_no_micro_batch_is_over_the_budget(case: Any) -> None:
 def test_every_index_comes_once_over_all_ranks(case: Any) -> None:
     """Law 2: each index comes once in an epoch; with drop_last the report counts the missing ones.
 
-    With num_samples each index comes in every whole pass, and at most once more; with weights each
-    drawn index comes once, and with replacement only their number is certain.
+    With num_samples each index comes in every whole pass, and at most once more.
     """
+    check_indices(case)
+
+
+@given(cases(draws=True))
+def test_every_drawn_index_comes_once_over_all_ranks(case: Any) -> None:
+    """Law 2, of draws: by weights each drawn index comes once; with replacement, as many as asked.
+
+    Each of them is one of the data set.
+    """
+    check_indices(case)
+
+
+def check_indices(case: Any) -> None:
     sizes, cost, budget, ranks, options = case
     those = samplers(sizes, cost, budget, ranks, **options)
     epochs = drawn(those, case)
@@ -92,6 +104,7 @@ def test_every_index_comes_once_over_all_ranks(case: Any) -> None:
     assert counts.total() == total - dropped
     if not options["drop_last"]:
         assert dropped == 0
+    assert set(counts) <= set(range(len(sizes)))
     if options.get("replacement"):
         return
     if not drawn_once(options):

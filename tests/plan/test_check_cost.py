@@ -103,6 +103,27 @@ def test_a_cost_that_is_none_is_refused(case: str) -> None:
         next(iter(stream))
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_cost_that_is_wrong_at_one_size_is_noticed(axes: int) -> None:
+    """Of thousands of samples of some thousand sizes, one has the size, in no particular place."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 2000 if axes == 1 else 50, (20_000, axes))
+    sizes[sizes[:, 0] == 21] = 20
+    sizes[12_345] = 21
+    given = sizes if axes > 1 else sizes[:, 0]
+
+    def area(size: Any) -> Any:
+        return size if axes == 1 else size.prod(axis=-1)
+
+    def most(size: Any, budget: Any) -> Any:
+        wrong = (size if axes == 1 else size[..., 0]) == 21
+        return np.where(wrong, 2, 1) * (budget // area(size))
+
+    cost = Users(lambda n, size: n * area(size), most)
+    with pytest.raises(CostError, match=r"capacity says that .* of size .*21\b"):
+        MemoryBudgetBatchSampler(given, cost, 10**6)
+
+
 def test_a_balance_is_asked_too() -> None:
     balance = Users(lambda n, size: n * size * 0.1, fitting)
     with pytest.raises(CostError, match=r"balance.batch_bytes, .* returned float64"):

@@ -13,10 +13,10 @@ from torchbudget.errors import OptionError, UnevenRanksError
 
 
 @st.composite
-def settings_of(draw: st.DrawFn, n: int, ranks: int) -> dict[str, Any]:
+def settings_of(draw: st.DrawFn, n: int, ranks: int, *, draws: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "seed": draw(st.integers(0, 2**40)),
-        "shuffle": draw(st.booleans()),
+        "shuffle": draws or draw(st.booleans()),
         "drop_last": draw(st.booleans()),
         "size_multiple": draw(st.sampled_from([1, 1, 4])),
     }
@@ -26,7 +26,7 @@ def settings_of(draw: st.DrawFn, n: int, ranks: int) -> dict[str, Any]:
         options["num_samples"] = draw(st.integers(ranks, 2 * max(n, ranks)))
     if options["drop_last"] and "samples_per_step" in options:
         options["samples_per_step"] = min(window, options.get("num_samples", n))
-    if options["shuffle"] and draw(st.integers(0, 3)) == 0:
+    if draws or (options["shuffle"] and draw(st.integers(0, 3)) == 0):
         options["replacement"] = draw(st.booleans())
         if options["replacement"] or options.get("num_samples", n) <= n:
             options["weights"] = draw(
@@ -49,13 +49,29 @@ def without_draws(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, most_ranks: int = 16, fits: bool = True, most: int = 150) -> Any:
+def cases(
+    draw: st.DrawFn,
+    *,
+    most_ranks: int = 16,
+    fits: bool = True,
+    most: int = 150,
+    draws: bool = False,
+) -> Any:
+    """Sizes, a cost, a budget, a number of ranks and options.
+
+    Args:
+        draw: of hypothesis.
+        most_ranks: ranks.
+        fits: whether each sample fits the budget.
+        most: samples.
+        draws: whether indices are always drawn with replacement or by weights, and not rarely.
+    """
     sizes, cost, budget = draw(problems(most=most, fits=fits))
     if sizes.ndim == 1 and draw(st.integers(0, 4)) == 0:
         cost = StairCost(draw(st.integers(1, 100)))
         budget = int(cost.batch_bytes(1, sizes.max())) * draw(st.integers(1, 10))
     ranks = draw(st.integers(1, min(most_ranks, len(sizes))))
-    options = draw(settings_of(len(sizes), ranks))
+    options = draw(settings_of(len(sizes), ranks, draws=draws))
     options |= draw(rules(packed=hasattr(cost, "base_bytes")))
     # Rounding up a size may push a sample past a budget that it just fitted.
     multiple = options["size_multiple"]

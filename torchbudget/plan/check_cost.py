@@ -13,7 +13,8 @@ from torchbudget.errors import CostError, SizesError, TorchBudgetError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import format_bytes
 
-_ASKED: Final = 512  # sizes that a cost is asked for
+_LOOKED_AT: Final = 2**16  # samples
+_ASKED: Final = 2**12  # different sizes that a cost is asked for
 _MOST: Final = 2**31  # samples: their bytes must not wrap where a sample costs nothing
 
 
@@ -22,7 +23,8 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
 
     Args:
         rules: with the budget.
-        sizes: at least one, shape `(n,)` or `(n, d)`; up to 512 of them are asked for.
+        sizes: at least one, shape `(n,)` or `(n, d)`; up to 4,096 different ones of up to 65,536
+            samples, evenly spread, are asked for.
         largest: on every axis, shape `()` or `(d,)`, which is asked for, too.
 
     Raises:
@@ -33,8 +35,9 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     Warns:
         MeasureWarning: it was predicted for another budget.
     """
-    some = np.concatenate([sizes[:: -(-len(sizes) // _ASKED)], largest[None]])
-    padded = rules.padded(some)
+    some = np.concatenate([_spread(sizes, _LOOKED_AT), largest[None]])
+    padded = _spread(np.unique(rules.padded(some), axis=0), _ASKED - 1)
+    padded = np.concatenate([padded, rules.padded(largest[None])])
     models = [*rules.limits]
     if rules.balance is not None:
         models.append(("balance", rules.balance, rules.budget_bytes))
@@ -49,6 +52,10 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
     most = _MOST if rules.max_batch_size is None else rules.max_batch_size
     for name, model, limit in rules.limits:
         _check_capacity(name, model, padded, limit, most)
+
+
+def _spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
+    return rows[:: -(-len(rows) // most)]
 
 
 def _check_capacity(name: str, model: CostModel, padded: IntArray, limit: int, most: int) -> None:
