@@ -170,7 +170,7 @@ class DistributedModules:
         """DDP modules of any of the parameters that are not among the given modules.
 
         torch keeps no list of them, but Python's garbage collector does: O(objects), at the first
-        call; none are found again.
+        call; none are found again. It shows nothing of what `gc.freeze` has put aside.
         """
         if self._searched or not is_distributed():
             return []
