@@ -12,27 +12,25 @@ the seed, its kind and its number alone (and the versions of Python and hypothes
 streams:17` repeats one, `--only streams:p17` one of real processes. It ends with exit status 1 if a
 law was broken.
 
-So far, of 10,000 and 300 cases of each kind, with seed 0:
+Result of `python tests/fuzz.py --cases 10000 --processes 300 --seed 0`:
 
     kind                    cases  refused  violations  seconds
-    fits                    4,176        0           0    1,062
-    fits, processes           127        0           0      319
-    samplers                4,177      413           0      629
-    samplers, processes       127        0           0      235
-    steps                   4,177        0           0      722
-    steps, processes          127        0           0      135
-    streams                 4,177      578           2      562
-    streams, processes        127        6           0      598
+    fits                   10,000        0           0    2,567
+    fits, processes           300        0           0      769
+    samplers               10,000      980           0    1,217
+    samplers, processes       300        0           0      515
+    steps                  10,000        0           0    1,730
+    steps, processes          300        0           0      291
+    streams                10,000    1,209           0    1,271
+    streams, processes        300       18           0    1,252
 
-    fits: 10,127 starts, 5,653 faults, 171 killed
-    samplers: 16,422 starts, 82,529 batches, 3,224 killed
-    steps: 12,912 steps, 6,841 out of memory, 2,171 resumed
-    streams: 7,776 starts, 74,165 batches, 4,539 faults, 85 killed
+    fits: 24,319 starts, 13,611 faults, 408 killed
+    samplers: 39,443 starts, 201,339 batches, 7,767 killed
+    steps: 30,900 steps, 15,483 out of memory, 5,191 resumed
+    streams: 19,430 starts, 192,180 batches, 11,520 faults, 190 killed
 
-Both violations were one error of endless streams; 2,236 and 3,647 hold since it was mended.
-
-Hardware: 2 cores of an AMD EPYC, Python 3.11, torch 2.13.0 CPU. The seconds are those of a process
-on a core that other work shared.
+Hardware: 2 cores of an Intel Xeon, Python 3.11, torch 2.13.0 CPU. The seconds are those of
+processes on cores that other work shared.
 
 Refused samplers: samples cannot be dealt evenly, `drop_last` leaves nothing, no sample fits the
 budget, an epoch needs more batches than were given. Refused streams: they cannot be dealt to the
