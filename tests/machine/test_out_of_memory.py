@@ -6,8 +6,10 @@ here; those of torch's allocator on the CPU and of oneDNN are raised by them.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +43,24 @@ def test_what_is_said_for_other_reasons_too(kind: type, text: str, short: dict[s
     assert is_out_of_memory(kind(text), failed_before=2)
     short["left"] = 2**27
     assert is_out_of_memory(kind(text))
+
+
+def test_the_table_of_the_docs(short: dict[str, int]) -> None:
+    """Each text of its second column always counts, each of its third only with evidence."""
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+    rows = page.split("| who says it |")[1].splitlines()[2:]
+    certain, ambiguous = (
+        [text for row in rows for text in re.findall("`([^`]+)`", row.split("|")[column])]
+        for column in (2, 3)
+    )
+    assert len(certain) > 20
+    assert len(ambiguous) > 10
+    classes = {"torch.OutOfMemoryError": torch.OutOfMemoryError(), "MemoryError": MemoryError()}
+    for text in certain:
+        assert is_out_of_memory(classes.get(text, RuntimeError(text))), text
+    for text in ambiguous:
+        assert not is_out_of_memory(RuntimeError(text)), text
+        assert is_out_of_memory(RuntimeError(text), failed_before=2), text
 
 
 @pytest.mark.parametrize(("kind", "text"), NEVER, ids=ids(NEVER))

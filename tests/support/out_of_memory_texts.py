@@ -27,6 +27,24 @@ CERTAIN = [
     (RuntimeError, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
     (RuntimeError, "cuFFT error: CUFFT_ALLOC_FAILED"),
     (RuntimeError, "miopenStatusAllocFailed"),
+    (RuntimeError, "rocblas_status_memory_error"),
+    (RuntimeError, "CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+    (RuntimeError, "cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"),
+    (RuntimeError, "cudaErrorMemoryAllocation"),
+    (RuntimeError, "hipErrorOutOfMemory"),
+    (
+        RuntimeError,
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    ),
+    (
+        RuntimeError,
+        "command buffer exited with error status. Insufficient Memory "
+        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+    ),
+    (
+        torch.distributed.DistBackendError,
+        "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes",
+    ),
     (
         torch.distributed.DistBackendError,
         "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
@@ -48,6 +66,18 @@ AMBIGUOUS = [
         RuntimeError,
         "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDn`",
     ),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm(handle)`"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"),
+    (RuntimeError, "cuFFT error: CUFFT_INTERNAL_ERROR"),
+    (RuntimeError, "cuFFT error: CUFFT_EXEC_FAILED"),
+    (RuntimeError, "cuFFT error: CUFFT_SETUP_FAILED"),
+    (RuntimeError, "HIP error: HIPBLAS_STATUS_INTERNAL_ERROR when calling `hipblasSgemm(handle)`"),
+    (RuntimeError, "miopenStatusInternalError"),
+    (RuntimeError, "miopenStatusUnknownError"),
+    (RuntimeError, "rocblas_status_internal_error"),
+    (RuntimeError, "UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
     (RuntimeError, "could not create a primitive"),
     (RuntimeError, "could not execute a primitive"),
     (RuntimeError, "could not create a memory object"),
@@ -67,6 +97,11 @@ NEVER = [
         "Bus error. It is possible that dataloader's workers are out of shared memory.",
     ),
     (RuntimeError, "NCCL error: unhandled system error, NCCL version 2.21.5"),
+    (RuntimeError, "NCCL error: internal error, NCCL version 2.21.5"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_BAD_PARAM_NULL_POINTER"),
+    (RuntimeError, "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
 ]
 
 

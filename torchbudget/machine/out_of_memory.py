@@ -19,21 +19,29 @@ from torchbudget.machine.host import machine_memory
 from torchbudget.machine.process_limits import process_limits
 
 # Said for no other reason. "out of memory": CUDA, its driver, HIP, Triton, MPS, XPU, NCCL, each in
-# a sentence of its own; the second: torch's allocator on the CPU, on Linux and on Windows; the
-# third: cuBLAS, cuDNN 8 and 9, cuSOLVER, cuSPARSE, cuFFT, and hipBLAS, MIOpen likewise.
+# a sentence of its own, or as the name of an error, such as CUDA_ERROR_OUT_OF_MEMORY,
+# hipErrorOutOfMemory and UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY; the second: torch's allocator on the
+# CPU, on Linux and on Windows; the third: cuBLAS, cuDNN 8 and 9, cuSOLVER, cuSPARSE, cuFFT, and
+# hipBLAS, MIOpen likewise; the fourth: rocBLAS, the runtimes of CUDA and HIP, NCCL.
 _CERTAIN: Final = re.compile(
-    r"out of memory"
+    r"out[ _]?of[ _]?(?:(?:device|host)_)?memory"
     r"|can(?:'|no)t allocate memory|not enough memory: you tried to allocate"
     r"|\b(?:cu|hip|miopen|rocblas)\w*alloc\w*failed\b"
+    r"|rocblas_status_memory_error|(?:cuda|hip)ErrorMemoryAllocation|failed to cuda \w*alloc"
     r"|std::bad_alloc",
     re.IGNORECASE,
 )
 # Also said of what is not supported, or went wrong otherwise: cuDNN, whose search for a plan goes
-# on without the workspace that it did not get; libraries whose handle needs memory; oneDNN.
+# on without the workspace that it did not get; libraries whose handle, plan or kernel needs memory
+# that they do not get from torch (cuFFT: https://github.com/pytorch/pytorch/issues/119420); Level
+# Zero, of Intel's GPUs; oneDNN.
+_LIBRARIES: Final = r"(?:cublas|cudnn|cusolver|cusparse|cufft|hipblas|hipfft|rocblas|miopen)"
 _AMBIGUOUS: Final = re.compile(
     r"unable to find an engine"
-    r"|\b(?:cublas|cudnn|cusolver|cusparse|hipblas|rocblas|miopen)\w*not_?initialized\b"
-    r"|\b(?:cudnn|cusolver)_status_internal_error\b"
+    rf"|\b{_LIBRARIES}\w*not_?initialized\b"
+    rf"|\b{_LIBRARIES}\w*internal_?error"
+    rf"|\b{_LIBRARIES}\w*(?:execution_failed|exec_failed|setup_failed|unknown_?error)"
+    r"|ur_result_error_out_of_resources"
     r"|could not (?:create|execute) a primitive\s*$|could not create a memory(?: object)?\s*$",
     re.IGNORECASE,
 )
