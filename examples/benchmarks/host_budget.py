@@ -70,6 +70,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from _common import Results, options
@@ -80,6 +81,8 @@ from tests.support.host_cells import DATA, Cell, dataset_of, sampler_of
 
 MIB = {"fork": (400, 250, 800), "spawn": (900, 600, 1400)}
 WORKERS = {"fork": 8, "spawn": 4}
+KINDS = (*DATA, "stream")
+USERS = ("shuffle", "lists")  # loaders that the user made, which are only predicted
 SEARCHED = 4
 ROOT_MOUNT = 'mount -t tmpfs -o size=8g tmpfs /dev/shm && exec "$@"'
 
@@ -95,32 +98,29 @@ def own_mount() -> list[str]:
     return [] if tried.returncode else command
 
 
-def rows(
-    samples: int, budgets: int, starts: int, kinds: int
-) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    before = own_mount()
+def cells(budgets: int, starts: int, kinds: int, **given: Any) -> Iterator[Cell]:
+    """Every data set, start and budget; then loaders that the user made."""
     for start in [*MIB][:starts]:
-        for data in DATA[:kinds]:
+        for data in KINDS[:kinds]:
             for mib in MIB[start][:budgets]:
-                with tempfile.TemporaryDirectory() as folder:
-                    cell = Cell(
-                        data=data,
-                        start=start,
-                        folder=folder,
-                        mib=mib,
-                        workers=WORKERS[start],
-                        samples=samples,
-                        batch_mib=2,
-                        pause_s=0.05,
-                    )
-                    done = subprocess.run(
-                        [*before, *cell.command()],
-                        env=cell.environment(),
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        check=True,
-                    )
-                yield cell, json.loads(done.stdout.splitlines()[-1])
+                yield Cell(data=data, start=start, mib=mib, workers=WORKERS[start], **given)
+        for order in USERS:
+            yield Cell(data="arrays", start=start, plain=(3, 4), order=order, **given)
+
+
+def run(cell: Cell, mount: list[str]) -> dict[str, Any]:
+    """What a process that loads as the cell says has needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        cell = replace(cell, folder=folder)
+        done = subprocess.run(
+            [*mount, *cell.command()],
+            env=cell.environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def epoch_s(loader: Any, seconds: float) -> float:
@@ -168,7 +168,9 @@ def speed_of_the_choice(data: str, samples: int, seconds: float) -> tuple[int, i
 
 
 def main() -> None:
-    asked = options(__doc__, samples=6000, budgets=3, starts=2, kinds=4, search_ms=500)
+    asked = options(
+        __doc__, samples=6000, budgets=3, starts=2, kinds=5, epochs=6, trial_ms=0, search_ms=500
+    )
     results = Results(
         {
             "data": "",
@@ -180,36 +182,50 @@ def main() -> None:
             "shared": ",.0f",
             "pss": ".3f",
             "peak": ".3f",
+            "one more": ".3f",
             "predicted": ".3f",
         }
     )
     peaks, mapped, fills, predicted = [], [], [], []
-    for cell, found in rows(asked.samples, asked.budgets, asked.starts, asked.kinds):
-        peaks.append(found["total"] / found["budget"])
-        mapped.append(found["pss"] / found["budget"])
+    given = {
+        "folder": "",
+        "samples": asked.samples,
+        "epochs": asked.epochs,
+        "batch_mib": 2,
+        "pause_s": 0.05,
+        "trial_s": asked.trial_ms / 1000,
+    }
+    mount = own_mount()
+    for cell in cells(asked.budgets, asked.starts, asked.kinds, **given):
+        found = run(cell, mount)
         predicted.append(found["predicted"] / found["total"])
-        if cell.start == "fork" and found["workers"] < cell.workers:
-            fills.append(peaks[-1])
+        row: dict[str, Any] = {"data": cell.data}
+        if cell.order:
+            row["data"] = f"arrays, {cell.order}"
+        else:
+            peaks.append(found["total"] / found["budget"])
+            mapped.append(found["pss"] / found["budget"])
+            row |= {"MiB": cell.mib, "pss": mapped[-1], "peak": peaks[-1]}
+            if found["one_more"] is not None:
+                row["one more"] = found["one_more"] / found["budget"]
+                if found["workers"]:
+                    fills.append(peaks[-1])
         results.row(
-            data=cell.data,
             start=cell.start,
-            MiB=cell.mib,
             workers=str(found["workers"]),
             prefetch=str(found["prefetch"]),
             processes=str(found["processes"]),
             shared=found["shared"] / 2**20,
-            pss=mapped[-1],
-            peak=peaks[-1],
             predicted=predicted[-1],
+            **row,
         )
     results.bar("highest pss / budget", max(mapped), 1)
     results.bar("highest peak / budget", max(peaks), 1)
     if fills:
-        least = min(fills)
-        results.bar("least peak / budget where forked workers fill it", least, 0.8, at_least=True)
+        results.bar("least peak / budget where workers fill it", min(fills), 0.8, at_least=True)
     results.bar("predicted / peak, at least", min(predicted), 0.9, at_least=True)
     results.bar("predicted / peak, at most", max(predicted), 1.1)
-    for data in ("files", "objects")[: asked.kinds]:
+    for data in ("files", "objects")[: asked.kinds if asked.search_ms else 0]:
         chosen, best, ratio = speed_of_the_choice(data, asked.samples, asked.search_ms / 1000)
         what = f"speed of the choice / best of a search, {data}, {chosen} and {best} workers"
         results.bar(what, ratio, 0.95, at_least=True)

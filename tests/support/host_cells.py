@@ -245,7 +245,7 @@ def run(cell: Cell) -> dict[str, Any]:
     budget = host_budget(cell)
     plain = loader_arguments(cell, dataset, order)
     state = torch.get_rng_state()
-    needs, options, explained = None, {}, ""
+    needs, one_more, options, explained = None, None, {}, ""
     if cell.plain is None:
         chosen = tb.loader_options(
             order,
@@ -258,6 +258,8 @@ def run(cell: Cell) -> dict[str, Any]:
             trial_s=cell.trial_s,
         )
         options, needs, explained = dict(chosen), chosen.needs, chosen.explain()
+        if options["num_workers"] < cell.workers:
+            one_more = bytes_of_one_more(cell, plain, options)
     else:
         workers, prefetch = cell.plain
         options = {
@@ -280,11 +282,23 @@ def run(cell: Cell) -> dict[str, Any]:
         "workers": options["num_workers"],
         "prefetch": options["prefetch_factor"] or 0 if "prefetch_factor" in options else 0,
         "predicted": None if needs is None else needs.total_bytes,
+        "one_more": one_more,
         "predicted_shared": None if needs is None else needs.shared_bytes,
         "explained": explained,
         "speeds": {},
         **peaks,
     }
+
+
+def bytes_of_one_more(cell: Cell, plain: dict[str, Any], options: dict[str, Any]) -> int:
+    """What a loader with one more worker would need, and as few batches ahead as there can be."""
+    more = options | {
+        "num_workers": options["num_workers"] + 1,
+        "prefetch_factor": 1,
+        "multiprocessing_context": cell.start,
+    }
+    needs = tb.host_bytes(DataLoader(**plain, **more, worker_init_fn=collect), trial_s=cell.trial_s)
+    return needs.total_bytes
 
 
 def host_budget(cell: Cell) -> int:

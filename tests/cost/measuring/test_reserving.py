@@ -221,6 +221,25 @@ def test_the_step_takes_the_ways_of_cuda() -> None:
     assert on_cpu.peak_bytes - on_cuda.peak_bytes >= 3 * elements - MiB(1)
 
 
+@pytest.mark.parametrize(
+    "options", [{"training": False}, {"p": 0.0}, {"p": 1.0}, {"inplace": True}]
+)
+def test_dropout_that_drops_nothing_keeps_no_mask_on_cuda(options: dict[str, Any]) -> None:
+    """Nor does one that drops all, or in place: these take the same kernels on every device."""
+    weight = nn.Parameter(torch.zeros(300, 300))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(_: Any) -> None:
+        F.dropout(weight * 2, **{"p": 0.5} | options).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with tracing(step, TrainingState(step), CUDA) as trace:
+        names = [str(operation) for operation in trace({}).operations]
+    assert "aten.native_dropout.default" not in names
+    assert any("_foreach" in name for name in names)
+
+
 def test_attention_with_dropout_keeps_no_scores() -> None:
     """As CUDA's fused kernels, which the CPU has only without dropout."""
     query = nn.Parameter(torch.zeros(2, 4, 300, 16))
