@@ -32,7 +32,7 @@ class Epoch:
     seconds: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tally:
     """An epoch as far as it is done: see `Epoch`.
 

@@ -28,7 +28,7 @@ class _Place:
     shape: torch.Size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parcel:
     """Outputs of a few samples: few large tensors, which are pickled faster than many small ones.
 

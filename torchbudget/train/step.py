@@ -86,7 +86,7 @@ def read_numbers(steps: Iterable[Step]) -> None:
         vars(step)[name] = number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pending:
     """What was accumulated on this rank since the last step.
 
@@ -199,7 +199,7 @@ class Pending:
         return cls(**{name: state[name] for name in names})
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class OpenMicroBatch:
     """What has come so far in a micro-batch that is not over."""
 

@@ -35,7 +35,7 @@ _BISECTIONS: Final = 11
 _PASSES: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Explained:
     """Forms that agree with all peaks, and the floor below which none was.
 
@@ -103,7 +103,7 @@ def explained(
     return Explained(np.array(at), np.stack(most), np.stack(least), fit.floor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Search:
     """Forms that are equal to the peaks above the floor, and not above those on it.
 

@@ -29,7 +29,7 @@ from torchbudget.errors import CostError
 _OVER: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PeaksFit:
     """One form and a floor.
 

@@ -129,7 +129,7 @@ def trace_probes(subject: Subject, room: int | None) -> Traced:
     return replace(traced, requests={s: one.requests for s, one in tracer.traces.items()})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Tracer:
     """Traces of shapes so far, in their order, and which of them a fit is made to.
 

@@ -27,7 +27,7 @@ _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BufferedSamples:
     """Samples that are in memory together.
 
