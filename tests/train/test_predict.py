@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +51,35 @@ def loader_of(
 ) -> DataLoader[Any]:
     sampler = MemoryBudgetBatchSampler(sizes, cost, budget, **{"shuffle": False} | options)
     return DataLoader(texts_of(sizes), batch_sampler=sampler, collate_fn=PadCollate())
+
+
+class Made:
+    """A batch that others may ask whether it is still there."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.num_samples = batch, batch.num_samples
+
+
+def test_a_batch_and_its_outputs_are_gone_before_the_next_is_made() -> None:
+    """Or the memory of two would be needed at once."""
+    alive: list[weakref.ref[Any]] = []
+
+    def collate(texts: list[Tensor]) -> Made:
+        assert [one for one in alive if one() is not None] == []
+        made = Made(PadCollate()(texts))
+        alive.append(weakref.ref(made))
+        return made
+
+    def model(made: Made) -> Tensor:
+        outputs = made.batch.data.double().sum(1)
+        alive.append(weakref.ref(outputs))
+        return outputs
+
+    loader = loader_of()
+    loader = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=collate)
+    found = predict(model, loader)
+    assert [float(one) for one in found] == [float(one.sum()) for one in texts_of(LENGTHS)]
+    assert len(alive) == 2 * len(loader) > 4
 
 
 def one_by_one(model: Encoder, sizes: Any) -> list[Tensor]:

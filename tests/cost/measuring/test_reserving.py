@@ -33,6 +33,12 @@ def traced(case: Training, shapes: list[tuple[int, tuple[int, ...]]]) -> dict[An
         return {(n, size): trace(case.make_batch(n, size[0])).requests for n, size in shapes}
 
 
+def test_a_step_without_requests_has_no_peak() -> None:
+    nothing = np.zeros(0, np.int64)
+    assert Requests((), (), nothing, nothing).peak_bytes == 0
+    assert Requests((), (), np.array([512, 256]), np.array([0, 1, 0, 1])).peak_bytes == 768
+
+
 def traced_on(device: torch.device | None, case: Training, batch: Any) -> Trace:
     with tracing(case.step, TrainingState(case.step), device) as trace:
         return trace(batch)

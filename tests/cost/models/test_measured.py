@@ -55,9 +55,18 @@ def costs(draw: st.DrawFn) -> MeasuredCost:
     return MeasuredCost(forms=tuple(forms), margin=margin, vouched=vouched, table=table)
 
 
-@given(costs(), st.integers(0, 5000), st.integers(0, 2**40))
-def test_capacity_is_exact_with_a_margin(cost: MeasuredCost, size: int, budget: int) -> None:
-    """As many samples as fit, and not one more, whatever the margin, the range and the table."""
+@given(costs(), st.data(), st.integers(0, 2**40))
+def test_capacity_is_exact_with_a_margin(
+    cost: MeasuredCost, data: st.DataObject, budget: int
+) -> None:
+    """As many samples as fit, and not one more, whatever the margin, the range and the table.
+
+    Of any size, and of those at which a range begins.
+    """
+    measured_sizes = (
+        [size for sizes in cost.vouched.sizes for size in sizes] if cost.vouched else []
+    )
+    size = data.draw(st.one_of(st.integers(0, 5000), *map(st.just, measured_sizes)))
     n = int(cost.capacity(size, budget))
     assert n == 0 or cost.batch_bytes(n, size) <= budget
     assert cost.batch_bytes(n + 1, size) > budget
