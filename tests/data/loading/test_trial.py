@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
 from torchbudget.data.loading.batch_bytes import BatchBytes
-from torchbudget.data.loading.trial import _taken
+from torchbudget.data.loading.loader_parts import LoaderParts
+from torchbudget.data.loading.trial import _taken, try_stream
 from torchbudget.machine.process_pages import ProcessPages
 
 IDLE = ProcessPages(
@@ -34,3 +38,26 @@ def test_what_building_leaves_in_the_heap_counts_once(kept, freed) -> None:
     )
     assert _taken(IDLE, after, weight, highest=600 + kept) == freed
     assert _taken(IDLE, after, weight, highest=600) == kept + freed  # freed before it was read
+
+
+class Counted(IterableDataset[torch.Tensor]):
+    """Batches without end, which are counted where all processes see it."""
+
+    def __init__(self) -> None:
+        self.made = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.made += 1
+            yield torch.zeros(100)
+
+
+def test_a_stream_is_read_one_batch_ahead() -> None:
+    """A worker that reads further ahead has more in memory than one of the smallest loader."""
+    dataset = Counted()
+    parts = LoaderParts(
+        dataset=dataset, collate_fn=None, worker_init_fn=None, context="fork", is_iterable=True
+    )
+    trial = try_stream(parts, seconds=60, most=12)
+    assert len(trial.batches) == 12
+    assert 12 <= int(dataset.made) <= 12 + 1
