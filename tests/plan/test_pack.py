@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support import oracles
 from torchbudget import MemoryBudgetBatchSampler, PackedCost
+from torchbudget.errors import OptionError
 from torchbudget.plan.pack import pack
 
 
@@ -167,3 +168,22 @@ def test_packed_batches_of_a_sampler_fill_the_budget() -> None:
     costs = [1000 + int(cost.item_bytes(sizes[batch]).sum()) for batch in sampler]
     assert max(costs) <= 17_384
     assert np.mean(costs) / 17_384 > 0.99
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=3, max_size=60), st.integers(50, 200), st.integers(0, 99)
+)
+def test_drop_last_leaves_out_the_emptiest_batch(sizes, budget: int, seed: int) -> None:
+    """If another sample would have fitted it; with one rank and window, and nothing else."""
+    options: dict[str, Any] = {"window": len(sizes), "seed": seed, "num_replicas": 1, "rank": 0}
+    cost = PackedCost(unit_bytes=1)
+    whole = list(MemoryBudgetBatchSampler(sizes, cost, budget, **options))
+    free = [budget - sum(sizes[index] for index in batch) for batch in whole]
+    emptiest = max(range(len(whole)), key=free.__getitem__)
+    dropped = set(whole[emptiest]) if free[emptiest] >= min(sizes) else set()
+    try:
+        kept = list(MemoryBudgetBatchSampler(sizes, cost, budget, drop_last=True, **options))
+    except OptionError:
+        assert len(dropped) == len(sizes)  # nothing would be left
+        return
+    assert set(range(len(sizes))) - {index for batch in kept for index in batch} == dropped

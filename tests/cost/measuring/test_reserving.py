@@ -215,6 +215,16 @@ def test_a_device_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPat
     assert AssumedDevice.detect().architecture == "(8, 0)"
 
 
+def test_what_lives_before_the_first_step_is_told_from_what_it_leaves() -> None:
+    """Parameters are there; the moments of Adam and its counts come with the first step."""
+    case = perceptron()
+    requests = traced_on(CUDA, case, case.make_batch(2, 32)).requests
+    elements = [parameter.numel() for parameter in case.model.parameters()]
+    rounded = sorted(-(-4 * one // 512) * 512 for one in elements)
+    assert sorted(requests.loaded) == rounded
+    assert sorted(requests.made)[-len(rounded) * 2 :] == sorted(rounded * 2)
+
+
 def test_the_step_takes_the_ways_of_cuda() -> None:
     """`foreach` steps hold copies of all parameters, and a mask of dropout takes a byte."""
     case = perceptron(dropout=0.5)
