@@ -98,7 +98,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
         yield "constant", repr(node.value + 1)
     elif isinstance(node, ast.Constant) and isinstance(node.value, float):
-        yield "constant", repr(node.value * 1.1)
+        yield "constant", repr(node.value * 1.1 or 0.1)
     elif isinstance(node, ast.BoolOp):
         other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         yield "and/or", _in_brackets(ast.BoolOp(other, node.values))
