@@ -228,6 +228,21 @@ def test_an_optimizer_needs_a_module():
         DenseCost.of((3,), (3,), optimizer=torch.optim.SGD)
 
 
+def test_states_of_an_optimizer_may_be_a_number():
+    """Of elements for each that is trained: as many as the optimizer itself would show, 0 too."""
+    module = torch.nn.Linear(30, 20)
+
+    def bytes_with(optimizer):
+        return DenseCost.of((30,), (20,), module=module, optimizer=optimizer)
+
+    assert bytes_with(0) == bytes_with(torch.optim.SGD) == bytes_with(None)
+    assert bytes_with(2) == bytes_with(torch.optim.Adam)
+    assert bytes_with(1).fixed_bytes < bytes_with(2).fixed_bytes
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(CostError, match="number of states"):
+            bytes_with(wrong)
+
+
 @given(
     fixed_bytes=st.integers(0, 2**40),
     sample_bytes=st.integers(1, 2**20),
