@@ -528,7 +528,7 @@ def run_beside_a_small_disk(folder: Path, mounted: Path, workers: int) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,  # of three trainings and the imports; the script has the bar of the faulty one
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
