@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.provocations import PROVOCATIONS
 from torchbudget import errors
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 CLASSES = [name for name, value in vars(errors).items() if isinstance(value, type)]
 ROOTS = ("TorchBudgetError", "TorchBudgetWarning")  # never raised themselves
+NAMES = [name for name in CLASSES if name not in ROOTS]
 
 
 def section(name: str) -> str:
@@ -24,7 +26,7 @@ def section(name: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ROOTS])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_class_is_explained(name: str) -> None:
     """Its message, its cause and what to do."""
     labels = re.findall(r"^- \*\*(.+?):\*\* \S", section(name), re.MULTILINE)
@@ -33,67 +35,57 @@ def test_every_class_is_explained(name: str) -> None:
 
 def test_the_page_explains_nothing_else() -> None:
     named = re.findall(r"^### `(\w+)`", PAGE, re.MULTILINE)
-    assert sorted(named) == sorted(set(CLASSES) - set(ROOTS))
+    assert sorted(named) == sorted(NAMES)
     assert all(f"`{name}`" in PAGE for name in ROOTS)
 
 
-def trees(folder: str) -> Iterator[ast.Module]:
-    """Of all its files, and of scripts that stand in them as text."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text("utf-8"))
-        yield tree
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and "\nimport " in str(node.value):
-                try:
-                    yield ast.parse(str(node.value))
-                except SyntaxError:
-                    continue  # text that is no script
+def quoted(name: str) -> list[str]:
+    """The messages below the heading of a class."""
+    message = section(name).split("- **Cause:**")[0]
+    return [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", message)]
 
 
 def test_its_messages_are_those_of_the_code() -> None:
     """What is quoted between two `…` stands in a string of the code."""
     texts = {
         node.value
-        for tree in trees("torchbudget")
-        for node in ast.walk(tree)
+        for path in sorted((ROOT / "torchbudget").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     code = "\n".join(texts)
-    for name in set(CLASSES) - set(ROOTS):
-        message = section(name).split("- **Cause:**")[0]
-        quoted = re.findall(r"`([^`]+)`", message)
-        pieces = [piece for one in quoted for piece in " ".join(one.split()).split("…")]
+    for name in NAMES:
+        pieces = [piece for one in quoted(name) for piece in one.split("…")]
         missing = [piece for piece in pieces if piece not in code]
         assert not missing, f"{name}: the code has no {missing}"
 
 
-def names_within(node: ast.AST | None) -> set[str]:
-    """Names of classes in an expression, as `errors.X`, `X` or the text "X"."""
-    found: set[str] = set()
-    for part in ast.walk(node) if node is not None else ():
-        if isinstance(part, ast.Name):
-            found.add(part.id)
-        elif isinstance(part, ast.Attribute):
-            found.add(part.attr)
-        elif isinstance(part, ast.Constant):
-            found.add(str(part.value))
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """What its provocation needs."""
+    found = []
+    provocation = PROVOCATIONS.get(name)
+    if provocation and provocation.ranks:
+        found.append(pytest.mark.distributed)
+    if provocation and provocation.package:
+        reason = f"{provocation.package} is not installed"
+        is_absent = importlib.util.find_spec(provocation.package) is None
+        found += [pytest.mark.peer, pytest.mark.skipif(is_absent, reason=reason)]
     return found
 
 
-def provoked() -> set[str]:
-    """Names that a test expects: in `raises` and `warns`, in `except`, or in a comparison."""
-    found: set[str] = set()
-    for tree in trees("tests"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in ("raises", "warns") and node.args:
-                    found |= names_within(node.args[0])
-            elif isinstance(node, ast.ExceptHandler):
-                found |= names_within(node.type)
-            elif isinstance(node, ast.Compare):
-                found |= names_within(node)
-    return found
+def says(text: str, message: str) -> bool:
+    """Whether a text has a quoted message, to its end; never one too short to be told apart."""
+    pieces = message.split("…")
+    pattern = ".*".join(map(re.escape, pieces)) + r"\Z"
+    is_telling = max(len(piece.strip()) for piece in pieces) >= 12
+    return is_telling and bool(re.search(pattern, text, re.DOTALL))
 
 
-def test_a_test_provokes_every_class() -> None:
-    assert set(CLASSES) - set(ROOTS) - provoked() == set()
+@pytest.mark.parametrize("name", [pytest.param(one, marks=marks_of(one)) for one in NAMES])
+def test_what_a_user_does_meets_it(name: str, tmp_path: Path) -> None:
+    """That class, none derived from it, and no other; in words that its section quotes."""
+    assert name in PROVOCATIONS, f"tests/support/provocations.py provokes no {name}"
+    for found in PROVOCATIONS[name].met(tmp_path):
+        assert {kind for kind, _ in found} == {name}
+        texts = [text for _, text in found]
+        assert any(says(text, message) for text in texts for message in quoted(name)), texts

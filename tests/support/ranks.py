@@ -72,7 +72,7 @@ def run_ranks(
         within_s: until they say where they are, and are killed; below pytest's own limit.
 
     Raises:
-        AssertionError: a rank failed, or did not end in time.
+        AssertionError: a rank failed, or did not end in time, or one that was to be killed was not.
     """
     path = folder / "script.py"
     path.write_text(script + END)
@@ -95,8 +95,9 @@ def run_ranks(
             process.join()
     files = [*sorted(folder.glob("*.error")), *sorted(folder.glob("*.where"))]
     errors = [f"{file.name}: {file.read_text()}" for file in files]
-    codes = [process.exitcode for process in survivors]
-    assert not any(codes), f"exit codes {codes}\n" + "\n".join(errors)
+    codes = [process.exitcode for process in processes]
+    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ranks)]
+    assert codes == expected, f"exit codes {codes}\n" + "\n".join(errors)
     return _results(folder, ranks, killed)
 
 
