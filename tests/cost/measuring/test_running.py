@@ -5,16 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
 from torchbudget.cost.measuring.shapes import Size, Subject
 from torchbudget.cost.measuring.step_runner import StepRunner
 from torchbudget.cost.models.probe import Probe
+from torchbudget.errors import MeasureWarning
+from torchbudget.machine.process_tree import process_memory
 
 TOO_MUCH = """
 import resource
@@ -44,6 +49,44 @@ def test_a_real_out_of_memory_is_survived() -> None:
     )
     assert not done.returncode, done.stderr
     assert "out of memory at" in done.stdout
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("layer", [torch.nn.Conv1d(8, 8, 3), torch.nn.Linear(8, 8)])
+def test_kernels_that_are_kept_are_warned_of(
+    layer: torch.nn.Module, stated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where convolutions run, unless the environment bounds both caches of their kernels."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "32")
+    if not stated:
+        monkeypatch.delenv("LRU_CACHE_CAPACITY")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    convolves = isinstance(layer, torch.nn.Conv1d)
+
+    def step(batch: torch.Tensor) -> None:
+        layer(batch.mT if convolves else batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def measured(method: Any) -> tb.MeasuredCost:
+        budget = process_memory().resident_bytes + 100 * 2**20
+        return tb.measure_cost(
+            step,
+            lambda n, size: torch.ones(n, size, 8),
+            max_size=99,
+            min_size=3,
+            method=method,
+            budget=budget,
+        )
+
+    def noted(cost: tb.MeasuredCost) -> bool:
+        return any("configure_allocators() first" in note for note in cost.notes)
+
+    assert not noted(measured("trace"))
+    warned = convolves and not stated
+    with pytest.warns(MeasureWarning, match="keep compiled") if warned else nullcontext():
+        assert noted(measured("auto")) is warned
 
 
 class NoisyMachine(StepRunner):
