@@ -15,8 +15,9 @@ import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.cost.measuring.shapes import Size, Subject
+from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import StepRunner
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import MeasureWarning
 from torchbudget.machine.process_tree import process_memory
@@ -87,6 +88,32 @@ def test_kernels_that_are_kept_are_warned_of(
     warned = convolves and not stated
     with pytest.warns(MeasureWarning, match="keep compiled") if warned else nullcontext():
         assert noted(measured("auto")) is warned
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_the_worst_of_several_batches_counts(depends: bool) -> None:
+    """Where memory depends on values, another batch of the shape may need far more."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values: list[float] = []
+
+    def make_batch(n: int, size: int) -> torch.Tensor:
+        return torch.full((n, size, 8), float(values.pop(0)) if values else 1.0)
+
+    def step(batch: torch.Tensor) -> None:
+        chosen = torch.ones(int(batch.max()), 2**18)  # so many MiB
+        (model(batch).sum() + chosen.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    state = TrainingState(step)
+    subject = Subject(step, make_batch, Domain.of(64, 1), state, state.device)
+    subject.depends_on_values = depends
+    with state.restored(contents=True):
+        runner = StepRunner(subject)
+        values += [1, 1, 200, 1]
+        probe = runner.run(2, (8,))
+    assert (probe.peak_bytes - runner.idle_bytes >= 180 * 2**20) is depends
 
 
 class NoisyMachine(StepRunner):

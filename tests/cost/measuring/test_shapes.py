@@ -53,6 +53,15 @@ def test_sizes_of_the_data_set_are_judged() -> None:
     assert Domain.of((600, 900), 8, min_size=(8, 8), sizes=sizes).largest == (600, 904)
 
 
+@pytest.mark.parametrize("multiple", [1, 3, 8, 16, 32])
+@pytest.mark.parametrize("min_size", [None, 1])
+def test_five_sizes_are_judged(multiple: int, min_size: int | None) -> None:
+    """From the shortest to the longest, however sizes are rounded."""
+    judged = Domain.of(256, multiple, min_size=min_size).judged
+    assert len(judged) == 5
+    assert judged[-1] == (-(-256 // multiple) * multiple,)
+
+
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_a_data_set_with_many_samples_of_one_size_is_judged_at_five(multiple: int) -> None:
     """Also where the quarters of its samples are alike: all others would not be looked at."""
