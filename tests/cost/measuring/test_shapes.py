@@ -54,10 +54,9 @@ def test_sizes_of_the_data_set_are_judged() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 8, 16, 32])
-@pytest.mark.parametrize("min_size", [None, 1])
-def test_five_sizes_are_judged(multiple: int, min_size: int | None) -> None:
+def test_five_sizes_are_judged(multiple: int) -> None:
     """From the shortest to the longest, however sizes are rounded."""
-    judged = Domain.of(256, multiple, min_size=min_size).judged
+    judged = Domain.of(256, multiple).judged
     assert len(judged) == 5
     assert judged[-1] == (-(-256 // multiple) * multiple,)
 

@@ -38,7 +38,7 @@ _ARRAYS: Final = (torch.Tensor, np.ndarray)
 _WITHOUT: Final = (str, bytes, int, float, type(None))
 # Fractions of the range of sizes, on a logarithmic scale, at which a fit is judged.
 _JUDGED: Final = (0.0, 0.35, 0.65, 1.0)
-# And another one where no short size is rounded up most.
+# And another one where sizes are multiples, so that layers round no short one up.
 _LONG: Final = 0.85
 # Up to so many axes, probes may be of any mix of sizes.
 _MOST_MIXED: Final = 3
@@ -99,7 +99,7 @@ class Domain:
         domain = cls(smallest, largest, multiple)
         if known is None:
             judged = [domain.between(fraction) for fraction in _JUDGED]
-            judged.append(domain.between(_LONG) if domain.short in judged else domain.short)
+            judged.append(domain.between(_LONG) if multiple > 1 else domain.short)
             if len(largest) > 1:  # sizes of any shape
                 judged[1:1] = [domain.between((1.0, 0.0)), domain.between((0.0, 1.0))]
         else:
