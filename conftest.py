@@ -22,6 +22,9 @@ import pytest
 
 # pytest-xdist starts a process per core: more threads in each would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As `configure_allocators` states: convolutions are warned of without them.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 
 import torch
 import torch._dynamo  # optimizers import it when they are first used

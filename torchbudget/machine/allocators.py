@@ -66,6 +66,11 @@ def configure_allocators() -> None:
     remember_free_bytes()
 
 
+def kernel_caches_are_stated() -> bool:
+    """Whether the environment says how many kernels oneDNN and torch cache on the CPU."""
+    return all(name in os.environ for name in _KERNEL_CACHES)
+
+
 def cuda_allocator_settings() -> dict[str, str]:
     """The settings of CUDA's caching allocator, by name.
 

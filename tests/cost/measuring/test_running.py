@@ -5,16 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import torchbudget as tb
 from tests.support.training_cases import CASES
-from torchbudget.cost.measuring.shapes import Size, Subject
+from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import StepRunner
+from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.probe import Probe
+from torchbudget.errors import MeasureWarning
+from torchbudget.machine.process_tree import process_memory
 
 TOO_MUCH = """
 import resource
@@ -44,6 +50,70 @@ def test_a_real_out_of_memory_is_survived() -> None:
     )
     assert not done.returncode, done.stderr
     assert "out of memory at" in done.stdout
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("layer", [torch.nn.Conv1d(8, 8, 3), torch.nn.Linear(8, 8)])
+def test_kernels_that_are_kept_are_warned_of(
+    layer: torch.nn.Module, stated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where convolutions run, unless the environment bounds both caches of their kernels."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "32")
+    if not stated:
+        monkeypatch.delenv("LRU_CACHE_CAPACITY")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    convolves = isinstance(layer, torch.nn.Conv1d)
+
+    def step(batch: torch.Tensor) -> None:
+        layer(batch.mT if convolves else batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def measured(method: Any) -> tb.MeasuredCost:
+        budget = process_memory().resident_bytes + 100 * 2**20
+        return tb.measure_cost(
+            step,
+            lambda n, size: torch.ones(n, size, 8),
+            max_size=99,
+            min_size=3,
+            method=method,
+            budget=budget,
+        )
+
+    def noted(cost: tb.MeasuredCost) -> bool:
+        return any("configure_allocators() first" in note for note in cost.notes)
+
+    assert not noted(measured("trace"))
+    warned = convolves and not stated
+    with pytest.warns(MeasureWarning, match="keep compiled") if warned else nullcontext():
+        assert noted(measured("auto")) is warned
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_the_worst_of_several_batches_counts(depends: bool) -> None:
+    """Where memory depends on values, another batch of the shape may need far more."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values: list[float] = []
+
+    def make_batch(n: int, size: int) -> torch.Tensor:
+        return torch.full((n, size, 8), float(values.pop(0)) if values else 1.0)
+
+    def step(batch: torch.Tensor) -> None:
+        chosen = torch.ones(int(batch.max()), 2**18)  # so many MiB
+        (model(batch).sum() + chosen.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    state = TrainingState(step)
+    subject = Subject(step, make_batch, Domain.of(64, 1), state, state.device)
+    subject.depends_on_values = depends
+    with state.restored(contents=True):
+        runner = StepRunner(subject)
+        values += [1, 1, 200, 1]
+        probe = runner.run(2, (8,))
+    assert (probe.peak_bytes - runner.idle_bytes >= 180 * 2**20) is depends
 
 
 class NoisyMachine(StepRunner):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.training_cases import CASES
 from torchbudget import measure_cost
-from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Subject
+from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Subject, batch_bytes
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
 
@@ -49,6 +53,26 @@ def test_sizes_of_the_data_set_are_judged() -> None:
     assert Domain.of((600, 900), 8, min_size=(8, 8), sizes=sizes).largest == (600, 904)
 
 
+@pytest.mark.parametrize("multiple", [1, 3, 8, 16, 32])
+def test_five_sizes_are_judged(multiple: int) -> None:
+    """From the shortest to the longest, however sizes are rounded."""
+    judged = Domain.of(256, multiple).judged
+    assert len(judged) == 5
+    assert judged[-1] == (-(-256 // multiple) * multiple,)
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_data_set_with_many_samples_of_one_size_is_judged_at_five(multiple: int) -> None:
+    """Also where the quarters of its samples are alike: all others would not be looked at."""
+    sizes = [128] * 900 + [*range(129, 4000, 40)]
+    judged = Domain.of(None, multiple, sizes=sizes).judged
+    assert len(judged) == 5
+    assert judged[0] == (128,)
+    assert judged[-1] >= (max(sizes),)
+    occur = {-(-size // multiple) * multiple for size in sizes}
+    assert {size for (size,) in judged} <= occur
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -76,3 +100,32 @@ def test_batches_of_probes_are_limited() -> None:
     for size in (250, 4000, 16_000):
         bytes_ = 4 * size * limit.most_samples((size,))
         assert 2**27 <= bytes_ <= 2**29 or limit.most_samples((size,)) == 2**16
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    more: list[Any]
+
+
+class Attributes:
+    def __init__(self, x: torch.Tensor, more: list[Any]) -> None:
+        self.x, self.more = x, more
+
+
+@pytest.mark.parametrize(
+    "kind", [Slots, Attributes, lambda x, more: [SimpleNamespace(a=x, b=more)]]
+)
+def test_batches_of_a_type_of_ones_own_are_limited(kind: Any) -> None:
+    """Tensors and arrays in attributes count, each once."""
+
+    def make_batch(n: int, size: int) -> Any:
+        x = torch.zeros(n, size, 64)
+        return kind(x, [x, {"y": np.zeros((n, size))}, "text"])
+
+    assert batch_bytes(make_batch(5, 10)) == 5 * 10 * (4 * 64 + 8)
+    step = CASES["waves"]().step
+    state = TrainingState(step)
+    limit = BatchLimit(Subject(step, make_batch, Domain.of(512, 1), state, state.device))
+    for size in (8, 512):
+        assert limit.most_samples((size,)) * size * (4 * 64 + 8) < 2**29

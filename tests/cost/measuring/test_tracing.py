@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F  # noqa: N812
 
 from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
@@ -16,6 +17,7 @@ from tests.support.training_cases import CASES
 from torchbudget import trace_peak_bytes
 from torchbudget.cost.measuring.tracing import Trace, ValueDependentError, tracing
 from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.models.live_bytes import LiveBytes
 
 
 def test_a_traced_peak_counts_what_lives() -> None:
@@ -40,13 +42,11 @@ def test_a_traced_peak_counts_what_lives() -> None:
 def test_a_logged_loss_can_be_traced() -> None:
     """`loss.item()` has a value, if no true one."""
     training = CASES["heavy"]()
-    losses = []
 
     def step(batch: Any) -> None:
-        losses.append(training.step(batch).item())
+        assert training.step(batch).item() == 1.0
 
     assert trace_peak_bytes(step, training.make_batch(2, 10)) > 0
-    assert losses == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,38 @@ def test_what_is_computed_of_pythons_numbers_is_known(half_of: Any) -> None:
     batch = torch.zeros(100, 256)
     peak, expected = trace_peak_bytes(step, batch), trace_peak_bytes(by_hand, batch)
     assert abs(peak - expected) <= 4 * 64
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("of", [torch.tensor, list])
+def test_a_ctc_loss_is_traced_of_padded_targets_alone(padded: bool, of: Any) -> None:
+    """The mean length says nothing of the longest one, which the loss's own tensor grows with."""
+    turns, classes, lengths = 80, 20, [35, 1, 2, 2]
+    model = nn.Linear(8, classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: dict[str, Any]) -> None:
+        log_p = model(batch["x"]).log_softmax(-1)
+        F.ctc_loss(log_p, batch["y"], batch["turns"], batch["lengths"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = {
+        "x": torch.zeros(turns, len(lengths), 8),
+        "y": torch.ones((len(lengths), max(lengths)) if padded else sum(lengths), dtype=torch.int),
+        "turns": of([turns] * len(lengths)),
+        "lengths": of(lengths),
+    }
+    if padded and of is torch.tensor:
+        live = LiveBytes("cpu", block_bytes=64)
+        for tensor in (*model.parameters(), *batch.values()):
+            live.count(tensor)
+        with live:
+            step(batch)
+        assert trace_peak_bytes(step, batch) == pytest.approx(max(live.history), rel=0.01)
+        return
+    with pytest.raises(ValueDependentError, match=r"targets of shape \(n, S\).* not lists"):
+        trace_peak_bytes(step, batch)
 
 
 def histories(case: Case) -> list[Trace]:

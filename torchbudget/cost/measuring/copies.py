@@ -18,7 +18,7 @@ from torchbudget.units import format_bytes
 
 _log: Final = logging.getLogger("torchbudget")
 
-# From here on it is said where the values are.
+# From here on it is said, before anything is written, how much and where.
 _LARGE: Final = 2**30
 
 
@@ -70,7 +70,12 @@ def _check_room(num_bytes: int) -> None:
             "TMPDIR to a folder with more, or pass method='trace'"
         )
     if num_bytes >= _LARGE:
-        _log.info("writing %s of tensors to a file in %s", format_bytes(num_bytes), folder)
+        _log.warning(
+            "writing the values of model and optimizer, %s, to a file in %s, from which they are "
+            "restored after the step was run; TMPDIR chooses another folder",
+            format_bytes(num_bytes),
+            folder,
+        )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
+from torch import nn
 
 from torchbudget.cost.measuring.explaining import Explained, explained
 from torchbudget.cost.measuring.fitting import total_form
@@ -23,9 +24,14 @@ from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.probe import Probe, columns
 from torchbudget.cost.models.protocol import FloatArray
 from torchbudget.errors import CostError
-from torchbudget.machine.allocators import trim_malloc
+from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
 from torchbudget.units import format_bytes
 
+# What oneDNN runs on the CPU by kernels that it compiles for each shape.
+_CONVOLUTIONS: Final = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 # Less than this is lost in what a process gains and loses by itself.
 _SEEN_BYTES: Final = 2**24
 # Batches that did not leave the floor are enlarged so many times, though what they need may be just
@@ -72,10 +78,12 @@ def run_probes(
     Returns:
         The forms whose maximum counts, and what was run.
     """
-    if subject.state.device.type == "cpu" and not trim_malloc():
-        subject.notes.append(
-            "this C library keeps freed memory: the peak depends on the shapes before"
-        )
+    if subject.state.device.type == "cpu":
+        if not trim_malloc():
+            subject.notes.append(
+                "this C library keeps freed memory: the peak depends on the shapes before"
+            )
+        _warn_of_kernels(subject)
     with subject.state.restored(contents=True):
         runner = StepRunner(subject)
         runs = _Runs(subject, runner, room, traced)
@@ -96,6 +104,20 @@ def run_probes(
         )
     fitted = [p for p in probes if not p.held_out]
     return fit_runs(fitted, traced, subject.domain, runner.idle_bytes), tuple(probes)
+
+
+def _warn_of_kernels(subject: Subject) -> None:
+    """Warn of convolutions whose kernels are cached by the thousand, more than any probe shows."""
+    if not kernel_caches_are_stated() and any(
+        isinstance(part, _CONVOLUTIONS)
+        for module in subject.state.modules
+        for part in module.modules()
+    ):
+        subject.warn(
+            "convolutions on the CPU keep compiled kernels for each new shape, up to those of "
+            "1,024, so that steps after many shapes may exceed the budget: call "
+            "configure_allocators() first in the script, here and where it trains"
+        )
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
+from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.out_of_memory import is_out_of_memory
@@ -33,8 +34,12 @@ _SMALLEST: Final = 1 / 64
 _BATCH_BYTES: Final = 2**28
 _MOST_SAMPLES: Final = 2**16
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
+# Of a batch's leaves, what has no tensor in it; texts may be many.
+_WITHOUT: Final = (str, bytes, int, float, type(None))
 # Fractions of the range of sizes, on a logarithmic scale, at which a fit is judged.
 _JUDGED: Final = (0.0, 0.35, 0.65, 1.0)
+# And another one where sizes are multiples, so that layers round no short one up.
+_LONG: Final = 0.85
 # Up to so many axes, probes may be of any mix of sizes.
 _MOST_MIXED: Final = 3
 
@@ -93,14 +98,15 @@ class Domain:
             raise CostError(f"the smallest size, {smallest}, is above the largest one, {largest}")
         domain = cls(smallest, largest, multiple)
         if known is None:
-            judged = [domain.between(fraction) for fraction in _JUDGED] + [domain.short]
+            judged = [domain.between(fraction) for fraction in _JUDGED]
+            judged.append(domain.between(_LONG) if multiple > 1 else domain.short)
             if len(largest) > 1:  # sizes of any shape
                 judged[1:1] = [domain.between((1.0, 0.0)), domain.between((0.0, 1.0))]
         else:
-            ordered = known[np.argsort(np.log(np.maximum(known, 1)).sum(axis=1), kind="stable")]
-            rows = ordered[np.linspace(0, len(ordered) - 1, len(_JUDGED) + 1).astype(int)]
-            top = np.maximum(np.array(smallest), np.minimum(rows, largest))
-            judged = [_rounded(tuple(row), multiple) for row in top.tolist()]
+            known = np.clip(-(-known // multiple) * multiple, smallest, largest)
+            judged = _quantiles(known)
+            if len(set(judged)) < len(judged):  # many samples have one size
+                judged = _quantiles(np.unique(known, axis=0))
         judged = sorted(set(judged), key=lambda size: (math.prod(size), size))
         return replace(domain, judged=tuple(judged))
 
@@ -234,9 +240,12 @@ class BatchLimit:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of the tensors and arrays in a batch; 0 for a type of the user's own."""
+    """Bytes of the tensors and arrays in a batch, or in the attributes of what is in it."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, _ARRAYS))
+    own = (leaf for leaf in leaves if not isinstance(leaf, (*_ARRAYS, *_WITHOUT)))
+    inside = (one for leaf in own for one in reachable(leaf))
+    found = {id(one): one for one in (*leaves, *inside) if isinstance(one, _ARRAYS)}
+    return sum(one.nbytes for one in found.values())
 
 
 def _size_of(name: str, size: int | Sequence[int]) -> Size:
@@ -251,6 +260,13 @@ def _size_of(name: str, size: int | Sequence[int]) -> Size:
 
 def _rounded(size: Size, multiple: int) -> Size:
     return tuple(-(-one // multiple) * multiple for one in size)
+
+
+def _quantiles(sizes: npt.NDArray[np.int64]) -> list[Size]:
+    """The shortest, the longest and some between, of sizes of shape `(N, d)`."""
+    ordered = sizes[np.argsort(np.log(sizes).sum(axis=1), kind="stable")]
+    rows = ordered[np.linspace(0, len(ordered) - 1, len(_JUDGED) + 1).astype(int)]
+    return [tuple(row) for row in rows.tolist()]
 
 
 def _sizes_array(sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -358,12 +358,18 @@ def _has_real(values: Iterable[Any]) -> bool:
 
 
 def _ctc_loss(
-    log_probs: torch.Tensor, targets: torch.Tensor, *_: Any
+    log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shapes of `F.ctc_loss`, for targets that are as long as their padding."""
-    turns, n = log_probs.shape[0], log_probs[0, ..., 0].numel()
-    length = targets.shape[1] if targets.dim() > 1 else -(-targets.numel() // n)
-    return log_probs.new_empty(n), log_probs.new_empty(n, turns, 2 * length + 1)
+    turns, n, _ = log_probs.shape
+    # Of lengths in a list, torch makes a tensor whose memory no mode can replace.
+    if (targets.dim() == 1 and n > 1) or not isinstance(lengths, torch.Tensor):
+        raise ValueDependentError(
+            "the memory of a CTC loss grows with its longest target, and a trace knows only what "
+            "targets are padded to: pass ctc_loss targets of shape (n, S), not one after another, "
+            "and tensors of lengths, not lists; or measure_cost(method='run')"
+        )
+    return log_probs.new_empty(n), log_probs.new_empty(n, turns, 2 * targets.shape[-1] + 1)
 
 
 def _ctc_loss_backward(_: torch.Tensor, log_probs: torch.Tensor, *__: Any) -> torch.Tensor:
@@ -372,6 +378,7 @@ def _ctc_loss_backward(_: torch.Tensor, log_probs: torch.Tensor, *__: Any) -> to
 
 # Operations whose shapes torch's own fake tensors take from values.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
+    torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
