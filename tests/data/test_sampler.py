@@ -40,6 +40,7 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": ["1", "2"]}, SizesError, "expected integer sizes, got dtype <U1"),
     ({"sizes": [True, False]}, SizesError, "expected integer sizes, got dtype bool"),
     ({"sizes": [1, 2, -3, -4]}, SizesError, r"sizes\[2\] is -3"),
+    ({"sizes": [0, 5, -1]}, SizesError, r"sizes\[2\] is -1"),
     ({"sizes": [1, 2**48]}, SizesError, rf"sizes\[1\] is {2**48}"),
     ({"sizes": np.array([2**63], np.uint64)}, SizesError, rf"sizes\[0\] is {2**63}"),
     ({"sizes": [[1, 2], [3, -4]], "cost": TWO_AXES}, SizesError, r"sizes\[1\]\[1\] is -4"),

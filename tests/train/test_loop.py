@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.train.test_fit import Training, loss_of, samples, tokens
@@ -129,6 +132,27 @@ def test_a_training_without_a_folder_compares_batches_with_the_plan() -> None:
     )
     with pytest.warns(PaddedSizeWarning, match="size_multiple=1"):
         fit(training.model, loader, loss_of, training.accumulator, epochs=1, weight=tokens)
+
+
+def test_an_evaluation_leaves_ddp_as_it_was(tmp_path: Path) -> None:
+    """It broadcasts no buffers meanwhile, and does so again afterwards, if it did."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for before in (True, False):
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+            model.require_forward_param_sync = before
+            during: list[bool] = []
+
+            def loss_of_rows(model: nn.Module, batch: Tensor, seen: Any = during) -> Tensor:
+                seen.append(model.require_forward_param_sync)
+                return model(batch).square().sum()
+
+            evaluate(model, [torch.randn(8, 3)], loss_of_rows)
+            assert during == [False]
+            assert model.require_forward_param_sync == before
+    finally:
+        dist.destroy_process_group()
 
 
 def test_tensors_and_a_last_incomplete_step() -> None:

@@ -305,6 +305,22 @@ def test_a_loader_that_changes_the_plan(more: int, match: str) -> None:
         predict(Encoder(), loader)
 
 
+def test_batches_are_named_by_their_number() -> None:
+    """In what is said of one, and of a loader that ends early."""
+    plain, seen = loader_of(), []
+
+    def model(batch: Any) -> Tensor:
+        seen.append(batch)
+        return batch.data.sum(1)[1 if len(seen) == 3 else 0 :]
+
+    with pytest.raises(OptionError, match=r"batch 2, of \d+ samples"):
+        predict(model, plain)
+    number = len(plain) - 1
+    loader = Short(plain.dataset, batch_sampler=plain.batch_sampler, collate_fn=PadCollate())
+    with pytest.raises(OptionError, match=f"yields {number} batches, fewer than"):
+        predict(Encoder(), loader)
+
+
 def test_a_collate_that_loses_a_sample() -> None:
     collate = PadCollate()
     plain = loader_of([3, 4, 5])

@@ -60,4 +60,5 @@ def test_a_stream_is_read_one_batch_ahead() -> None:
     )
     trial = try_stream(parts, seconds=60, most=12)
     assert len(trial.batches) == 12
+    assert {(one.building, one.samples) for one in trial.batches} == {(0, 0)}  # unknown
     assert 12 <= int(dataset.made) <= 12 + 1
