@@ -95,13 +95,42 @@ def check_rows(
         for cell in CELLS:
             check_story([one[name_of(*cell, setting)] for one in found])
             record_property(name_of(len(found), *cell, row), "✓")
-    written = section_of(len(found), MATRIX.read_text())
-    assert [row for row in rows.values() if matrix_row(row) not in written] == []
+    check_written(len(found), [matrix_row(row) for row in rows.values()])
 
 
-def matrix_row(row: str) -> str:
-    """A line of the matrix all of whose cells hold."""
-    return f"| {row} |{' ✓ |' * len(CELLS)}\n"
+def check_refused(
+    found: list[dict[str, Any]],
+    rows: dict[str, tuple[str, str, list[str]]],
+    record_property: RecordProperty,
+) -> None:
+    """Each cell is an error, which names setting and adapter, and a cell of the matrix.
+
+    Args:
+        found: of each rank, the name of each cell's error and its text.
+        rows: by what follows source and workers in such a name: its row in the matrix, the error,
+            and what its text has to name.
+        record_property: see `check_rows`.
+    """
+    for setting, (row, error, names) in rows.items():
+        for cell in CELLS:
+            for one in found:
+                raised, text = one[name_of(*cell, setting)]
+                assert raised == error
+                assert [name for name in names if name not in text] == []
+            record_property(name_of(len(found), *cell, row), f"`{error}`")
+    lines = [matrix_row(row, f"`{error}`") for row, error, _ in rows.values()]
+    check_written(len(found), lines)
+
+
+def check_written(processes: int, lines: list[str]) -> None:
+    """The lines are in the matrix, among those about a number of processes."""
+    written = section_of(processes, MATRIX.read_text())
+    assert [line for line in lines if line not in written] == []
+
+
+def matrix_row(row: str, cell: str = "✓") -> str:
+    """A line of the matrix, all of whose cells are alike."""
+    return f"| {row} |{f' {cell} |' * len(CELLS)}\n"
 
 
 def section_of(processes: int, matrix: str) -> str:

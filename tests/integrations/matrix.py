@@ -19,20 +19,20 @@ LIBRARIES = ["torch", "torchdata", "accelerate", "lightning", "transformers"]
 
 
 def cells_found(junit: Path) -> list[list[str]]:
-    """Processes, source, workers and row of each cell that held, as they were recorded.
+    """Processes, source, workers and row of each cell, as they were recorded, and what came of it.
 
     Args:
         junit: pytest's own report of its run, in XML.
     """
     found = ElementTree.parse(junit).getroot().iter("property")  # noqa: S314 (written just now)
-    return [one.attrib["name"].split(", ", 3) for one in found]
+    return [[*one.attrib["name"].split(", ", 3), one.attrib["value"]] for one in found]
 
 
 def text_of(found: list[list[str]]) -> str:
-    """The matrix: rows all of whose cells held, of each number of processes.
+    """The matrix: rows all of whose cells are alike, of each number of processes.
 
     Raises:
-        SystemExit: some of a row's cells were not found.
+        SystemExit: some of a row's cells were not found, or differ.
     """
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     heads = " | ".join(f"{source}, {workers} workers" for source, workers in CELLS)
@@ -41,10 +41,11 @@ def text_of(found: list[list[str]]) -> str:
         text += heading_of(int(processes))
         of_these = [one for one in found if one[0] == processes]
         for row in unique(one[3] for one in of_these):
-            cells = {(source, int(workers)) for _, source, workers, name in of_these if name == row}
-            if cells != {*CELLS}:
-                raise SystemExit(f"{row}: only {sorted(cells)} were found")
-            text += matrix_row(row)
+            cells = {(one[1], int(one[2])) for one in of_these if one[3] == row}
+            came = {one[4] for one in of_these if one[3] == row}
+            if cells != {*CELLS} or len(came) > 1:
+                raise SystemExit(f"{row}: only {sorted(cells)} were found, {sorted(came)}")
+            text += matrix_row(row, *came)
     return text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_rows
+from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_refused, check_rows
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -143,6 +143,33 @@ def check_that_a_loader_is_not_cut_short():
         assert "BudgetDataMixin" in str(error)
     else:
         raise AssertionError("Lightning cut epochs short")
+
+
+class Estimating(Model):
+    \"\"\"Has Lightning make the loader before it restores the checkpoint.\"\"\"
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def resumed_without_the_mixin(kind):
+    \"\"\"Lightning would begin with other batches than those that are left.\"\"\"
+    path, by_itself = f"{folder}/plain {kind.__name__}", {"use_distributed_sampler": False}
+
+    def error(source, workers, saved="batch", model=None):
+        data = Plain(lambda: loader_of(source, workers, kind))
+        try:
+            fit(data, ckpt_path=f"{path} {saved}", kind=model, **by_itself)
+        except StateError as error:
+            return type(error).__name__, str(error)
+
+    sized = loader_of("sampler", 0, kind, shuffle=False)
+    fit(Plain(lambda: sized), Save(path, stops=True), **by_itself)
+    errors = each_cell(error)
+    assert [*each_cell(error, "epoch").values()] == [*errors.values()]
+    assert error("sampler", 0, model=Estimating) == errors["sampler, 0"]
+    return errors
 
 
 def refused(data, **options):
@@ -288,6 +315,9 @@ for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
                    (StatefulDataLoader, "in fit")):
     for name, result in each_cell(lambda *cell: run(*cell, kind, made)).items():
         results[name_of(name, kind.__name__, made)] = result
+for kind in (DataLoader, StatefulDataLoader):
+    for name, error in resumed_without_the_mixin(kind).items():
+        results[name_of(name, kind.__name__, "without")] = error
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
 
@@ -299,7 +329,7 @@ def test_every_sample_comes_once_in_fit(
 ) -> None:
     """Loaders made before and in `fit`, epochs of any length, checkpoints within an epoch."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert len(found[0]) == 12
+    assert len(found[0]) == 20
     assert_epochs_grow(found[0]["sampler, 0, DataLoader, in fit"])
     rows = {
         "DataLoader, before fit": "Lightning: loader made before `fit`",
@@ -307,3 +337,7 @@ def test_every_sample_comes_once_in_fit(
         "StatefulDataLoader, in fit": "Lightning: `StatefulDataLoader`",
     }
     check_rows(found, rows, record_property)
+    row, names = "Lightning, without the mixin, resumed: ", ["ckpt_path", "BudgetDataMixin"]
+    kinds = ("DataLoader", "StatefulDataLoader")
+    refused = {f"{kind}, without": (f"{row}`{kind}`", "StateError", names) for kind in kinds}
+    check_refused(found, refused, record_property)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.cells import RecordProperty, check_rows
+from tests.integrations.cells import CELLS, RecordProperty, check_refused, check_rows, name_of
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -28,9 +28,11 @@ import json, logging, os, sys, warnings
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
 from torchbudget.errors import OptionError, ShardedTwiceError, StateError
+from torchbudget.integrations.accelerate import prepare
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -263,44 +265,70 @@ def check_that_an_older_trainer_is_refused():
         Trainer.loss_is_scaled_for_ga = attribute
 
 
-class Plain(Trainer):
-    def get_train_dataloader(self):
-        return loader_of("sampler", 0, collate_fn=labelled)
+def plain_trainer(loader, prepare=lambda accelerator, loader: loader, stop=None, **options):
+    \"\"\"Without the mixin.\"\"\"
+    class Plain(Trainer):
+        def get_train_dataloader(self):
+            return prepare(self.accelerator, loader)
+
+    arguments = TrainingArguments(
+        output_dir=folder, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+        **{"num_train_epochs": EPOCHS, "learning_rate": 0.0} | options,
+    )
+    return Plain(Model(True), arguments, callbacks=[Steps(stop)])
 
 
 def check_that_a_loader_is_not_cut_short():
     \"\"\"Without the mixin, the Trainer would take as many batches of each epoch as once.\"\"\"
-    arguments = TrainingArguments(
-        output_dir=folder, num_train_epochs=EPOCHS, use_cpu=True, report_to=[],
-        save_strategy="no", disable_tqdm=True,
-    )
-    try:
-        Plain(Model(True), arguments).train()
-    except OptionError as error:
-        assert "but transformers has read len once" in str(error)
-        assert "BudgetTrainerMixin" in str(error)
-    else:
-        raise AssertionError("the Trainer cut epochs short")
+    ways = [lambda accelerator, loader: loader, prepare]
+    if ranks == 1:
+        ways.append(Accelerator.prepare)
+    for way in ways:
+        try:
+            plain_trainer(loader_of("sampler", 0, collate_fn=labelled), way).train()
+        except OptionError as error:
+            assert "but transformers has read len once" in str(error)
+            assert "BudgetTrainerMixin" in str(error)
+        else:
+            raise AssertionError("the Trainer cut epochs short")
 
 
-def plain(seed):
-    arguments = TrainingArguments(
-        output_dir=folder, num_train_epochs=1, use_cpu=True, report_to=[], save_strategy="no",
-        disable_tqdm=True,
-    )
-    loader = loader_of("sampler", 0, collate_fn=labelled, seed=seed)
+def resumed_without_the_mixin(prepare):
+    \"\"\"The Trainer would count back to batches that may be others.\"\"\"
+    loader = loader_of("sampler", 0, collate_fn=labelled)
+    begun = plain_trainer(loader, stop=5, num_train_epochs=1)
+    begun.train()
+    state, last = loader.batch_sampler.state_dict(), f"{folder}/checkpoint-5"
 
-    class Again(Trainer):
-        def get_train_dataloader(self):
-            return loader
+    def error(source, workers):
+        loader = loader_of(source, workers, collate_fn=labelled)
+        trainer = plain_trainer(loader, prepare, max_steps=60)
+        try:
+            trainer.train(resume_from_checkpoint=last)
+        except StateError as error:
+            return type(error).__name__, str(error)
 
-    trainer = Again(Model(True), arguments)
-    trainer.train()
-    return trainer
+    rest = loader_of("sampler", 0, collate_fn=labelled)
+    rest.batch_sampler.load_state_dict(state)
+    ended = plain_trainer(rest, prepare, num_train_epochs=1, ignore_data_skip=True)
+    ended.train(resume_from_checkpoint=last)
+    batches = sum(begun.model.batches + ended.model.batches, [])
+    assert batches == sum(batches_of_epoch(loader_of("sampler", 0, collate_fn=labelled)), [])
+    return each_cell(error)
+
+
+def batches_of_epoch(loader):
+    return [batch["ids"].tolist() for batch in loader]
 
 
 def check_that_len_is_read_anew():
     \"\"\"What the first `train` has read says nothing about the epochs of the second one.\"\"\"
+    def plain(seed):
+        loader = loader_of("sampler", 0, collate_fn=labelled, seed=seed)
+        trainer = plain_trainer(loader, num_train_epochs=1)
+        trainer.train()
+        return trainer
+
     trainer = plain(seed=3)  # 23 batches, then 24
     trainer.train()
     assert len(trainer.model.batches) == 23 + 24
@@ -352,6 +380,10 @@ results = {}
 for takes_number in (True, False):
     for name, result in each_cell(lambda *cell: run(*cell, takes_number)).items():
         results[name_of(name, takes_number)] = result
+ways = {"override": lambda accelerator, loader: loader, "adapter of Accelerate": prepare}
+for way, prepare in ways.items():
+    for name, error in resumed_without_the_mixin(prepare).items():
+        results[name_of(name, way)] = error
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
 
@@ -363,14 +395,22 @@ def test_every_sample_comes_once_in_train(
 ) -> None:
     """Steps of the plan, checkpoints within an epoch, and losses divided by the step's labels."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert len(found[0]) == 8
-    for name in found[0]:
-        check_gradients([one[name] for one in found])
+    assert len(found[0]) == 16
+    for cell in CELLS:
+        for takes_number in (True, False):
+            check_gradients([one[name_of(*cell, takes_number)] for one in found])
     rows = {
         "True": "Trainer: model takes `num_items_in_batch`",
         "False": "Trainer: model does not take it",
     }
     check_rows(found, rows, record_property)
+    row, names = "Trainer, without the mixin, resumed: ", ["resume_from_checkpoint"]
+    names += ["BudgetTrainerMixin", "ignore_data_skip"]
+    refused = {
+        "override": (f"{row}`get_train_dataloader`", "StateError", names),
+        "adapter of Accelerate": (f"{row}Accelerate's adapter", "StateError", names),
+    }
+    check_refused(found, refused, record_property)
 
 
 def check_gradients(of_ranks: list[dict[str, Any]]) -> None:

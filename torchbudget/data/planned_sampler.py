@@ -13,6 +13,7 @@ from torchbudget.checks import optional
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.iterations import Iterations
 from torchbudget.data.read_once import ReadOnce
+from torchbudget.data.resumed_by_host import check_not_resumed
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
 from torchbudget.plan.cursor import Cursor
@@ -95,7 +96,11 @@ class PlannedSampler(Sampler[list[int]], IndexSource):
 
         From a loaded position on they are those that were done, as they were counted then, and
         those that are left.
+
+        Raises:
+            StateError: a framework reads it that goes on from a checkpoint without a position.
         """
+        check_not_resumed()
         left = self.batches_left
         length = self._cursor.done + left
         self._read_once.note(length)

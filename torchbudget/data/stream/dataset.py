@@ -11,6 +11,7 @@ from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.collate.options import of_sized_field
 from torchbudget.data.collate.pad_collate import PadCollate
+from torchbudget.data.resumed_by_host import check_not_resumed
 from torchbudget.data.same_on_ranks import agreed
 from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.asked_settings import AskedSettings
@@ -220,7 +221,9 @@ class BudgetedIterableDataset(ResumableStream):
 
         Raises:
             TypeError: it is known with `batches_per_epoch` only.
+            StateError: a framework reads it that goes on from a checkpoint without a position.
         """
+        check_not_resumed()
         batches = self._settings.batches_per_epoch
         if batches is None:
             raise TypeError("the length of a stream is known with batches_per_epoch only")
