@@ -33,6 +33,20 @@ def test_taking_exactly_len_batches_is_drawing_to_the_end() -> None:
     assert list(sampler) == list(expected)
 
 
+def test_what_is_left_of_an_epoch_is_not_its_whole_length() -> None:
+    """Counted from a loaded position, and then from the beginning of the same epoch."""
+    begun, resumed = sampler_of(), sampler_of()
+    length = len(begun)
+    list(itertools.islice(begun, length // 2))
+    resumed.load_state_dict(begun.state_dict())
+    assert resumed.batches_left == length - length // 2
+    with pytest.warns(DiscardedStateWarning):
+        resumed.set_epoch(1)
+    resumed.set_epoch(0)
+    assert resumed.batches_left == len(resumed) == length
+    assert len(list(resumed)) == length
+
+
 def test_set_epoch_is_idempotent() -> None:
     """Setting the epoch that comes anyway, any number of times, changes nothing."""
     sampler, expected = sampler_of(), sampler_of()
