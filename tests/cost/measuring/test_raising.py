@@ -81,6 +81,14 @@ def test_steps_of_other_operations_are_covered(n: int, times: int) -> None:
     assert with_missed(forms, []) == forms
 
 
+@given(st.integers(1, 500), st.floats(0.3, 1.0))
+def test_steps_of_other_operations_that_are_covered_add_nothing(n: int, share: float) -> None:
+    forms = (Form(terms=(Term(1e6, 0, (0,)), Term(100, 1, (1,)))),)
+    fitted = fitted_bytes(forms, [Probe(n, (10,), 1, False, "trace")])[0]
+    other = Probe(n, (10,), int(share * fitted), False, "trace")
+    assert with_missed(forms, [other]) == forms
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "stride"), [(160, 80), (40, 20)])
 def test_convolutions_without_padding_over_sizes_of_any_kind(kernel: int, stride: int) -> None:
