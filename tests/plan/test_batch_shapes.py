@@ -43,3 +43,11 @@ def test_batches_are_found_by_their_places() -> None:
     found = batches_at(sampler.plan, wanted, epoch=0, rank=0)
     assert found == [epoch[number] for number in wanted[:-1]]
     assert batches_at(sampler.plan, [], epoch=0, rank=0) == []
+
+
+def test_an_order_that_does_not_change_is_one_epoch() -> None:
+    sizes = RNG.integers(1, 60, 300)
+    sampler = tb.MemoryBudgetBatchSampler(sizes, tb.PaddedCost(unit_bytes=1), 300, shuffle=False)
+    found = batch_shapes(sampler.plan, epoch=0, rank=0)
+    assert found.ends == (len(sampler),)
+    assert found.samples.tolist() == [len(batch) for batch in sampler]
