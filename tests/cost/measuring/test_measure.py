@@ -110,3 +110,18 @@ def test_size_multiple_is_read_from_the_sampler() -> None:
             training.step, training.make_batch, max_size=100, method="trace", size_multiple=source
         )
         assert {probe.size[0] % 8 for probe in cost.probes} == {0}
+
+
+def test_the_bar_counts_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each that was traced."""
+    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
+    updates: list[float] = []
+
+    class Bar(tqdm_auto.tqdm):
+        def update(self, n: float = 1) -> None:
+            updates.append(n)
+
+    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
+    training = CASES["heavy"]()
+    cost = measure_cost(training.step, training.make_batch, max_size=64, method="trace")
+    assert updates == [1] * len(cost.probes)
