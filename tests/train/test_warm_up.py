@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,12 +54,6 @@ def test_the_extremes_are_those_of_the_epoch(seed: int, epoch: int, packed: bool
     assert sizes[extremes["shortest"]].max() == min(longest)
 
 
-class Seen:
-    """Batches, in a class, which is left as it is."""
-
-    shapes: ClassVar[list[tuple[int, int]]] = []
-
-
 def test_they_are_run_and_nothing_changes() -> None:
     """Three real steps, on the epoch's own batches; the model and the sampler stay as they are."""
     training = CASES["encoder, fused attention"]()
@@ -67,25 +61,21 @@ def test_they_are_run_and_nothing_changes() -> None:
     data = Texts(sizes)
     sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 1000)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=PadCollate())
-    Seen.shapes.clear()
-    steps = 0
+    seen: list[tuple[int, int]] = []
 
     def step(batch: PaddedBatch) -> None:
-        nonlocal steps
-        steps += 1
-        Seen.shapes.append((batch.num_samples, *batch.padded_size))
+        seen.append((batch.num_samples, *batch.padded_size))
         training.step({"x": batch["x"]})
 
     before = {name: t.clone() for name, t in training.model.state_dict().items()}
     state = sampler.state_dict()
     ran = warm_up(step, loader)
     assert [one.name for one in ran] == ["largest", "longest", "shortest"]
-    assert [one.predicted_bytes for one in ran] == [n * length for n, length in Seen.shapes[1:]]
+    assert [one.predicted_bytes for one in ran] == [n * length for n, length in seen[1:]]
     assert all(one.peak_bytes > 2**20 for one in ran)
-    assert Seen.shapes[1][1] == max(sizes)
+    assert seen[1][1] == max(sizes)
     assert all(torch.equal(before[name], t) for name, t in training.model.state_dict().items())
     assert not training.optimizer.state
-    assert steps == 0
     assert sampler.state_dict() == state
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import math
-import queue
 import random
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,24 +103,18 @@ def test_an_open_autocast(method: str, inner: str, warm: bool) -> None:
     assert torch.is_autocast_cache_enabled()
 
 
-class Graphs:
-    """That were compiled; a class is not searched."""
-
-    count: ClassVar[int] = 0
-
-
 @METHODS
 @pytest.mark.parametrize("compiled", ["module", "in place", "function"])
 def test_what_is_compiled(method: str, compiled: str) -> None:
     """It is compiled after measuring too, and so is anything else; its trace is of eager code."""
+    graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        Graphs.count += 1
+        graphs.append(1)
         return graph.forward
 
     def trained(measured: bool) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        Graphs.count = 0
         model, optimizer = network()
         if compiled == "in place":
             model.compile(backend=backend)
@@ -139,11 +128,11 @@ def test_what_is_compiled(method: str, compiled: str) -> None:
             cost = measure(step, method)
             eager = any("traced as eager" in note for note in cost.notes)
             assert eager == (method != "run")
-            assert bool(Graphs.count) == (method != "trace")
+            assert bool(graphs) == (method != "trace")
         return steps(step, *model.parameters())
 
     measured = trained(True)
-    assert Graphs.count
+    assert graphs
     assert all(map(torch.equal, measured, trained(False)))
 
 
@@ -301,114 +290,6 @@ def test_what_a_step_refers_to(method: str) -> None:
     measured, never = trained(True), trained(False)
     assert len(measured) == len(never)
     assert all(map(torch.equal, measured, never))
-
-
-@dataclass(slots=True)
-class Loop:
-    """What a training loop counts: attributes in slots, one of which is made by the first step."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    phase: str = "warm up"
-    best: float = field(init=False)
-    seen: Counter[str] = field(default_factory=Counter)
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    scale: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(value=1.0, done=False))
-
-    def fit(self, batch: torch.Tensor) -> float:
-        loss = self.model(batch).square().mean() * self.scale.value
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.seen["samples"] += len(batch)
-        self.seen[f"of {batch.shape[1]}"] += 1
-        self.losses.append(loss.item())
-        self.best = min(getattr(self, "best", math.inf), self.losses[-1])
-        self.scale.value, self.scale.done = self.scale.value * 0.9, True
-        self.phase = "training"
-        return self.losses[-1]
-
-    def state(self) -> str:
-        names = [name for name in self.__slots__ if name not in ("model", "optimizer")]
-        return repr([getattr(self, name, "unbound") for name in names])
-
-
-stepped = 0
-
-
-@METHODS
-def test_what_a_step_counts(method: str) -> None:
-    """Numbers, texts and flags: of objects, closures, defaults, functions, modules and globals."""
-
-    def trained(measured: bool) -> list[str]:
-        global stepped
-        model, optimizer = network()
-        model.calls, optimizer.calls, stepped = 0, 0, 0
-        loop, average, done, history, totals = Loop(model, optimizer), 0.0, None, [], {"sum": 0.0}
-
-        def step(batch: torch.Tensor, last: list[float] = [0.0]) -> None:  # noqa: B006
-            global stepped  # noqa: PLW0603
-            nonlocal average, done
-            loss = loop.fit(batch)
-            last[0], history[len(history) :] = loss, [(stepped, loss)]
-            average = 0.9 * average + 0.1 * loss
-            totals["sum"] += loss
-            totals.setdefault("first", loss)
-            stepped += 1
-            model.calls += 1
-            optimizer.calls += 1
-            step.calls = getattr(step, "calls", 0) + 1
-            done = True
-
-        def state() -> str:
-            counts = (model.calls, optimizer.calls, stepped, getattr(step, "calls", 0))
-            return repr((loop.state(), average, done, history, totals, counts, step.__defaults__))
-
-        before = state()
-        if measured:
-            measure(step, method)
-            assert state() == before
-        found = []
-        for _ in range(10):
-            step(make_batch(2, 4))
-            found.append(state())
-        return found
-
-    assert trained(True) == trained(False)
-
-
-class Writer:
-    """Writes what it is given, in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.given: queue.Queue[float] = queue.Queue()
-        self.written, self.lines = 0, [0.0]
-        self.thread = threading.Thread(target=self.write, daemon=True)
-        self.thread.start()
-
-    def write(self) -> None:
-        while (line := self.given.get()) >= 0:
-            self.lines.append(line)
-            self.written += 1
-            self.given.task_done()
-
-
-def test_what_others_count_is_left() -> None:
-    """A thread may be in the middle of a change; a profiler of torch's has its own state below."""
-    model, optimizer = network()
-    plain, writer = full_step(model, optimizer), Writer()
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-    def step(batch: torch.Tensor) -> None:
-        plain(batch)
-        writer.given.put(1.0)
-        profiler.step()
-
-    measure(step, "trace")
-    writer.given.join()
-    assert writer.written == len(writer.lines) - 1 == profiler.step_num > 0
-    writer.given.put(-1.0)
-    writer.thread.join()
 
 
 def on_meta(model: nn.Module) -> None:

@@ -80,14 +80,18 @@ def test_the_tree_stays_within_the_budget_and_fills_it(cell, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "order"), [("arrays", "shuffle"), ("stream", "ours")])
 def test_a_loader_of_ones_own_needs_no_more_than_is_predicted(data, order, tmp_path) -> None:
-    """By `host_bytes`, from another process; how much less depends on the largest batch."""
+    """By `host_bytes`, from another process; how much less depends on the largest batch.
+
+    Of an order that torch shuffles, a few batches are known: larger ones may be on their way.
+    """
     before = own_shared_memory(4096)
     if not before:
         pytest.skip("a mount of its own is not allowed here")
     cell = Cell(data=data, start="fork", folder=str(tmp_path), plain=(3, 4), order=order)
     found = result(run(replace(cell, pause_s=0.01), *before))
     assert 0.9 * found["total"] <= found["predicted"]
-    assert found["shared"] <= found["predicted_shared"]
+    if order == "ours":
+        assert found["shared"] <= found["predicted_shared"]
 
 
 LARGE = Cell(

@@ -86,8 +86,8 @@ def measure_cost(
     have reached; see `MeasuredCost.vouched`.
 
     Model, optimizer, schedulers, gradient scalers and random generators are found in what the step
-    refers to, and are restored bit for bit, as are numbers, flags and texts that it counts with.
-    Meanwhile the values of their tensors are in a file in the temporary folder.
+    refers to, and are restored bit for bit. Meanwhile the values of their tensors are in a file in
+    the temporary folder.
 
     On the CPU, running calls `trim_malloc`, which lasts: otherwise the peak depends on all the
     shapes that came before.

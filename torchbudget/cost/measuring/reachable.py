@@ -6,7 +6,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 _DEPTH: Final = 8
 _MOST_ITEMS: Final = 1000
 # Functions of these packages do not refer to a user's model.
-_FOREIGN_TYPES: Final = frozenset({"torch", "numpy"})
-_FOREIGN: Final = _FOREIGN_TYPES | {"builtins"}
+_FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
 
 HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 GENERATORS: Final = (
@@ -32,10 +31,6 @@ GENERATORS: Final = (
 )
 CONTAINERS: Final = (dict, list, set, deque)
 _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *HELPERS, *GENERATORS)
-# Of the standard library's packages with these names, what threads and processes share.
-_SHARED: Final = frozenset(
-    {"_thread", "threading", "_queue", "queue", "_multiprocessing", "multiprocessing", "concurrent"}
-)
 # What the step reads: tensors in them are not saved.
 _DATA: Final = (Dataset, DataLoader)
 
@@ -73,7 +68,8 @@ def _references(one: Any) -> list[Any]:
         return list(values_of(one)) if len(one) <= _MOST_ITEMS else []
     if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
         return []
-    values = [slot.value for slot in slots_of(one)]
+    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = [getattr(one, name, None) for name in slots if not name.startswith("__")]
     attributes = getattr(one, "__dict__", {})
     if isinstance(one, _DATA):
         return [value for value in attributes.values() if isinstance(value, _STATEFUL + _DATA)]
@@ -87,47 +83,16 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     if _is_foreign(function):
         return []
     found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    attributes = vars(function)
-    return [*found, *(name.value for name in names_of(function)), *attributes.values(), attributes]
-
-
-def not_the_steps_own(found: Iterable[Any]) -> list[Any]:
-    """Of what was found, containers and objects whose numbers and texts others count with.
-
-    All that an object with a lock, a thread or a queue refers to, since another thread may be
-    about to change it; and the attributes of objects of torch's, such as a profiler.
-    """
-    shared = [one for one in found if _is_shared(one) or _shares(one)]
-    of_torch = [one for one in found if type(one).__module__.partition(".")[0] in _FOREIGN_TYPES]
-    inside = [value for one in of_torch for value in (one, *_references(one))]
-    return [*reachable(shared), *inside]
-
-
-def _shares(one: Any) -> bool:
-    if isinstance(one, (types.ModuleType, types.FunctionType, type)):
-        return False
-    attributes = getattr(one, "__dict__", {}).values()
-    return any(map(_is_shared, (*attributes, *(slot.value for slot in slots_of(one)))))
-
-
-def _is_shared(one: Any) -> bool:
-    return any(kind.__module__.partition(".")[0] in _SHARED for kind in type(one).__mro__)
-
-
-class _Unbound:
-    """The only one stands for what is not there."""
-
-
-UNBOUND: Final = _Unbound()
+    return [*found, *(name.value for name in names_of(function)), *vars(function).values()]
 
 
 @dataclass(slots=True)
 class Name:
-    """A name outside a function that it may bind anew, or an object's attribute in a slot.
+    """A name outside a function that it may bind anew.
 
     Attributes:
-        owner: the cell of its closure, its module's globals, or the object.
-        name: in the globals, or of the slot.
+        owner: the cell of its closure, or its module's globals.
+        name: in the globals.
     """
 
     owner: Any
@@ -135,35 +100,20 @@ class Name:
 
     @property
     def value(self) -> Any:
-        """What it is bound to; `UNBOUND` if it is not bound."""
+        """What it is bound to."""
         if isinstance(self.owner, dict):
-            return self.owner.get(self.name, UNBOUND)
+            return self.owner.get(self.name)
         try:
-            return object.__getattribute__(self.owner, self._attribute)
-        except (AttributeError, ValueError):  # of an object, of a cell
-            return UNBOUND
+            return self.owner.cell_contents
+        except ValueError:  # it is not bound yet
+            return None
 
     @value.setter
     def value(self, value: Any) -> None:
         if isinstance(self.owner, dict):
             self.owner[self.name] = value
-        elif value is UNBOUND:
-            object.__delattr__(self.owner, self._attribute)
         else:
-            object.__setattr__(self.owner, self._attribute, value)  # of a frozen object, too
-
-    @property
-    def _attribute(self) -> str:
-        return self.name or "cell_contents"
-
-
-def slots_of(one: object) -> Iterator[Name]:
-    """The attributes of an object that are in slots."""
-    for kind in type(one).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__"):
-                yield Name(one, name)
+            self.owner.cell_contents = value
 
 
 def names_of(function: types.FunctionType) -> Iterator[Name]:

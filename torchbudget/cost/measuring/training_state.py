@@ -7,6 +7,7 @@ import functools
 import random
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
@@ -18,23 +19,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchbudget.cost.measuring.autocast import autocast_cache_kept
-from torchbudget.cost.measuring.contents import (
-    TENSORS,
-    VALUES,
-    changed,
-    differ,
-    nested,
-    refill,
-)
 from torchbudget.cost.measuring.copies import copied
 from torchbudget.cost.measuring.reachable import (
     CONTAINERS,
     GENERATORS,
     HELPERS,
     names_of,
-    not_the_steps_own,
     reachable,
-    slots_of,
     values_of,
 )
 from torchbudget.errors import CostError, MeasureWarning
@@ -42,6 +33,8 @@ from torchbudget.random_state import RandomState
 
 # Devices whose memory is measured; on the meta device, a step can be traced.
 _MEASURED: Final = ("cpu", "cuda", "meta")
+# How deep containers inside an object's own are restored, such as an optimizer's state.
+_NESTED: Final = 4
 
 
 @runtime_checkable
@@ -65,7 +58,6 @@ class TrainingState:
         generators: of random numbers, beside the global ones.
         loose: tensors.
         containers: of anything, the attributes of plain objects among them.
-        names: outside functions, and attributes in slots.
         is_compiled: whether a module or a function is called through `torch.compile`.
         accumulators: of gradients, which must make single steps while the step is measured.
         forward_only: whether the step that was checked last made no gradients.
@@ -86,10 +78,7 @@ class TrainingState:
         self.loose = [one for one in found if isinstance(one, torch.Tensor)]
         self.containers = [one for one in found if isinstance(one, CONTAINERS)]
         self.generators = [one for one in found if isinstance(one, GENERATORS)]
-        functions = [one for one in found if isinstance(one, types.FunctionType)]
-        self.names = [name for one in functions for name in names_of(one)]
-        self.names += [name for one in found for name in slots_of(one)]
-        self._not_own = {id(one) for one in not_the_steps_own(found)}
+        self.functions = [one for one in found if isinstance(one, types.FunctionType)]
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the modules and of the optimizers, each once."""
@@ -109,11 +98,7 @@ class TrainingState:
         """All containers of modules, optimizers and helpers, each with a shallow copy."""
         parts = [part for module in self.modules for part in module.modules()]
         owners = [*parts, *self.optimizers, *self.helpers]
-        return [saved for one in owners for saved in nested(vars(one))]
-
-    def _kinds(self, owner: object) -> tuple[type, ...]:
-        """What is restored of a container or an object, of others' the tensors alone."""
-        return TENSORS if id(owner) in self._not_own else VALUES
+        return [saved for one in owners for saved in _containers(vars(one))]
 
     @property
     def device(self) -> torch.device:
@@ -281,7 +266,7 @@ class TrainingState:
         gradients = [(p, p.grad) for p in self.parameters()]
         containers = self._saved()
         others = [(one, copy.copy(one)) for one in self.containers]
-        names = [(name, name.value) for name in self.names]
+        names = [(one, one.value) for function in self.functions for one in names_of(function)]
         with copied([*written.values()]) as put_back, ExitStack() as stack:
             stack.enter_context(autocast_cache_kept())
             stack.callback(RandomState.take().restore)
@@ -292,11 +277,11 @@ class TrainingState:
             try:
                 yield
             finally:
-                containers += [saved for saved in others if changed(*saved, self._kinds(saved[0]))]
+                containers += [saved for saved in others if _changed(*saved)]
                 for container, items in containers:
-                    refill(container, items)
+                    _refill(container, items)
                 for name, value in names:
-                    if differ(name.value, value, self._kinds(name.owner)):
+                    if _changed([name.value], [value]):
                         name.value = value
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
@@ -346,6 +331,34 @@ def _is_compiled(one: object) -> bool:
         "_orig_mod" in part._modules or part._compiled_call_impl is not None
         for part in one.modules()
     )
+
+
+def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
+    """A container, and the containers in it, each with a shallow copy."""
+    yield container, copy.copy(container)
+    if nested == _NESTED:
+        return
+    for value in values_of(container):
+        if isinstance(value, CONTAINERS):
+            yield from _containers(value, nested + 1)
+
+
+def _changed(container: Any, items: Any) -> bool:
+    """Whether other tensors are in the container than before."""
+    now, before = (
+        [id(one) for one in values_of(some) if isinstance(one, torch.Tensor)]
+        for some in (container, items)
+    )
+    return now != before
+
+
+def _refill(container: Any, items: Any) -> None:
+    """Restore the items of a container in place, since others may refer to it."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(items)
+    else:
+        container.update(items)
 
 
 def _restoring(generator: Any) -> Callable[[], object]:
