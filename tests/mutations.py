@@ -13,6 +13,12 @@ The folder `mutations` keeps which lines each test runs, and what became of each
 can be stopped and started again: what is in the record is not run anew. A failure counts if the
 same test passes without the mutation. Where the seconds of a mutation are spent before all its
 tests were run, it is undecided.
+
+So far, of `--count 300 --seed 0 --limit-s 60` 230 were tried, on two cores of an Intel Xeon that
+other work kept busy: 140 were noticed, 5 were not, and 85 were undecided. Of these 90 a person
+found that 24 change nothing that can be seen (the order of equal elements, lengths that are always
+the same, comparisons at a boundary of seconds); 39 are noticed by tests that were written for them,
+or by those of the files that name the module. The other 27 are to be tried with more time.
 """
 
 from __future__ import annotations
