@@ -71,6 +71,7 @@ def train_epoch(
         OptionError: a monitor with `replan=`, and a batch that does not know its padded size; or
             batches of a sampler come out of order.
         SampleError: the loader of a sampler or stream ended before the epoch did.
+        StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
     steps: list[Step] = []
 
@@ -142,6 +143,7 @@ def evaluate(
         OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; or batches
             of a sampler come out of order.
         SampleError: the loader of a sampler or stream ended before the epoch did.
+        StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
     loss, weights = summed_loss(
         model, loader, criterion, weight=weight, mean=mean, device=device, group=group
