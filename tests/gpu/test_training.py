@@ -120,7 +120,7 @@ WAITING: dict[str, tuple[int, bool, bool, dict[str, Any], int]] = {
     "scaler, two optimizers": (2, False, False, {"scaler": True}, 1),
     "scaler, two fused optimizers": (2, True, False, {"max_norm": 1.0, "scaler": True}, 1),
     "weights on the device": (1, False, True, {}, 1),
-    "weights on the device, scaler": (1, False, True, {"scaler": True}, 2),
+    "weights on the device, scaler": (1, False, True, {"scaler": True}, 1),
 }
 
 

@@ -26,6 +26,9 @@ SPARSE: Final = (
     "sparse=False, or leave max_norm out on one rank"
 )
 
+# Of all dtypes that gradients which are scaled may have, but float64.
+_LARGEST: Final = torch.finfo(torch.bfloat16).max
+
 STEPS_IN_BACKWARD: Final = (
     "an optimizer steps inside the backward, in a hook of a parameter: each micro-batch would be a "
     "step of its own, on a part of the gradient; remove the hook, and let the accumulator step"
@@ -99,8 +102,7 @@ class Optimizers:
     def each_parameter(self) -> Iterator[Tensor]:
         """All parameters; one that two optimizers share comes twice. O(1) up to the first."""
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+            yield from _parameters_of(optimizer)
 
     def parameters(self) -> list[Tensor]:
         """All parameters, each once."""
@@ -110,12 +112,38 @@ class Optimizers:
         """What gradients are multiplied by before the step, where losses are divided by so much."""
         return (1.0 if self.scaler is None else self.scaler.get_scale()) / divisor
 
-    def step(self, factor: float, divisors: Mapping[int, float]) -> tuple[Tensor | None, bool]:
-        """Multiply the gradients, unscale them once, clip them, step, and update the scale.
+    @contextmanager
+    def unscaled(self) -> Iterator[Tensor | None]:
+        """Gradients are unscaled inside; the largest of them, not read: `None` without a scaler.
+
+        It is not finite where any of them is not, though their norm may overflow where all are.
+        Where no step is taken inside, or it fails, the scale stays as it is.
+        """
+        scaler, scaled = self.scaler, self._scaled()
+        if scaler is None or not scaled:
+            yield None
+            return
+        gradients = [p.grad for one in scaled for p in _parameters_of(one) if p.grad is not None]
+        one = torch.ones((), device=gradients[0].device)
+        scaler.scale(one)  # makes its scale, on a rank that had no backward yet
+        try:
+            for optimizer in scaled:
+                scaler.unscale_(optimizer)
+            yield total_norm(list(map(_values, gradients)), math.inf)
+        finally:
+            scaler.update(scaler.scale(one))  # it would refuse to unscale the next ones otherwise
+
+    def step(
+        self, factor: float, divisors: Mapping[int, float], largest: float | None
+    ) -> tuple[Tensor | None, bool]:
+        """Multiply the gradients, clip them, step, and update the scale.
+
+        Where the scaler skips, no optimizer steps: it would decide, and read, for each alone.
 
         Args:
             factor: of all gradients.
             divisors: of the parameters with these ids, whose gradients were divided before.
+            largest: of the gradients that were unscaled; `None` without a scaler.
 
         Returns:
             The norm before clipping, `None` without `max_norm`; and whether the scaler skipped.
@@ -124,25 +152,32 @@ class Optimizers:
             OptionError: a gradient is sparse, and is to be clipped.
         """
         parameters = self.parameters()
+        scaled = self._scaled()
+        if self.scaler is not None and self.scaler.is_enabled() and not scaled:
+            return None, True
         self._multiply(parameters, factor, divisors)
-        scaler = self.scaler
-        if scaler is None or not scaler.is_enabled():
-            norm = None if self.max_norm is None else self._clip(parameters)
+        norm = None if self.max_norm is None else self._clip(parameters)
+        if self.scaler is None or largest is None:
             for optimizer in self.optimizers:
                 optimizer.step()
             return norm, False
-        # A scaler fails on an optimizer that has no gradients at all.
-        active = [one for one in self.optimizers if _has_gradients(one)]
-        if not active:
-            return None, True
-        for optimizer in active:
-            scaler.unscale_(optimizer)
-        # Before they are clipped: finite ones have a largest one, though their norm may overflow.
-        largest = total_norm(_gradients(parameters), math.inf) if len(active) > 1 else None
-        norm = None if self.max_norm is None else self._clip(parameters)
-        if largest is None:
-            return norm, _step_scaled(scaler, active[0], parameters[0].device)
-        return norm, _step_together(scaler, active, largest)
+        multiplied = largest * factor * max(divisors.values(), default=1.0)
+        skipped = not multiplied <= _LARGEST  # also where it is no number
+        for optimizer in () if skipped else scaled:
+            if _decides_on_device(optimizer):
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        self.scaler.update()
+        return norm, skipped
+
+    def _scaled(self) -> list[Optimizer]:
+        """Those whose gradients are scaled; a scaler fails on one that has no gradients at all."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return []
+        return [
+            one for one in self.optimizers if any(p.grad is not None for p in _parameters_of(one))
+        ]
 
     @staticmethod
     def _multiply(
@@ -221,53 +256,6 @@ class Optimizers:
             self.scaler.load_state_dict(state["scaler"])
 
 
-def _step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.device) -> bool:
-    """Let the scaler step an optimizer, and update the scale; whether it skipped. One read.
-
-    torch reads whether to skip before an optimizer that does not decide on the device; then a hook
-    says it. Of all others the scale says it, which the scaler lowers where it skips: it is read
-    after they were enqueued.
-    """
-    before = scaler.scale(torch.ones((), device=device))
-    with _counted(optimizer) as steps:
-        scaler.step(optimizer)
-    scaler.update()
-    if not _decides_on_device(optimizer) and hasattr(type(optimizer).step, "hooked"):
-        return not steps
-    # Its hooks run also where it skips; or never, as of one that wraps another one without
-    # `Optimizer.__init__`.
-    return bool(scaler.scale(torch.ones_like(before)) < before)
-
-
-def _step_together(
-    scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], largest: Tensor
-) -> bool:
-    """Step all optimizers or none, and update the scale; whether none stepped. One read.
-
-    The scaler would decide, and read, for each of them alone. Here the largest of all their
-    gradients says that none steps: where it is not finite.
-    """
-    skipped = not torch.isfinite(largest)
-    for optimizer in () if skipped else optimizers:
-        if _decides_on_device(optimizer):
-            scaler.step(optimizer)
-        else:
-            optimizer.step()
-    scaler.update()
-    return skipped
-
-
-@contextmanager
-def _counted(optimizer: Optimizer) -> Iterator[list[None]]:
-    """As many items as the optimizer has taken steps inside."""
-    steps: list[None] = []
-    handle = optimizer.register_step_post_hook(lambda *_: steps.append(None))
-    try:
-        yield steps
-    finally:
-        handle.remove()
-
-
 def _decides_on_device(optimizer: Optimizer) -> bool:
     """Whether it skips by itself where a gradient is not finite, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -275,7 +263,7 @@ def _decides_on_device(optimizer: Optimizer) -> bool:
 
 def _is_mixed(optimizer: Optimizer) -> bool:
     """Whether it has DTensors as well as plain parameters."""
-    return len({is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}) > 1
+    return len(set(map(is_dtensor, _parameters_of(optimizer)))) > 1
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -286,5 +274,11 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return gradients
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def _values(gradient: Tensor) -> Tensor:
+    """Those that are kept of a gradient, all of one that is not sparse."""
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

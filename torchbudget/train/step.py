@@ -78,12 +78,16 @@ def read_numbers(steps: Iterable[Step]) -> None:
         for name, value in vars(step).items()
         if isinstance(value, Tensor)
     ]
-    if not unread:
-        return
-    numbers = [in_float64(value).reshape(()) for _, _, value in unread]
-    together = torch.stack([number.to(numbers[0].device) for number in numbers])
-    for (step, name, _), number in zip(unread, together.tolist(), strict=True):
+    numbers = read_at_once([value for _, _, value in unread])
+    for (step, name, _), number in zip(unread, numbers, strict=True):
         vars(step)[name] = number
+
+
+def read_at_once(tensors: Sequence[Tensor | None]) -> list[float | None]:
+    """The numbers of tensors of one element; devices are waited for once, where there are any."""
+    given = [in_float64(one).reshape(()) for one in tensors if one is not None]
+    numbers = torch.stack([one.to(given[0].device) for one in given]).tolist() if given else []
+    return [None if one is None else numbers.pop(0) for one in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,6 +123,12 @@ class Pending:
             weight=self.weight + opened.weight,
             unread=sum(unread[1:], unread[0]) if unread else None,
         )
+
+    def late_weight(self, device: torch.device) -> Tensor | float:
+        """Σ weight of the tensors on a device, not read: no number where it is below 0."""
+        if self.unread is None:
+            return 0.0
+        return torch.where(self.unread >= 0, self.unread, math.nan).to(device)
 
     def read(self) -> Pending:
         """The same with a known weight; waits for the device if there are tensors of weights on it.

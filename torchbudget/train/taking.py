@@ -14,7 +14,13 @@ from torchbudget.train.misuse import MisuseDetector
 from torchbudget.train.optimizers import SPARSE, Optimizers
 from torchbudget.train.process_group import Ranks
 from torchbudget.train.retry import ran_out_of_memory
-from torchbudget.train.step import Pending, Step, float64_device
+from torchbudget.train.step import (
+    Pending,
+    Step,
+    checked_weight,
+    float64_device,
+    read_at_once,
+)
 from torchbudget.train.wrappers import DistributedModules
 
 
@@ -22,8 +28,9 @@ from torchbudget.train.wrappers import DistributedModules
 class StepTaker:
     """Takes the step of what is pending on the ranks that share it.
 
-    No device is waited for before the optimizers are enqueued: what decides about the step is
-    summed on the host.
+    What decides about the step is summed on the host, so that no device is waited for before the
+    optimizers are enqueued. What is on a device, weights and whether a scaler skips, is read at
+    once.
 
     Attributes:
         ranks: that share the step.
@@ -63,7 +70,7 @@ class StepTaker:
             SampleTooLargeError: this rank gives up, or another one.
         """
         try:
-            return self._take(pending.read(), number, done=done, failure=failure)
+            return self._take(pending, number, done=done, failure=failure)
         except BaseException:
             self.abandon()
             raise
@@ -79,29 +86,38 @@ class StepTaker:
     ) -> tuple[Step | None, bool]:
         parameters = self.optimizers.parameters()
         device = float64_device(parameters[0].device)
-        loss = torch.zeros((), dtype=torch.float64, device=device) + pending.loss
-        sums = GradientSums(self.ranks, self.distributed.summed(parameters), loss)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = GradientSums(
+            self.ranks,
+            self.distributed.summed(parameters),
+            torch.stack([zero + pending.loss, zero + pending.late_weight(device)]),
+        )
         if failure is None and ran_out_of_memory(sums.allocate):
             failure = "out of memory where gradients are summed over ranks"
-        weight, micro_batches, is_over, present = self._totals(
+        weight, unread, micro_batches, is_over, present = self._totals(
             pending, sums, done=done, failure=failure
         )
         if not micro_batches:  # in `flush`, ranks at their end meet here once more
             sums.drop(present)
             return None, is_over
         self.distributed.broadcast_buffers()
-        loss = sums.sum(present)
-        norm, skipped = None, weight == 0
-        with self.detector.own_step(parameters, has_weight=not skipped):
-            if not skipped:
-                divisors = self.distributed.divisors()
-                norm, skipped = self.optimizers.step(self.divisor / weight, divisors)
-                # Of the weights before it: an autocast that is open around steps keeps its casts.
-                torch.clear_autocast_cache()
-            if self.keeps_gradients:
-                self.optimizers.zero()
-            else:
-                self.optimizers.clear()
+        loss, late = sums.sum(present).unbind()
+        with self.optimizers.unscaled() as largest:
+            late_weight, largest_gradient = read_at_once([late if unread else None, largest])
+            weight += checked_weight(late_weight or 0)
+            norm, skipped = None, weight == 0
+            with self.detector.own_step(parameters, has_weight=not skipped):
+                if not skipped:
+                    divisors = self.distributed.divisors()
+                    factor = self.divisor / weight
+                    norm, skipped = self.optimizers.step(factor, divisors, largest_gradient)
+                    # Of the weights before it: an autocast that is open around steps keeps its
+                    # casts.
+                    torch.clear_autocast_cache()
+                if self.keeps_gradients:
+                    self.optimizers.zero()
+                else:
+                    self.optimizers.clear()
         if not skipped:
             self.optimizers.schedule()
         step = Step(
@@ -116,7 +132,7 @@ class StepTaker:
 
     def _totals(
         self, pending: Pending, sums: GradientSums, *, done: bool, failure: str | None
-    ) -> tuple[float, int, bool, Sequence[float]]:
+    ) -> tuple[float, bool, int, bool, Sequence[float]]:
         """What all ranks have of a step; one collective on the host.
 
         Args:
@@ -126,16 +142,18 @@ class StepTaker:
             failure: why this rank gives up: memory has run out.
 
         Returns:
-            Σ weight; the micro-batches; whether every rank is at the end of its data; and for each
-            parameter that is summed, on how many ranks it has a gradient.
+            Σ weight, as far as it is known; whether any rank has weights on a device; the
+            micro-batches; whether every rank is at the end of its data; and for each parameter
+            that is summed, on how many ranks it has a gradient.
 
         Raises:
             OptionError: a gradient is sparse, on any of several ranks.
             SampleTooLargeError: this rank gives up, or another one.
         """
-        numbers = [pending.weight, pending.micro_batches, done, failure is not None, sums.sparse]
+        numbers = [pending.weight, pending.unread is not None, pending.micro_batches]
+        numbers += [done, failure is not None, sums.sparse]
         sums_of = self.ranks.sum_on_host([*numbers, *sums.present])
-        weight, micro_batches, at_end, failures, sparse, *present = sums_of
+        weight, unread, micro_batches, at_end, failures, sparse, *present = sums_of
         # Every rank raises, since every rank has the sum: none is left waiting in a collective.
         if sparse:
             raise OptionError(SPARSE)
@@ -145,4 +163,4 @@ class StepTaker:
                 or "out of memory on another rank, which has given up, see its error; the step "
                 "is abandoned on every rank"
             )
-        return weight, int(micro_batches), at_end == len(self.ranks), present
+        return weight, unread > 0, int(micro_batches), at_end == len(self.ranks), present
