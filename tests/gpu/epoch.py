@@ -1,11 +1,15 @@
-"""An epoch of ragged shapes on a GPU: `python -m tests.gpu.epoch CASE MIB` prints its figures."""
+"""Ragged shapes on a GPU: `python -m tests.gpu.epoch CASE MIB [--batches N]` prints their figures.
+
+With `--batches 100000` it is the long run, which prints its figures so far every 1,000 batches.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
-import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,8 @@ from torchbudget import (
     configure_allocators,
     limit_device_memory,
     measure_cost,
+    parse_bytes,
+    peak_memory,
 )
 from torchbudget.machine.device import device_memory
 
@@ -45,43 +51,101 @@ def outside_bytes() -> int:
     return memory.outside_bytes(memory.source.figures())
 
 
-def run(
-    training: Training, cost: MeasuredCost, budget: int, batches: int = 120
-) -> dict[str, float | int]:
-    """Figures of so many batches: the peak over the budget, failures, retries."""
+def sizes_of(training: Training) -> Any:
+    """Of 8,000 samples: log-normal, an eighth of the largest on average, on every axis."""
     ends = np.atleast_1d(training.max_size)
     rng = np.random.default_rng(0)
     sizes = np.clip(ends * rng.lognormal(-2, 0.8, (8000, len(ends))), 1, ends).astype(int)
+    return sizes if len(ends) > 1 else sizes[:, 0]
+
+
+def shapes_of(training: Training, cost: MeasuredCost, budget: int) -> Iterator[tuple[int, Any]]:
+    """The shapes of the planned batches, epoch after epoch."""
+    sizes = sizes_of(training)
     sampler = MemoryBudgetBatchSampler(sizes, cost, budget)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for batch in sampler:
+            size = sizes[batch].max(0)
+            yield len(batch), tuple(size.tolist()) if size.ndim else int(size)
+
+
+def run(
+    training: Training,
+    cost: MeasuredCost,
+    budget: int,
+    batches: int = 120,
+    told: Callable[[dict[str, float | int]], None] = lambda _: None,
+) -> dict[str, float | int]:
+    """Figures of so many batches: the peak over the budget, failures, retries.
+
+    They are also told every 1,000 batches.
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
     samples = 0
-    for batch in itertools.islice(sampler, batches):
-        samples += len(batch)
-        size = tuple(sizes[batch].max(0).tolist())
-        training.step(training.make_batch(len(batch), size if len(size) > 1 else size[0]))
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()
-    return {
-        "samples": samples,
-        "share": (torch.cuda.max_memory_reserved() + outside_bytes()) / budget,
-        "failures": after["num_ooms"] - before["num_ooms"],
-        "retries": after["num_alloc_retries"] - before["num_alloc_retries"],
-    }
+
+    def figures(number: int) -> dict[str, float | int]:
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_stats()
+        return {
+            "batches": number,
+            "samples": samples,
+            "share": (torch.cuda.max_memory_reserved() + outside_bytes()) / budget,
+            "failures": after["num_ooms"] - before["num_ooms"],
+            "retries": after["num_alloc_retries"] - before["num_alloc_retries"],
+        }
+
+    shapes = itertools.islice(shapes_of(training, cost, budget), batches)
+    for number, (n, size) in enumerate(shapes):
+        if number % 1000 == 999:
+            told(figures(number))
+        samples += n
+        training.step(training.make_batch(n, size))
+    return figures(batches)
 
 
-def epoch(name: str, budget: int) -> dict[str, dict[str, float | int]]:
-    """Figures of an epoch that is not limited, then of one that is; measured before both."""
-    training = on_card(name)
-    cost = measure_cost(
+def errors_of(training: Training, cost: MeasuredCost, budget: int, number: int = 40) -> list[float]:
+    """How far so many planned batches are from what was predicted, each on an empty cache.
+
+    The prediction has what shapes in turn keep reserved beyond the largest of them; one step alone
+    does not, so that it is added here.
+    """
+    in_turn = next(note for note in cost.notes if "added for shapes that take turns" in note)
+    reserve = parse_bytes(in_turn.partition(" are added")[0])
+    errors = []
+    for n, size in itertools.islice(shapes_of(training, cost, budget), number):
+        device_memory("cuda").source.empty_cache()
+        with peak_memory("cuda") as peak:
+            training.step(training.make_batch(n, size))
+        predicted = int(cost.fitted_bytes(n, size))
+        errors.append(predicted / (peak.bytes + reserve) - 1)
+    return errors
+
+
+def measured(training: Training, budget: int) -> MeasuredCost:
+    return measure_cost(
         training.step, training.make_batch, max_size=training.max_size, budget=budget
     )
-    free = run(training, cost, budget)
+
+
+def epoch(name: str, budget: int, batches: int = 120) -> dict[str, Any]:
+    """Figures of batches that are not limited, then of some that are; measured before both."""
+    training = on_card(name)
+    cost = measured(training, budget)
+    errors = np.abs(errors_of(training, cost, budget))
+    free = run(training, cost, budget, batches, lambda one: print(json.dumps(one), flush=True))  # noqa: T201
     limit_device_memory(budget, "cuda")
-    return {"free": free, "limited": run(training, cost, budget)}
+    limited = run(training, cost, budget)
+    return {"free": free, "limited": limited, "error": float(np.median(errors))}
 
 
 if __name__ == "__main__":
     configure_allocators()  # whose variables the environment may have stated otherwise
-    print(json.dumps(epoch(sys.argv[1], int(sys.argv[2]) * MIB)))  # noqa: T201  (its result)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("mib", type=int, help="the budget")
+    parser.add_argument("--batches", type=int, default=120)
+    given = parser.parse_args()
+    print(json.dumps(epoch(given.case, given.mib * MIB, given.batches)))  # noqa: T201

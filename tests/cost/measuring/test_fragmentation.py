@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.gpu.epoch import errors_of
 from tests.support.fake_device import ModelledDevice, put_in_place
 from torchbudget import (
     MeasuredCost,
@@ -33,7 +34,7 @@ from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.device import DeviceMemory
-from torchbudget.units import MiB
+from torchbudget.units import MiB, format_bytes
 
 BUDGET = MiB(3000)
 LAYERS, UNIT, PAIR, FIXED = 6, 4000, 8, MiB(150)
@@ -124,6 +125,22 @@ def test_an_epoch_of_mixed_shapes_stays_within_the_budget(
 
 
 @pytest.mark.slow
+def test_half_of_the_planned_batches_are_predicted_to_two_percent(
+    on_cuda: Callable[..., ModelledDevice],
+) -> None:
+    """By the lines that run on a real device, with the same sizes.
+
+    Nothing is traced here. Pages of 20 MiB are 0.7 % of the budget, above which a fit to runs lies.
+    """
+    step = decoder(on_cuda(expandable=True))
+    case: Any = SimpleNamespace(step=step, make_batch=make_batch, max_size=512)
+    errors = np.abs(errors_of(case, run(step), BUDGET))
+    assert len(errors) == 40
+    assert np.median(errors) <= 0.02
+    assert errors.max() <= 0.03
+
+
+@pytest.mark.slow
 def test_what_a_failed_probe_had_reached_is_aimed_at(
     on_cuda: Callable[..., ModelledDevice],
 ) -> None:
@@ -154,6 +171,26 @@ def test_what_is_loaded_late_counts_from_the_start(on_cuda: Callable[..., Modell
         step(make_batch(n, size))
     assert peak.outside_bytes == MiB(800)
     assert peak.bytes <= cost.probes[0].peak_bytes <= peak.bytes + MiB(20)
+
+
+@pytest.mark.slow
+def test_shapes_that_do_not_fit_in_turn_leave_half_of_the_budget(
+    on_cuda: Callable[..., ModelledDevice],
+) -> None:
+    """A neighbour takes the card when the probes are over, and gives it back."""
+    device = on_cuda(expandable=True)
+    whole = device.model.device_bytes
+
+    def late() -> None:
+        in_turn = device.figures().fraction < 1
+        device.model.device_bytes = FIXED + MiB(50) if in_turn else whole
+
+    with pytest.warns(MeasureWarning, match="in turn do not fit the budget, although each of them"):
+        cost = run(decoder(device, late))
+    assert f"{format_bytes(BUDGET // 2)} are added for shapes that take turns" in cost.report()
+    assert device.figures().fraction == 1
+    device.model.device_bytes = whole
+    assert cost.capacity(512, BUDGET) < run(decoder(device)).capacity(512, BUDGET)
 
 
 def test_other_settings_of_the_allocator_are_named(

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tests.support.training_cases import ADAMW, CASES, Training, recurrent, training
 from torchbudget import MeasuredCost, MemoryBudgetBatchSampler, measure_cost
+from torchbudget.cost.measuring import reserving
 from torchbudget.cost.measuring.assumed_device import AssumedDevice
 from torchbudget.cost.measuring.caching_allocator import AllocatorSettings
 from torchbudget.cost.measuring.requests import Requests
@@ -145,6 +146,21 @@ def test_fixed_segments_leave_less_room_than_expandable_ones(
     assert expandable.measured_on["allocator"] == "native, expandable segments"
     assert fixed.measured_on["allocator"] == "native, segments of fixed sizes"
     assert expandable.measured_on["device"] == "cuda, predicted"
+
+
+def test_an_epoch_that_never_fits_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With segments of fixed sizes one round does not do: the first plan knows of no gaps."""
+    monkeypatch.setenv(ALLOC_CONF, "expandable_segments:False")
+    monkeypatch.setattr(reserving, "_ROUNDS", 1)
+    with pytest.warns(MeasureWarning, match="no plan was found whose epoch reserves less than"):
+        cost = predict(perceptron(), MiB(1500))
+    # What the last plan showed is kept: a smaller batch than that of the first one.
+    assert cost.batch_bytes(1, 256) > MiB(600)
+    monkeypatch.undo()
+    monkeypatch.setenv(ALLOC_CONF, "expandable_segments:False")
+    assert cost.capacity(256, MiB(1500)) >= predict(perceptron(), MiB(1500)).capacity(
+        256, MiB(1500)
+    )
 
 
 def test_the_report_says_what_is_assumed_and_what_no_trace_sees() -> None:
