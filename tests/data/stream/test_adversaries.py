@@ -296,6 +296,12 @@ class Picture:
         return ("R", "G", "B")
 
 
+def jagged(rows: list[torch.Tensor], noted: object = None) -> torch.Tensor:
+    tensor = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    tensor.noted = noted
+    return tensor
+
+
 HOLDERS: dict[str, tuple[Any, int]] = {
     "slots": (Slotted(), 800_000),
     "deque": (deque([np.zeros(100_000)]), 800_000),
@@ -305,6 +311,8 @@ HOLDERS: dict[str, tuple[Any, int]] = {
     "picture": (Picture(), 800_000),  # Pillow stores a pixel of several bands in 4 bytes
     "objects": (np.array([np.zeros(100_000), None], object), 800_000),
     "sparse": (torch.ones(50_000).to_sparse(), 600_000),
+    "jagged": (jagged([torch.zeros(120_000), torch.zeros(80_000)]), 800_000),
+    "noted on a jagged one": (jagged([torch.zeros(9)], torch.zeros(200_000)), 800_000),
     "several sparse": ([torch.ones(50_000).to_sparse() for _ in range(9)], 5_400_000),
     "several objects": (
         [np.array([np.zeros(100_000), None], object) for _ in range(9)],
