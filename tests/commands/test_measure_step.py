@@ -29,6 +29,11 @@ def to_measure():
     return step, lambda n, size: torch.zeros(n, size, 16)
 
 
+def two_axes():
+    step, _ = to_measure()
+    return step, lambda n, size: torch.zeros(n, *size, 16)
+
+
 def nothing():
     return None
 
@@ -64,6 +69,23 @@ def test_measured_saved_and_planned(folder: Path, capsys: pytest.CaptureFixture[
     np.save("sizes.npy", np.arange(1, 60))
     assert main(["plan", "sizes.npy", "--budget", "1MiB", "--cost", "cost.json"]) == 0
     assert "torchbudget" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "largest", "drawn"),
+    [("to_measure", "64", ["padded size", "samples"]), ("two_axes", "16x16", ["fitted, MiB"])],
+)
+def test_figures_of_costs(
+    function: str, largest: str, drawn: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The surface of a cost of one axis, the fit of one of several."""
+    monkeypatch.syspath_prepend(str(folder))
+    arguments = ["measure", f"train_step:{function}", "--max-size", largest, "--figure", "cost.svg"]
+    assert main(arguments) == 0
+    assert main([*arguments[:-1], "nowhere/cost.svg"]) == 2
+    assert main([*arguments[:-2], "-o", "nowhere/cost.json"]) == 2
+    written = (folder / "cost.svg").read_text("utf-8")
+    assert all(f"<!-- {label} -->" in written for label in drawn)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torchbudget.commands.answer import Answer, UsageError
 from torchbudget.cost.measuring.measure import measure_cost
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import CostError
+from torchbudget.units import parse_bytes
 
 HELP: Final = "the cost of a training step, into a file"
 DESCRIPTION: Final = """\
@@ -104,10 +105,15 @@ def _returned(name: str) -> tuple[Callable[[Any], object], Callable[[int, Any], 
 
 
 def _save(cost: MeasuredCost, options: argparse.Namespace) -> None:
-    try:
-        if options.output is not None:
+    if options.output is not None:
+        try:
             cost.save(options.output)
-        if options.figure is not None:
-            pages.save_figure(cost.plot(), options.figure)
-    except OSError as error:
-        raise UsageError(f"cannot write {options.output}: {error.strerror}") from error
+        except OSError as error:
+            raise UsageError(f"cannot write {options.output}: {error.strerror}") from error
+    if options.figure is not None:
+        from torchbudget.observe.figures import plot_cost
+
+        budget = None if options.budget is None else parse_bytes(options.budget)
+        one_axis = cost.axes == 1
+        figure = plot_cost(cost, budget_bytes=budget) if one_axis else cost.plot()
+        pages.save_figure(figure, options.figure)

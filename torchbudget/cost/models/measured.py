@@ -333,7 +333,7 @@ class MeasuredCost:
         held_out = np.array([probe.held_out for probe in self.probes])
         ends = [measured.min(), measured.max()]
         left.plot(ends, ends, color="0.7")
-        for mask, label, marker in ((~held_out, "fitted", "o"), (held_out, "held out", "x")):
+        for mask, label, marker in ((~held_out, "fitted", "ko"), (held_out, "held out", "kx")):
             left.plot(measured[mask], measured[mask] * (1 + errors[mask]), marker, label=label)
             right.plot(measured[mask], 100 * errors[mask], marker, label=label)
         right.axhline(-100 * self.margin, color="0.7")
