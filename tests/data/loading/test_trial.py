@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from torchbudget.data.loading.batch_bytes import BatchBytes
 from torchbudget.data.loading.loader_parts import LoaderParts
-from torchbudget.data.loading.trial import _taken, try_stream
+from torchbudget.data.loading.trial import _taken, try_batches, try_stream
 from torchbudget.machine.process_pages import ProcessPages
 
 IDLE = ProcessPages(
@@ -62,3 +63,27 @@ def test_a_stream_is_read_one_batch_ahead() -> None:
     assert len(trial.batches) == 12
     assert {(one.building, one.samples) for one in trial.batches} == {(0, 0)}  # unknown
     assert 12 <= int(dataset.made) <= 12 + 1
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Samples that take a while each."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.zeros(100)
+
+
+def test_batches_are_tried_one_after_the_other() -> None:
+    """Each takes as long as its samples, whatever those before it took."""
+    parts = LoaderParts(
+        dataset=Slow(), collate_fn=None, worker_init_fn=None, context="fork", is_iterable=False
+    )
+    batches = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    trial = try_batches(parts, batches, seconds=60, fits=lambda *_: True)
+    assert [one.samples for one in trial.batches] == [2, 3, 4]
+    assert list(trial.numbers) == [1, 2, 3]
+    for one in trial.batches:
+        assert 0.02 * one.samples <= one.seconds < 30
