@@ -31,7 +31,7 @@ from tests.support.streams import (
     size_of,
 )
 from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost, transforms, trim_malloc
-from torchbudget.errors import SampleError
+from torchbudget.errors import OversizeError, SampleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -218,6 +218,20 @@ def test_a_size_that_raises() -> None:
     stream = make(size=size, on_error="skip")
     assert numbers(list(stream)) == [number for number in range(len(SIZES)) if number != 30]
     assert stream.skipped_samples.failed == 1
+
+
+def test_a_size_that_raises_beside_one_that_is_too_large() -> None:
+    """In one window: both are skipped, each is counted as what it is, and no batch is too large."""
+
+    def size(sample: Any) -> int:
+        return {}[0] if sample[0] == 30 else 1000 if sample[0] == 31 else sample[1]
+
+    stream = make(size=size, on_error="skip", oversize="skip")
+    batches = list(stream)
+    assert numbers(batches) == [number for number in range(len(SIZES)) if number not in (30, 31)]
+    assert (stream.skipped_samples.failed, stream.skipped_samples.oversize) == (1, 1)
+    with pytest.raises(OversizeError, match="1 of 127 samples are over the budget alone"):
+        list(make(size=size, on_error="skip"))
 
 
 class Broken:
