@@ -247,6 +247,7 @@ def test_the_peak_is_that_of_one_micro_batch() -> None:
 
 
 RANKS = """
+import copy
 import json
 import sys
 from pathlib import Path
@@ -278,7 +279,22 @@ for seed in range(5):
     expected.backward()
     theirs.step()
     theirs.zero_grad()
-Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([difference(model, large), max(losses)]))
+
+# Representations that are one tensor.
+torch.manual_seed(0)
+plain = torch.nn.Linear(6, 3).double()
+alone = copy.deepcopy(plain)
+ddp = DistributedDataParallel(plain)
+accumulator = GradAccumulator(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+whole = torch.randn(sum(sizes), 6, dtype=torch.float64)
+def spread(z): return (z @ z.T).logsumexp(1).mean()
+loss = joint_backward(ddp, whole.split(sizes)[rank].split(2), spread, accumulator)
+expected = spread(alone(whole))
+losses.append(abs(loss.item() / expected.item() - 1))
+expected.backward()
+torch.optim.SGD(alone.parameters(), lr=0.1).step()
+worst = max(difference(model, large), difference(plain, alone))
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([worst, max(losses)]))
 """
 
 
