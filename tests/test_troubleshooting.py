@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
+from tests.support import provocations
 from tests.support.provocations import PROVOCATIONS
 from torchbudget import errors
 
@@ -89,3 +91,18 @@ def test_what_a_user_does_meets_it(name: str, tmp_path: Path) -> None:
         assert {kind for kind, _ in found} == {name}
         texts = [text for _, text in found]
         assert any(says(text, message) for text in texts for message in quoted(name)), texts
+
+
+HERE = {name for name, one in PROVOCATIONS.items() if name.endswith("Warning") and not one.ranks}
+# Found by a thread of the monitor's own, which nobody's line has called.
+IN_A_THREAD = {"MonitorWarning", "MemoryLimitWarning"}
+
+
+@pytest.mark.parametrize("name", sorted(HERE - IN_A_THREAD))
+def test_a_warning_points_at_the_users_line(name: str, tmp_path: Path) -> None:
+    """However deep inside it is found: not at a line of the package, or of torch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PROVOCATIONS[name].run(tmp_path)
+    places = [one.filename for one in caught if one.category.__name__ == name]
+    assert set(places) == {provocations.__file__}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -11,6 +10,7 @@ from torchbudget.data.sampler_loader import WorkersLoop
 from torchbudget.errors import RepeatedSamplesWarning, StateError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.iterator import PlanIterator
+from torchbudget.warn import warn
 
 # Loops that were broken off where the last one was, too, until somebody is told.
 _REPEATED: Final = 3
@@ -78,13 +78,12 @@ class Iterations:
         repeats = self._broken_off == _REPEATED and iterator.began is self._broken_from
         if repeats and shuffled:
             self._broken_off += 1  # told once
-            warnings.warn(
+            warn(
                 f"the last {_REPEATED} loops over this sampler were broken off, and all began at "
                 "the same batch, as the next one does: next(iter(loader)) is the same batch each "
                 "time. Keep one iterator, call set_epoch, or loop over sampler.tracked(loader), "
                 "which goes on where it was broken off",
                 RepeatedSamplesWarning,
-                stacklevel=3,
             )
         self.begun += 1
         self._each[iterator] = Iteration(number=self.begun, workers=workers)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torchbudget.errors import DiscardedStateWarning, OtherNumbersWarning
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.numbers import Numbers
+from torchbudget.warn import warn
 
 
 def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
@@ -30,7 +29,7 @@ def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
         )
     else:
         return
-    warnings.warn(message, DiscardedStateWarning, stacklevel=3)
+    warn(message, DiscardedStateWarning)
 
 
 def warn_of_other_numbers(numbers: Numbers, cursor: Cursor) -> None:
@@ -46,9 +45,8 @@ def warn_of_other_numbers(numbers: Numbers, cursor: Cursor) -> None:
     if numbers.per_step is not None and cursor.left is not None:
         suspended.append(f"micro_batches_per_step={numbers.per_step} for the step that was begun")
     if suspended:
-        warnings.warn(
+        warn(
             f"epoch {cursor.epoch} goes on under other ranks, another budget, cost or option, or "
             f"after replan(): this suspends {' and '.join(suspended)}",
             OtherNumbersWarning,
-            stacklevel=3,
         )

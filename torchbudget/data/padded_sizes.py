@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -16,6 +15,7 @@ from torchbudget.data.other_samples import OtherSamples, attention_mask_of
 from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
 from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.plan import Plan
+from torchbudget.warn import warn
 
 Path: TypeAlias = tuple[Any, ...]
 
@@ -91,13 +91,12 @@ class PaddedSizes:
         if came in (None, planned) or self._has_warned_of_number:
             return
         self._has_warned_of_number = True
-        warnings.warn(
+        warn(
             f"a batch came with {came} samples, where {planned} were planned: the data set's "
             "__getitems__, or the collate_fn, leaves samples out, which are lost to this epoch, or "
             "adds some, which the budget does not count. Leave them out, or add them, before sizes "
             "are taken",
             OtherNumbersWarning,
-            stacklevel=5,  # the loop
         )
 
     def _compare_axes(self, batch: Any, planned: Sequence[int]) -> None:
@@ -113,12 +112,11 @@ class PaddedSizes:
             return
         self._elsewhere = None
         named = axes[0] if len(axes) == 1 else tuple(axes)
-        warnings.warn(
+        warn(
             f"samples are as long as planned along axis {named} of the field whose lengths are the "
             "batch's, but its lengths, mask and num_tokens are those of other axes: give the "
             f"collate length_axes={named}",
             OtherSizesWarning,
-            stacklevel=5,  # the loop
         )
 
     def _compare_own(self, batch: Any, planned: Sequence[int]) -> None:
@@ -148,13 +146,12 @@ class PaddedSizes:
     def _warn(self, what: str, came: Sequence[int], planned: Sequence[int]) -> None:
         self._warned = True
         sizes = " × ".join(map(str, came)), " × ".join(map(str, planned))
-        warnings.warn(
+        warn(
             f"{what} is padded to {sizes[0]}, where {sizes[1]} was planned: the budget does not "
             "count the rest. Give the sampler or stream the multiple that its collate rounds up "
             f"to, now size_multiple={self._size_multiple}, or let the collate pad to the longest "
             "sample",
             PaddedSizeWarning,
-            stacklevel=6,  # the loop
         )
 
 
@@ -202,7 +199,7 @@ class PlannedLoop:
     def _warn(self, found: str | None) -> None:
         if found is not None:
             self._samples = None  # once
-            warnings.warn(found, OtherSizesWarning, stacklevel=4)  # the loop
+            warn(found, OtherSizesWarning)
 
 
 @lru_cache(maxsize=64)  # the check of a protocol takes as long as all the rest

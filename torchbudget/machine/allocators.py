@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import warnings
 from typing import Any, ClassVar, Final
 
 import torch
 
 from torchbudget.errors import MeasureWarning
 from torchbudget.machine.nvml import remember_free_bytes
+from torchbudget.warn import warn
 
 # Of glibc's malloc.h.
 _M_MMAP_THRESHOLD: Final = -3
@@ -57,11 +57,10 @@ def configure_allocators() -> None:
     if _in_force() is not None:
         kept = cuda_allocator_settings()["expandable_segments"]
         if kept != _parsed(stated).get("expandable_segments", kept):
-            warnings.warn(
+            warn(
                 "CUDA is in use already, so that its allocator keeps the settings that it has: "
                 f"expandable_segments:{kept}; call configure_allocators() first in the script",
                 MeasureWarning,
-                stacklevel=2,
             )
     remember_free_bytes()
 

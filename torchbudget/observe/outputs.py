@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from torchbudget.errors import MemoryLimitWarning, MonitorWarning, TorchBudgetWa
 from torchbudget.observe.limits import MemoryLimit
 from torchbudget.observe.lines import LineFile
 from torchbudget.observe.sample import MemorySample
+from torchbudget.warn import warn
 
 
 class ScalarWriter(Protocol):
@@ -97,7 +97,7 @@ class Outputs:
             return
         self._warned.add(key)
         try:
-            warnings.warn(text, category, stacklevel=2)
+            warn(text, category)
         except TorchBudgetWarning as warning:
             self._raised = warning
 

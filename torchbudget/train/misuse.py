@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType
 from typing import Any, Final
 
@@ -22,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchbudget import errors
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD, Optimizers
 from torchbudget.train.step import check_scalar
+from torchbudget.warn import warn
 
 # What the grad_fn of torch's losses has as its `_saved_reduction`.
 _MEAN: Final = 1
@@ -299,7 +295,7 @@ class MisuseDetector:
     def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:
         if text not in self._texts and not self._is_muted:
             self._texts.add(text)
-            warnings.warn(text, category, stacklevel=callers_level())
+            warn(text, category)
 
 
 @dataclass(frozen=True)
@@ -325,23 +321,10 @@ def _reduction_of(node: Any) -> Any:
     return node
 
 
-def callers_level() -> int:
-    """The stack level, for a warning, of the first frame outside this package and what calls it."""
-    level = 1
-    frame = sys._getframe(1)
-    folders = (Path(__file__).parent, Path(torch.__file__).parent)  # torch calls hooks
-    inside = (contextlib.__file__, *(f"{folder}{os.sep}" for folder in folders))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-        level += 1
-    return level
-
-
 def _warn_of_lost(pending: dict[str, int]) -> None:
     if pending["lost"]:
-        warnings.warn(
+        warn(
             f"a GradAccumulator is gone with {pending['lost']} micro-batches that no step "
             "took; call accumulator.flush() after the loop",
             errors.ForgottenStepWarning,
-            stacklevel=2,
         )

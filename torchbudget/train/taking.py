@@ -87,10 +87,11 @@ class StepTaker:
         parameters = self.optimizers.parameters()
         device = float64_device(parameters[0].device)
         zero = torch.zeros((), dtype=torch.float64, device=device)
+        numbers = pending.loss, pending.late_weight(device)
         sums = GradientSums(
             self.ranks,
             self.distributed.summed(parameters),
-            torch.stack([zero + pending.loss, zero + pending.late_weight(device)]),
+            torch.stack([(zero + one).reshape(()) for one in numbers]),
         )
         if failure is None and ran_out_of_memory(sums.allocate):
             failure = "out of memory where gradients are summed over ranks"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.errors import OptionError, UnsavedStateWarning
 from torchbudget.protocols import Stateful
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.misuse import callers_level
+from torchbudget.warn import warn
 
 
 def check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
@@ -80,13 +79,12 @@ class Unsaved:
         names = sorted({type(one).__name__ for one, _ in self._states if id(one) in changed})
         self._states = [pair for pair in self._states if id(pair[0]) not in changed]
         if names:
-            warnings.warn(
+            warn(
                 f"{', '.join(names)} changes in the training, and is not in its checkpoints, so "
                 "that a training which goes on is another one: make it a part of the model, give "
                 "the accumulator a scheduler, or let the callback that changes it have state_dict "
                 "and load_state_dict",
                 UnsavedStateWarning,
-                stacklevel=callers_level(),
             )
 
     def _state_of(self, one: Any) -> list[tuple[Any, int]]:

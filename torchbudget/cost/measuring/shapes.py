@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -20,6 +19,7 @@ from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.out_of_memory import is_out_of_memory
+from torchbudget.warn import warn
 
 Size: TypeAlias = tuple[int, ...]
 
@@ -201,7 +201,7 @@ class Subject:
     def warn(self, text: str) -> None:
         """Note it, and warn of it."""
         self.notes.append(text)
-        warnings.warn(text, MeasureWarning, stacklevel=4)
+        warn(text, MeasureWarning)
 
 
 def check_shape(batch: Any, n: int, size: Size, seen: dict[Any, tuple[int, Size]]) -> None:

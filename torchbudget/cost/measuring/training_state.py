@@ -6,7 +6,6 @@ import copy
 import functools
 import random
 import types
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,6 +29,7 @@ from torchbudget.cost.measuring.reachable import (
 )
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
+from torchbudget.warn import warn
 
 # Devices whose memory is measured; on the meta device, a step can be traced.
 _MEASURED: Final = ("cpu", "cuda", "meta")
@@ -198,13 +198,12 @@ class TrainingState:
         self.forward_only = not stepped and not made and left == before
         if self.forward_only:
             if self._is_training:
-                warnings.warn(
+                warn(
                     "the step is forward only, it made no gradients, but its module is in training "
                     "mode: to train, let it call backward(), optimizer.step() and "
                     "optimizer.zero_grad(); to evaluate, call model.eval() first, and compute "
                     "under torch.no_grad()",
                     MeasureWarning,
-                    stacklevel=4,
                 )
             return
         if not stepped and not any(left) | any(before):
@@ -213,11 +212,10 @@ class TrainingState:
                 "a full one, with backward(), optimizer.step() and optimizer.zero_grad(), or "
                 "forward only, without any of them"
             )
-        warnings.warn(
+        warn(
             "no optimizer stepped: the memory of its step is not in the cost; let the step call "
             "optimizer.step() and optimizer.zero_grad(), as in training",
             MeasureWarning,
-            stacklevel=4,
         )
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torchbudget.cost.models.probe import Probe
 from torchbudget.cost.models.table import TableCost
 from torchbudget.cost.models.vouched import VouchedRange
 from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.warn import warn
 
 
 def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
@@ -44,10 +44,9 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
         if cost.measured_on.get(name) != now
     ]
     if differing:
-        warnings.warn(
+        warn(
             f"{path} was measured on something else: {'; '.join(differing)}",
             MeasureWarning,
-            stacklevel=2,
         )
     return cost
 

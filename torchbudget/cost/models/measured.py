@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from torchbudget.files import write_whole
 from torchbudget.machine.peaks import Peak
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.warn import warn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -222,12 +222,11 @@ class MeasuredCost:
             needed = f"needed {format_bytes(peak.bytes)}"
             if peak.failures:
                 needed = "did not get the memory that it asked for"
-            warnings.warn(
+            warn(
                 f"a step on {n} samples of size {size} {needed}, but {format_bytes(predicted)} "
                 "were predicted; sampler.replan() plans later batches with a larger margin, "
                 "cost.with_observed_margin() returns the cost with it",
                 MeasureWarning,
-                stacklevel=2,
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ from torchbudget.cost.models.padded import PackedCost
 from torchbudget.cost.models.protocol import ArrayLike, IntArray
 from torchbudget.errors import MeasureWarning
 from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.warn import warn
 
 # Of a sample that is longer than all that were measured: more than any device has, and the sums of
 # a window of such samples do not wrap.
@@ -38,12 +38,11 @@ def warn_of_other_budget(made_for: int | None, budget_bytes: int) -> None:
     """Warn the caller of `check_budget` of another budget than a cost was predicted for."""
     if made_for is None or abs(budget_bytes - made_for) <= _SAME_BUDGET * made_for:
         return
-    warnings.warn(
+    warn(
         f"this cost was predicted for a budget of {format_bytes(made_for)}: what CUDA's "
         f"allocator reserves beside the batches that fill {format_bytes(budget_bytes)} is "
         "unknown; predict it with that budget, or measure it on the device",
         MeasureWarning,
-        stacklevel=3,
     )
 
 

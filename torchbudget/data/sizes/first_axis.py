@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -12,6 +11,7 @@ import numpy as np
 from torchbudget.cost.models.protocol import Sizes
 from torchbudget.data.sizes.key import FieldName, SizeDataset, SizeKey
 from torchbudget.errors import OtherSizesWarning, SizesError
+from torchbudget.warn import warn
 
 _PROBES: Final = 64
 _FEWEST: Final = 8  # samples of one size by a function: fewer may be alike by chance
@@ -105,12 +105,11 @@ def _check_function(samples: list[Any], sizes: Sizes, option: str) -> None:
         axis = next((axis for axis in _differing(shapes) if axis), None)
         firsts = {shape[0] for shape in shapes} if axis else set()
         if axis and len(firsts) == 1 and firsts <= set(taken):
-            warnings.warn(
+            warn(
                 f"the size of every sample is {shapes[0][0]}, as is the first axis of "
                 f"sample{where}, whose axis {axis} is {_range(shapes, axis)} long: if {option} "
                 f"takes its length, batches of any length fit the budget. Take that of axis {axis}",
                 OtherSizesWarning,
-                stacklevel=5,  # who calls sizes_of
             )
             return
 
@@ -141,14 +140,13 @@ def _check_other_axes(measured: SizeDataset) -> None:
         axis = next((axis for axis in _differing(shapes) if axis and not _grows(shapes, axis)), 0)
         if axis:
             of, whole = ("", "samples") if field is None else (f"[{field!r}]", f"field {field!r}")
-            warnings.warn(
+            warn(
                 f"sizes are the lengths of the first axis of {whole}, which differs in axis {axis} "
                 f"too, by itself: it is {_range(shapes, axis)} long, batches are padded there, and "
                 "the budget does not count it. Give a key of all axes that are ragged, as in "
                 f"key=lambda sample: (len(sample{of}), sample{of}.shape[{axis}]); if the cost "
                 f"counts the longest there, key=lambda sample: len(sample{of}) says so",
                 OtherSizesWarning,
-                stacklevel=5,  # who calls sizes_of
             )
             return
 

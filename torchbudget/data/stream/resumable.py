@@ -31,6 +31,7 @@ from torchbudget.data.stream.tracking import (
 from torchbudget.errors import RepeatedSamplesWarning, StateError
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.protocols import ResumableSource
+from torchbudget.warn import warn
 
 Stream = TypeVar("Stream", bound="ResumableStream")
 
@@ -211,12 +212,11 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return state.cursor_of(slot, self._settings.dealing(slot))
         batches = slot.share(self._settings.batches_per_epoch)
         if batches is not None and self._progress.was_read(epoch - 1, slot.worker):
-            warnings.warn(
+            warn(
                 f"epoch {epoch} starts over at the source's beginning, since workers that have "
                 "just started do not know where the last epoch ended: use "
                 "persistent_workers=True, or loop over stream.tracked(loader)",
                 RepeatedSamplesWarning,
-                stacklevel=3,
             )
         return StreamCursor.beginning(epoch, batches)
 
