@@ -84,6 +84,7 @@ WORKERS = {"fork": 8, "spawn": 4}
 KINDS = (*DATA, "stream")
 USERS = ("shuffle", "lists")  # loaders that the user made, which are only predicted
 SEARCHED = 4
+LITTLE = 0.2  # of the budget
 ROOT_MOUNT = 'mount -t tmpfs -o size=8g tmpfs /dev/shm && exec "$@"'
 
 
@@ -186,7 +187,7 @@ def main() -> None:
             "predicted": ".3f",
         }
     )
-    peaks, mapped, fills, predicted = [], [], [], []
+    peaks, mapped, more, fills, predicted = [], [], [], [], []
     given = {
         "folder": "",
         "samples": asked.samples,
@@ -207,8 +208,9 @@ def main() -> None:
             mapped.append(found["pss"] / found["budget"])
             row |= {"MiB": cell.mib, "pss": mapped[-1], "peak": peaks[-1]}
             if found["one_more"] is not None:
-                row["one more"] = found["one_more"] / found["budget"]
-                if found["workers"]:
+                more.append(found["one_more"] / found["budget"])
+                row["one more"] = more[-1]
+                if more[-1] - peaks[-1] < LITTLE:
                     fills.append(peaks[-1])
         results.row(
             start=cell.start,
@@ -221,8 +223,11 @@ def main() -> None:
         )
     results.bar("highest pss / budget", max(mapped), 1)
     results.bar("highest peak / budget", max(peaks), 1)
+    if more:
+        results.bar("least that one more worker needs / budget", min(more), 1, at_least=True)
     if fills:
-        results.bar("least peak / budget where workers fill it", min(fills), 0.8, at_least=True)
+        what = f"least peak / budget where a worker takes less than {LITTLE} of it"
+        results.bar(what, min(fills), 0.8, at_least=True)
     results.bar("predicted / peak, at least", min(predicted), 0.9, at_least=True)
     results.bar("predicted / peak, at most", max(predicted), 1.1)
     for data in ("files", "objects")[: asked.kinds if asked.search_ms else 0]:

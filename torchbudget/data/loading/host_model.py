@@ -14,8 +14,9 @@ from torchbudget.data.loading.trial import Trial
 from torchbudget.machine.process_pages import mapped_data_bytes, process_pages
 from torchbudget.machine.process_tree import process_tree
 
-# Of what workers and batches need, for what differs between one trial and a long run.
-_MARGIN: Final = 0.03
+# Of what workers and batches need, for what differs between one trial and a long run. With 0.03,
+# the worst of 30 settings was 0.6 % over its budget after six epochs.
+_MARGIN: Final = 0.06
 # Beside its batches: pipes of indices and results, events, semaphores.
 _DESCRIPTORS_PER_WORKER: Final = 8
 
