@@ -264,7 +264,7 @@ class Plan(EpochWindows):
             run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.cost)[0]
         )
 
-    def extremes(self, epoch: int = 0) -> dict[str, IntArray]:
+    def extremes(self, epoch: int) -> dict[str, IntArray]:
         """The micro-batches of an epoch that are likeliest to fail; O(samples).
 
         Returns:
