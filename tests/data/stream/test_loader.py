@@ -188,6 +188,20 @@ def fail_at_7(sample: Any) -> Any:
     return sample
 
 
+@pytest.mark.parametrize("drawn", [0, 2, 5])
+def test_an_epoch_after_one_that_was_broken_off(drawn: int) -> None:
+    """With a number of batches an epoch goes on where the last one ended, if it came to its end.
+
+    Else it is the epoch that another stream begins with.
+    """
+    whole, stream, other = (make(batches_per_epoch=5) for _ in range(3))
+    first, second = list(whole), list(whole)
+    assert list(islice(stream, drawn)) == first[:drawn]
+    stream.set_epoch(1)
+    other.set_epoch(1)
+    assert list(stream) == (second if drawn == 5 else list(other))
+
+
 @pytest.mark.parametrize("threads", [0, 4])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_raises(threads: int, workers: int) -> None:
