@@ -99,9 +99,10 @@ class Attempts:
 
     def _fails_without(self, failed: str, tests: list[str]) -> bool:
         """Whether a test fails without a mutation, too."""
+        if failed == trying.CRASH:  # of any of them
+            return trying.failure(self._tree, tests, 600) is not None
         if failed not in self._fails_anyway:
-            again = tests if failed == "a crash" else [failed]
-            self._fails_anyway[failed] = trying.failure(self._tree, again, 600) is not None
+            self._fails_anyway[failed] = trying.failure(self._tree, [failed], 600) is not None
         return self._fails_anyway[failed]
 
 

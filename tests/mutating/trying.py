@@ -12,8 +12,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 import pytest
+
+
+CRASH: Final = "a crash"  # of the process, or of what every test imports
 
 
 class _FirstFailure:
@@ -78,7 +82,7 @@ def failure(tree: Path, tests: list[str], limit_s: float) -> str | None:
     failed = file.read_text() if file.exists() else None
     file.unlink(missing_ok=True)
     if failed is None and os.waitstatus_to_exitcode(status) not in (0, 5):  # 5: all were left out
-        return "a crash"
+        return CRASH
     return failed
 
 

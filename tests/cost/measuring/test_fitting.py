@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import MeasuredCost, PaddedCost
-from torchbudget.cost.measuring.fitting import fit_traces
+from torchbudget.cost.measuring.fitting import _CHUNK, _largest, fit_traces
 from torchbudget.cost.measuring.least_squares import non_negative
 from torchbudget.cost.measuring.peaks import fit_peaks, fit_time
 from torchbudget.cost.measuring.terms import powers_of
@@ -56,6 +56,15 @@ def test_peaks_of_the_form_are_found_again(seed: int) -> None:
     grid = np.meshgrid([1, 5, 20, 500], [10, 60, 250, 1000, 2000])
     assert found.fitted_bytes(*grid) == pytest.approx(truth.batch_bytes(*grid), rel=1e-3)
     assert fit.under < 0.05
+
+
+@given(st.integers(1, 3 * _CHUNK), st.integers(2, 20), st.integers(0, 2**32))
+def test_moments_that_are_the_largest_somewhere(points: int, moments: int, seed: int) -> None:
+    """All of them, at whichever points of the domain, and no others."""
+    rng = np.random.default_rng(seed)
+    shapes, coefficients = rng.random((points, 3)), rng.random((3, moments))
+    expected = {max(range(moments), key=row.__getitem__) for row in shapes @ coefficients}
+    assert _largest(shapes, coefficients) == sorted(expected)
 
 
 def test_a_moment_between_those_that_were_the_peak_counts() -> None:

@@ -154,6 +154,25 @@ def test_what_a_failed_probe_had_reached_is_aimed_at(
 
 
 @pytest.mark.slow
+def test_after_a_failure_that_reached_nothing_half_of_the_budget_is_aimed_at(
+    on_cuda: Callable[..., ModelledDevice],
+) -> None:
+    """Where all is asked for at once it fails before there is anything: half of it is tried."""
+    device = on_cuda(expandable=True)
+    inner = decoder(device)
+
+    def step(batch: torch.Tensor) -> None:
+        n, size = batch.shape
+        device.model.free(device.malloc(n * size * LAYERS * (UNIT + size * PAIR)))
+        inner(batch)
+
+    device.model.device_bytes = MiB(2400) - device.outside_bytes
+    cost = run(step)
+    assert any("out of memory at" in note for note in cost.notes)
+    assert max(probe.peak_bytes for probe in cost.probes) >= 0.45 * BUDGET
+
+
+@pytest.mark.slow
 def test_what_is_loaded_late_counts_from_the_start(on_cuda: Callable[..., ModelledDevice]) -> None:
     """Kernels of 200 MiB that only the ninth step loads are in what the first one needs."""
     device, steps = on_cuda(expandable=True), []

@@ -309,6 +309,12 @@ def test_recurrent_modules_are_refused() -> None:
         predict(recurrent(nn.LSTM), None)
 
 
+def test_tensors_have_what_the_context_and_workspaces_leave() -> None:
+    device = AssumedDevice.detect()
+    assert device.room_for_tensors(MiB(4000)) == MiB(4000) - device.fixed_bytes
+    assert device.room_for_tensors(None) is None
+
+
 def test_a_budget_below_the_context_is_refused() -> None:
     """The context and workspaces alone take 666 MiB."""
     with pytest.raises(CostError, match="666 MiB, which leaves nothing of a budget of 500 MiB"):

@@ -114,3 +114,19 @@ def test_a_batch_that_cannot_be_made() -> None:
     with pytest.raises(CostError, match=r"make_batch\(2, 16\) raised .*too short.* pass min_size"):
         measure_cost(step, refuse, max_size=1024, method="trace")
     measure_cost(step, refuse, max_size=1024, min_size=50, method="trace")
+
+
+def test_an_integer_that_becomes_a_shape_is_refused_by_every_trace() -> None:
+    """As the longest length that is not padding; a divisor is none, see the other tests."""
+
+    def cut(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch[:, : int((batch[0, :, 0] > 0).sum())])
+
+    def divided(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch) / int((batch[..., 0] > 0).sum())
+
+    with pytest.raises(CostError, match="becomes a shape or a number of turns"):
+        traced(full_step(cut))
+    with pytest.raises(CostError, match="becomes a shape or a number of turns"):
+        trace_peak_bytes(full_step(cut), make_batch(2, 30))
+    assert traced(full_step(divided)).batch_bytes(4, 100) > 0
