@@ -16,7 +16,6 @@ from typing import Final
 
 import pytest
 
-
 CRASH: Final = "a crash"  # of the process, or of what every test imports
 
 
