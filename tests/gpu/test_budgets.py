@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 from tests.gpu.epoch import epoch
 from torchbudget import MemoryBudget, limit_device_memory, peak_memory
+from torchbudget.cost.measuring.assumed_device import AssumedDevice
+from torchbudget.cost.measuring.caching_allocator import AllocatorSettings
 from torchbudget.machine.device import cuda_memory, device_memory
 
 pytestmark = pytest.mark.gpu
@@ -56,14 +59,15 @@ def test_an_epoch_fills_the_budget_and_stays_within_it(name: str, budget_mib: in
     assert figures["error"] <= 0.01, figures
 
 
+@pytest.mark.parametrize("budget_mib", ["1500", "4000"])
 @pytest.mark.parametrize("name", LEAST)
-def test_segments_of_fixed_sizes_fill_less_but_stay_within_it(name: str) -> None:
+def test_segments_of_fixed_sizes_fill_less_but_stay_within_it(name: str, budget_mib: str) -> None:
     """In a process of its own, since the kind of segments is fixed when CUDA is first used."""
     off = dict.fromkeys(
         ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False"
     )
     figures = json.loads(
-        printed_by(["-m", "tests.gpu.epoch", name, "4000"], **off).splitlines()[-1]
+        printed_by(["-m", "tests.gpu.epoch", name, budget_mib], **off).splitlines()[-1]
     )
     assert figures["free"]["share"] <= 1, figures
     assert figures["free"]["failures"] == figures["limited"]["failures"] == 0, figures
@@ -119,6 +123,42 @@ def test_nvml_shows_what_is_counted() -> None:
     assert after.process_bytes is not None
     assert after.process_bytes - before.process_bytes == pytest.approx(512 * MIB, abs=32 * MIB)
     assert memory.outside_bytes(after) == pytest.approx(memory.outside_bytes(before), abs=32 * MIB)
+
+
+FACTS = """
+import json
+import torch
+import torchbudget as tb
+tb.configure_allocators()
+from tests.gpu.epoch import outside_bytes
+
+torch.zeros(1, device="cuda")
+context = outside_bytes()
+a = torch.randn(512, 512, device="cuda", requires_grad=True)
+before = torch.cuda.memory_allocated()
+product = a @ a
+forward = torch.cuda.memory_allocated() - before - product.nbytes
+before = torch.cuda.memory_allocated()
+product.sum().backward()
+torch.cuda.synchronize()
+backward = torch.cuda.memory_allocated() - before - a.grad.nbytes
+print(json.dumps([context, outside_bytes(), forward, backward]))
+"""
+
+
+def test_what_is_assumed_where_no_device_is_at_hand(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Context and workspaces of cuBLAS: no more than a prediction for this device counts."""
+    context, with_kernels, forward, backward = json.loads(
+        printed_by(["-c", FACTS]).splitlines()[-1]
+    )
+    device = AssumedDevice.of(torch.cuda.get_device_capability(), AllocatorSettings())
+    found = {"context": context, "with kernels": with_kernels, "forward": forward}
+    for name, value in (found | {"backward": backward}).items():
+        record_property(name, value)
+    assert with_kernels <= device.context_bytes, found
+    assert forward + backward <= sum(device.workspaces) + MIB
 
 
 NEIGHBOUR = """
