@@ -234,7 +234,8 @@ def test_weights_on_a_device_are_read_with_what_a_scaler_decides(
 ) -> None:
     """One read a step; numbers as weights give the same weights of the model and the same scale.
 
-    Of eight steps one has an infinite gradient, and one no weight, which leaves the scale alone.
+    Of eight steps one has an infinite gradient, and one no weight, which leaves the scale alone: it
+    is read, too.
     """
     monkeypatch.setattr(step_module, "waits", lambda _: True)
     models = [make_model("CNN") for _ in range(2 * number)]
@@ -257,7 +258,8 @@ def test_weights_on_a_device_are_read_with_what_a_scaler_decides(
         with Reads() as reads, tensors.micro_batch(weight):
             for model in models[0::2]:
                 tensors.backward(loss_sum(model, data) * factor)
-        assert reads.names == ["tolist"] * tensors.stepped
+        scale = ["_local_scalar_dense"] * (seed == 11)
+        assert reads.names == ["tolist"] * tensors.stepped + scale
         with numbers.micro_batch(weight.item()):
             for model in models[1::2]:
                 numbers.backward(loss_sum(model, data) * factor)

@@ -117,21 +117,30 @@ class Optimizers:
         """Gradients are unscaled inside; the largest of them, not read: `None` without a scaler.
 
         It is not finite where any of them is not, though their norm may overflow where all are.
-        Where no step is taken inside, or it fails, the scale stays as it is.
+        Where it ends in an error, they are forgotten.
         """
         scaler, scaled = self.scaler, self._scaled()
         if scaler is None or not scaled:
             yield None
             return
         gradients = [p.grad for one in scaled for p in _parameters_of(one) if p.grad is not None]
-        one = torch.ones((), device=gradients[0].device)
-        scaler.scale(one)  # makes its scale, on a rank that had no backward yet
+        # Makes its scale, on a rank that had no backward yet.
+        scaler.scale(torch.ones((), device=gradients[0].device))
         try:
             for optimizer in scaled:
                 scaler.unscale_(optimizer)
             yield total_norm(list(map(_values, gradients)), math.inf)
-        finally:
-            scaler.update(scaler.scale(one))  # it would refuse to unscale the next ones otherwise
+        except BaseException:
+            self.forget_unscaled()
+            raise
+
+    def forget_unscaled(self) -> None:
+        """No step is taken with them, and the scale stays as it is; it is read from the device.
+
+        A scaler would refuse to unscale the next ones otherwise.
+        """
+        if self.scaler is not None and self._scaled():
+            self.scaler.update(self.scaler.get_scale())
 
     def step(
         self, factor: float, divisors: Mapping[int, float], largest: float | None

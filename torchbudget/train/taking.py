@@ -115,6 +115,8 @@ class StepTaker:
                     # Of the weights before it: an autocast that is open around steps keeps its
                     # casts.
                     torch.clear_autocast_cache()
+                else:
+                    self.optimizers.forget_unscaled()
                 if self.keeps_gradients:
                     self.optimizers.zero()
                 else:
