@@ -394,3 +394,71 @@ finish([told, said, late.last.skipped])
 def test_weights_on_the_devices_of_ranks(tmp_path: Path) -> None:
     """One read a step beside the sum on the host; an error of one rank is raised on all."""
     assert run_ranks(WEIGHTS, tmp_path, 2) == 2 * [[[[], ["tolist"] * 2] * 3, [True] * 3, False]]
+
+
+def test_a_scaler_and_gradients_without_elements() -> None:
+    """A parameter of no elements, and a sparse gradient of no rows: they have no largest one."""
+    torch.manual_seed(0)
+    embedding, empty = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.zeros(0, 4))
+    optimizer = torch.optim.SGD([embedding.weight, empty], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    accumulator = GradAccumulator(optimizer, embedding, steps=1, scaler=scaler)
+    for tokens, factor in (([], 1.0), ([1, 2], 1.0), ([1, 2], float("inf")), ([3], 1.0)):
+        before = embedding.weight.detach().clone()
+        with accumulator.micro_batch(weight=1):
+            rows = embedding(torch.tensor(tokens, dtype=torch.int64))
+            accumulator.backward((rows.sum() + empty.sum()) * factor)
+        skipped = factor != 1
+        assert accumulator.last.skipped == skipped
+        before[[] if skipped else tokens] -= 0.1
+        torch.testing.assert_close(embedding.weight, before)
+    assert scaler.get_scale() == 32
+
+
+SHARDED = (
+    COMMON
+    + """
+from torch import nn
+from tests.train.test_synchronizations import Reads
+
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+model.load_state_dict(plain.state_dict())
+fully_shard(model)
+theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulator = GradAccumulator(optimizer, model, steps=1, scaler=scaler, max_norm=0.5)
+skipped, reads_of_steps = [], []
+for seed in range(5):
+    torch.manual_seed(seed)
+    data = torch.randn(2 * ranks, 4)
+    mine = data[2 * rank : 2 * rank + 2]
+    # Not a number on one rank alone, and only in what that one has of the weights.
+    factor = float("nan") if rank and seed == 2 else 1.0
+    with Reads() as reads, accumulator.micro_batch(weight=2):
+        accumulator.backward(model(mine).square().sum() * factor)
+    skipped.append(accumulator.last.skipped)
+    if seed != 2:
+        (plain(data).square().sum() / len(data)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+worst = 0.0
+for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+    worst = max(worst, (one.full_tensor() - other).abs().max().item())
+local = [one.to_local().numel() for one in model.parameters()]
+finish([skipped, worst, min(local), scaler.get_scale()])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_a_scaler_over_shards_of_which_some_are_empty(tmp_path: Path) -> None:
+    """All ranks skip where one has a gradient that is no number."""
+    found = run_ranks(SHARDED, tmp_path, 2)
+    assert [skipped for skipped, *_ in found] == 2 * [[False, False, True, False, False]]
+    assert max(worst for _, worst, *_ in found) < 1e-6
+    assert [least for _, _, least, _ in found] == [1, 0]
+    assert [scale for *_, scale in found] == [4, 4]

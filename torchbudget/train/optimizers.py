@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchbudget.checks import positive_number
 from torchbudget.dtensors import is_dtensor, local_part
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.sharded_gradients import total_norm
+from torchbudget.train.sharded_gradients import largest_of, total_norm
 
 SPARSE: Final = (
     "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
@@ -129,7 +129,7 @@ class Optimizers:
         try:
             for optimizer in scaled:
                 scaler.unscale_(optimizer)
-            yield total_norm(list(map(_values, gradients)), math.inf)
+            yield largest_of(gradients)
         except BaseException:
             self.forget_unscaled()
             raise
@@ -171,7 +171,7 @@ class Optimizers:
                 optimizer.step()
             return norm, False
         multiplied = largest * factor * max(divisors.values(), default=1.0)
-        skipped = not multiplied <= _LARGEST  # also where it is no number
+        skipped = not multiplied <= _LARGEST
         for optimizer in () if skipped else scaled:
             if _decides_on_device(optimizer):
                 self.scaler.step(optimizer)
@@ -281,11 +281,6 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     if any(gradient.layout is not torch.strided for gradient in gradients):
         raise OptionError(SPARSE)
     return gradients
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Those that are kept of a gradient, all of one that is not sparse."""
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

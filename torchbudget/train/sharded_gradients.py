@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchbudget.dtensors import is_dtensor
+from torchbudget.dtensors import is_dtensor, local_part
 
 
 def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -25,18 +27,49 @@ def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
     return placed
 
 
-def total_norm(gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of plain gradients and DTensors together, whole on every rank, not read."""
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         mesh = gradient.device_mesh if is_dtensor(gradient) else None
         kinds.setdefault(mesh, []).append(gradient)
-    norms = [_whole(nn.utils.get_total_norm(kind, order)) for kind in kinds.values()]
+    norms = [_whole(nn.utils.get_total_norm(kind)) for kind in kinds.values()]
     if len(norms) == 1:
         return norms[0]
     together: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms])
-    whole: Tensor = torch.linalg.vector_norm(together, order)
+    whole: Tensor = torch.linalg.vector_norm(together)
     return whole
+
+
+def largest_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The largest of plain gradients and DTensors together, whole on every rank, not read.
+
+    It is infinite where any of them is not finite. What this rank has of one may be empty.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if is_dtensor(gradient) else None
+        kinds.setdefault(mesh, []).append(_values(local_part(gradient)))
+    found: list[Tensor] = []
+    for mesh, parts in kinds.items():
+        largest = _largest(parts)
+        for group in () if mesh is None else mesh.get_all_groups():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        found.append(largest if not found else largest.to(found[0].device))
+    return torch.stack(found).max()
+
+
+def _largest(parts: Sequence[Tensor]) -> Tensor:
+    filled = [part for part in parts if part.numel()]  # nothing has no largest one
+    if not filled:
+        return torch.zeros((), device=parts[0].device)
+    norm = nn.utils.get_total_norm(filled, math.inf).float()
+    return torch.where(norm.isfinite(), norm, math.inf)  # a maximum over ranks may leave out NaN
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Those that are kept of a gradient, all of one that is not sparse."""
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _whole(norm: Tensor) -> Tensor:
