@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import warnings
-import weakref
-from pathlib import Path
 from typing import Final
 
-import torch
-
 # What calls in between: torch calls hooks and iterates over samplers, finalizers call at the end.
-_INSIDE: Final = (
-    *(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)),
-    *(str(module.__file__) for module in (contextlib, weakref)),
-)
+_INSIDE: Final = frozenset({"torchbudget", "torch", "contextlib", "weakref"})
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn at the innermost line that is neither of this package nor of torch."""
+    """Warn at the innermost line of none of these packages.
+
+    In a worker or a thread, which no line of the user's has called, that is one of Python's.
+    """
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
+
+
+def _package(module: dict[str, object]) -> str:
+    # By names, since paths of files are written in several ways.
+    return str(module.get("__name__", "")).partition(".")[0]

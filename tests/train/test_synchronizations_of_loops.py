@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.large_steps import Data, loss_sum, make_model
-from tests.train.test_synchronizations import Reads, sgd
+from tests.support.reads import Reads, sgd
 from torchbudget import GradAccumulator, evaluate, fit, train_epoch
 from torchbudget.train import loop as loop_module
 from torchbudget.train import step as step_module

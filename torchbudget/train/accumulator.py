@@ -36,7 +36,7 @@ class GradAccumulator(AccumulatesGradients):
     summed over ranks once a step, after the last backward; so ranks may have unequal numbers of
     micro-batches, or none.
 
-    A step accumulates, sums over ranks, divides, unscales, clips, steps, updates the scale, sets
+    A step accumulates, sums over ranks, unscales, divides, clips, steps, updates the scale, sets
     gradients to `None`, and steps the schedulers unless the scaler skipped the step.
 
     Args:

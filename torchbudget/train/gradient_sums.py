@@ -27,16 +27,16 @@ class GradientSums:
     Args:
         ranks: that share the step.
         parameters: the same ones on every rank; none are summed on a single rank.
-        loss: of this rank, in float64, to be summed with them.
+        numbers: of this rank, in float64, to be summed with them, shape `(k,)`.
 
     Attributes:
         present: for each parameter, whether it has a gradient on this rank.
         sparse: whether any gradient is.
     """
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], loss: Tensor) -> None:
+    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], numbers: Tensor) -> None:
         self._ranks = ranks
-        self._loss = loss
+        self._numbers = numbers
         self._parameters = list(parameters) if len(ranks) > 1 else []
         self._missing = [p for p in self._parameters if p.grad is None]
         self._flat: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -66,13 +66,13 @@ class GradientSums:
 
     @torch.no_grad()
     def sum(self, present: Sequence[float]) -> Tensor:
-        """Sum the gradients and the loss; one collective for each buffer.
+        """Sum the gradients and the numbers; one collective for each buffer.
 
         Args:
             present: for each parameter, on how many ranks it has a gradient.
 
         Returns:
-            The loss of all ranks, which was not read.
+            The numbers of all ranks, which were not read.
         """
         self.drop(present)
         kept = [p for p, ranks in zip(self._parameters, present, strict=True) if ranks]
@@ -82,7 +82,7 @@ class GradientSums:
         for kind, tensors in self._by_kind(kept).items():
             for bucket in _buckets(tensors):
                 self._sum(bucket, self._flat.get(kind))
-        return self._loss
+        return self._numbers
 
     def drop(self, present: Sequence[float]) -> None:
         """Drop the zeros that stand for gradients which no rank has."""
@@ -107,7 +107,7 @@ class GradientSums:
     ) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
         parts = [local_part(p.grad) for p in parameters if p.grad is not None]
         kinds = defaultdict(list)
-        for tensor in (*parts, self._loss):
+        for tensor in (*parts, self._numbers):
             kinds[tensor.device, tensor.dtype].append(tensor)
         return kinds
 

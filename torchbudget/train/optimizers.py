@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -19,15 +19,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchbudget.checks import positive_number
 from torchbudget.dtensors import is_dtensor, local_part
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.sharded_gradients import largest_of, total_norm
+from torchbudget.train.sharded_gradients import largest_share, total_norm
 
 SPARSE: Final = (
     "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
     "sparse=False, or leave max_norm out on one rank"
 )
 
-# Of all dtypes that gradients which are scaled may have, but float64.
-_LARGEST: Final = torch.finfo(torch.bfloat16).max
+# A share of the largest number, less what float32 rounds.
+_OVERFLOWS: Final = 1 - 1e-6
 
 STEPS_IN_BACKWARD: Final = (
     "an optimizer steps inside the backward, in a hook of a parameter: each micro-batch would be a "
@@ -114,10 +114,9 @@ class Optimizers:
 
     @contextmanager
     def unscaled(self) -> Iterator[Tensor | None]:
-        """Gradients are unscaled inside; the largest of them, not read: `None` without a scaler.
+        """Gradients are unscaled inside; `largest_share` of them, `None` without a scaler.
 
-        It is not finite where any of them is not, though their norm may overflow where all are.
-        Where it ends in an error, they are forgotten.
+        Where it ends in an error, the scaler forgets them.
         """
         scaler, scaled = self.scaler, self._scaled()
         if scaler is None or not scaled:
@@ -129,33 +128,28 @@ class Optimizers:
         try:
             for optimizer in scaled:
                 scaler.unscale_(optimizer)
-            yield largest_of(gradients)
+            yield largest_share(gradients)
         except BaseException:
-            self.forget_unscaled()
+            with suppress(RuntimeError):  # of a device that fails: the first error counts
+                _forget_unscaled(scaler)
             raise
-
-    def forget_unscaled(self) -> None:
-        """No step is taken with them, and the scale stays as it is; it is read from the device.
-
-        A scaler would refuse to unscale the next ones otherwise.
-        """
-        if self.scaler is not None and self._scaled():
-            self.scaler.update(self.scaler.get_scale())
 
     def step(
         self, factor: float, divisors: Mapping[int, float], largest: float | None
     ) -> tuple[Tensor | None, bool]:
-        """Multiply the gradients, clip them, step, and update the scale.
+        """Multiply the gradients, which were unscaled, clip them, step, and update the scale.
 
-        Where the scaler skips, no optimizer steps: it would decide, and read, for each alone.
+        Where a gradient is not finite, or would not be once it is multiplied, no optimizer steps: a
+        scaler would decide, and read, for each alone. The scale is lowered for the former only,
+        which a lower one can help.
 
         Args:
             factor: of all gradients.
             divisors: of the parameters with these ids, whose gradients were divided before.
-            largest: of the gradients that were unscaled; `None` without a scaler.
+            largest: of the gradients, see `largest_share`; `None` without a scaler.
 
         Returns:
-            The norm before clipping, `None` without `max_norm`; and whether the scaler skipped.
+            The norm before clipping, `None` without `max_norm`; and whether no optimizer stepped.
 
         Raises:
             OptionError: a gradient is sparse, and is to be clipped.
@@ -170,15 +164,22 @@ class Optimizers:
             for optimizer in self.optimizers:
                 optimizer.step()
             return norm, False
-        multiplied = largest * factor * max(divisors.values(), default=1.0)
-        skipped = not multiplied <= _LARGEST
+        skipped = largest * factor * max(divisors.values(), default=1.0) > _OVERFLOWS
         for optimizer in () if skipped else scaled:
-            if _decides_on_device(optimizer):
+            if _decides_on_device(optimizer) or _steps_by_itself(self.scaler):
                 self.scaler.step(optimizer)
             else:
                 optimizer.step()
-        self.scaler.update()
+        if skipped and math.isfinite(largest):
+            _forget_unscaled(self.scaler)
+        else:
+            self.scaler.update()
         return norm, skipped
+
+    def leave_unscaled(self) -> None:
+        """No step is taken with gradients that were unscaled, and the scale stays as it is."""
+        if self.scaler is not None and self._scaled():
+            _forget_unscaled(self.scaler)
 
     def _scaled(self) -> list[Optimizer]:
         """Those whose gradients are scaled; a scaler fails on one that has no gradients at all."""
@@ -268,6 +269,20 @@ class Optimizers:
 def _decides_on_device(optimizer: Optimizer) -> bool:
     """Whether it skips by itself where a gradient is not finite, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _steps_by_itself(scaler: torch.amp.GradScaler) -> bool:
+    """Whether it has a step of its own, as those of other backends may."""
+    names = ("step", "_maybe_opt_step")
+    return any(
+        getattr(type(scaler), name, None) is not getattr(torch.amp.GradScaler, name, None)
+        for name in names
+    )
+
+
+def _forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """It would refuse to unscale the next ones otherwise; the scale is read from the device."""
+    scaler.update(scaler.get_scale())
 
 
 def _is_mixed(optimizer: Optimizer) -> bool:

@@ -41,10 +41,11 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def largest_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The largest of plain gradients and DTensors together, whole on every rank, not read.
+def largest_share(gradients: Sequence[Tensor]) -> Tensor:
+    """The largest of all gradients, as a share of the largest number that its dtype has.
 
-    It is infinite where any of them is not finite. What this rank has of one may be empty.
+    Of plain gradients and DTensors together, whole on every rank, and not read. It is infinite
+    where any of them is not finite. What this rank has of one may be empty.
     """
     kinds: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -52,19 +53,26 @@ def largest_of(gradients: Sequence[Tensor]) -> Tensor:
         kinds.setdefault(mesh, []).append(_values(local_part(gradient)))
     found: list[Tensor] = []
     for mesh, parts in kinds.items():
-        largest = _largest(parts)
+        share = _largest_share(parts)
         for group in () if mesh is None else mesh.get_all_groups():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        found.append(largest if not found else largest.to(found[0].device))
+            dist.all_reduce(share, dist.ReduceOp.MAX, group=group)
+        found.append(share.to(found[0].device) if found else share)
     return torch.stack(found).max()
 
 
-def _largest(parts: Sequence[Tensor]) -> Tensor:
-    filled = [part for part in parts if part.numel()]  # nothing has no largest one
-    if not filled:
-        return torch.zeros((), device=parts[0].device)
-    norm = nn.utils.get_total_norm(filled, math.inf).float()
-    return torch.where(norm.isfinite(), norm, math.inf)  # a maximum over ranks may leave out NaN
+def _largest_share(parts: Sequence[Tensor]) -> Tensor:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        if part.numel():  # nothing has no largest one
+            by_dtype.setdefault(part.dtype, []).append(part)
+    shares = [torch.zeros((), device=parts[0].device)]
+    for dtype, alike in by_dtype.items():
+        norm = nn.utils.get_total_norm(alike, math.inf)
+        # A share of float16 is not one of its numbers; of float64 it is divided there.
+        wide = norm if norm.dtype is torch.float64 else norm.float()
+        shares.append((wide / torch.finfo(dtype).max).float().to(shares[0].device))
+    share = torch.stack(shares).max()
+    return torch.where(share.isfinite(), share, math.inf)  # a maximum over ranks may leave out NaN
 
 
 def _values(gradient: Tensor) -> Tensor:

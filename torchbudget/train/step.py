@@ -124,11 +124,11 @@ class Pending:
             unread=sum(unread[1:], unread[0]) if unread else None,
         )
 
-    def late_weight(self, device: torch.device) -> Tensor | float:
-        """Σ weight of the tensors on a device, not read: no number where it is below 0."""
+    def late_weight(self) -> Tensor | float:
+        """Σ weight of the tensors on a device, not read: NaN where it is below 0."""
         if self.unread is None:
             return 0.0
-        return torch.where(self.unread >= 0, self.unread, math.nan).to(device)
+        return torch.where(self.unread >= 0, self.unread, math.nan)
 
     def read(self) -> Pending:
         """The same with a known weight; waits for the device if there are tensors of weights on it.
@@ -244,6 +244,20 @@ def checked_weight(weight: float | Tensor) -> float:
     if not is_number(value) or not 0 <= value < math.inf:
         raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
     return float(value)
+
+
+def checked_late_weight(weight: float) -> float:
+    """The sum of the weights that were on devices; NaN where one rank's was below 0.
+
+    Raises:
+        OptionError: it is no finite number of at least 0.
+    """
+    if not 0 <= weight < math.inf:
+        raise OptionError(
+            "the weights of a step must be numbers of at least 0: those of tensors on a device, "
+            "summed over micro-batches and ranks, are negative on a rank, infinite or no number"
+        )
+    return weight
 
 
 def check_scalar(loss: object) -> None:

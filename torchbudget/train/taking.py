@@ -17,7 +17,7 @@ from torchbudget.train.retry import ran_out_of_memory
 from torchbudget.train.step import (
     Pending,
     Step,
-    checked_weight,
+    checked_late_weight,
     float64_device,
     read_at_once,
 )
@@ -28,9 +28,8 @@ from torchbudget.train.wrappers import DistributedModules
 class StepTaker:
     """Takes the step of what is pending on the ranks that share it.
 
-    What decides about the step is summed on the host, so that no device is waited for before the
-    optimizers are enqueued. What is on a device, weights and whether a scaler skips, is read at
-    once.
+    What decides about the step is summed on the host. Only weights on a device and what a scaler
+    decides are read from one, both in one read before the optimizers are enqueued.
 
     Attributes:
         ranks: that share the step.
@@ -87,11 +86,15 @@ class StepTaker:
         parameters = self.optimizers.parameters()
         device = float64_device(parameters[0].device)
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        numbers = pending.loss, pending.late_weight(device)
+        numbers = [
+            # A loss or a weight may be on another device than the first parameter.
+            (zero + (one.to(device) if isinstance(one, torch.Tensor) else one)).reshape(())
+            for one in (pending.loss, pending.late_weight())
+        ]
         sums = GradientSums(
             self.ranks,
             self.distributed.summed(parameters),
-            torch.stack([(zero + one).reshape(()) for one in numbers]),
+            torch.stack(numbers),
         )
         if failure is None and ran_out_of_memory(sums.allocate):
             failure = "out of memory where gradients are summed over ranks"
@@ -105,7 +108,7 @@ class StepTaker:
         loss, late = sums.sum(present).unbind()
         with self.optimizers.unscaled() as largest:
             late_weight, largest_gradient = read_at_once([late if unread else None, largest])
-            weight += checked_weight(late_weight or 0)
+            weight += checked_late_weight(late_weight or 0)
             norm, skipped = None, weight == 0
             with self.detector.own_step(parameters, has_weight=not skipped):
                 if not skipped:
@@ -116,7 +119,7 @@ class StepTaker:
                     # casts.
                     torch.clear_autocast_cache()
                 else:
-                    self.optimizers.forget_unscaled()
+                    self.optimizers.leave_unscaled()
                 if self.keeps_gradients:
                     self.optimizers.zero()
                 else:

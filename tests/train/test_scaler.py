@@ -1,0 +1,408 @@
+"""A gradient scaler, and weights on a device: what is read in a step, and what is decided by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.overrides import TorchFunctionMode
+
+from tests.support.large_steps import Data, loss_sum, make_model
+from tests.support.ranks import run_ranks
+from tests.support.reads import Reads, sgd
+from tests.train.test_accumulator_ranks import COMMON
+from torchbudget import GradAccumulator
+from torchbudget.train import step as step_module
+
+
+def test_a_scaler_takes_one_read_a_step() -> None:
+    """Of the largest gradient, which says whether the optimizer steps."""
+    model = make_model("CNN")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accumulator = GradAccumulator(sgd(model), model, steps=2, scaler=scaler)
+    for seed in range(6):
+        data = Data.make(4, seed)
+        weight = data.weight
+        with Reads() as reads, accumulator.micro_batch(weight):
+            accumulator.backward(loss_sum(model, data) * (float("inf") if seed == 3 else 1))
+        assert reads.names == ["tolist"] * accumulator.stepped
+        if accumulator.stepped:
+            assert accumulator.last.skipped == (seed == 3)
+
+
+@pytest.mark.parametrize("norm", [None, 0.1])
+@pytest.mark.parametrize("fused", ["none", "one", "all"])
+def test_several_optimizers_with_a_scaler_take_one_read_a_step(
+    fused: str, norm: float | None
+) -> None:
+    """And they do what the scaler has each of them do alone, where no gradient is infinite."""
+    models = [make_model("CNN") for _ in range(4)]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, fused=f)
+        for m, f in zip(models, 2 * [fused == "all", fused != "none"], strict=True)
+    ]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    accumulator = GradAccumulator(
+        optimizers[:2], models[:2], steps=2, scaler=scalers[0], max_norm=norm
+    )
+    for seed in range(8):
+        data = Data.make(4, seed)
+        weight, factor = data.weight, float("inf") if seed == 3 else 1.0
+        with Reads() as reads, accumulator.micro_batch(weight):
+            accumulator.backward(loss_sum(models[0], data) * factor)
+            accumulator.backward(loss_sum(models[1], data))
+        assert len(reads.names) == accumulator.stepped
+        if accumulator.stepped:
+            assert accumulator.last.skipped == (seed == 3)
+    for first in range(0, 8, 2):
+        parts = [Data.make(4, seed) for seed in (first, first + 1)]
+        total = sum(data.weight for data in parts)
+        for data in parts:
+            for model in models[2:]:
+                scalers[1].scale(loss_sum(model, data)).backward()
+        gradients = [p.grad for model in models[2:] for p in model.parameters()]
+        for gradient in gradients:
+            gradient *= 1 / total
+        if first == 2:
+            gradients[0].fill_(float("inf"))
+        for optimizer in optimizers[2:]:
+            scalers[1].unscale_(optimizer)
+        if norm is not None:
+            nn.utils.clip_grad_norm_([p for m in models[2:] for p in m.parameters()], norm)
+        for optimizer in optimizers[2:]:
+            if first != 2:
+                scalers[1].step(optimizer)
+            optimizer.zero_grad()
+        scalers[1].update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for mine, theirs in zip(models[:2], models[2:], strict=True):
+        for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_an_optimizer_that_decides_on_the_device_takes_one_read() -> None:
+    """Fused ones skip by themselves, so that torch reads nothing: then the scale is read, after."""
+    model = make_model("CNN")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    accumulator = GradAccumulator(optimizer, model, steps=1, scaler=scaler)
+    for seed in range(3):
+        data = Data.make(4, seed)
+        weight = data.weight
+        with Reads() as reads, accumulator.micro_batch(weight):
+            accumulator.backward(loss_sum(model, data) * (float("inf") if seed == 1 else 1))
+        assert len(reads.names) == 1
+        assert accumulator.last.skipped == (seed == 1)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_on_a_device_are_read_with_what_a_scaler_decides(
+    monkeypatch: pytest.MonkeyPatch, number: int, fused: bool
+) -> None:
+    """One read a step; numbers as weights give the same weights of the model and the same scale.
+
+    Of eight steps one has an infinite gradient, and one no weight, which leaves the scale alone: it
+    is read, too.
+    """
+    monkeypatch.setattr(step_module, "waits", lambda _: True)
+    models = [make_model("CNN") for _ in range(2 * number)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused) for model in models
+    ]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    tensors, numbers = (
+        GradAccumulator(
+            optimizers[part::2], models[part::2], steps=2, scaler=scalers[part], max_norm=0.1
+        )
+        for part in range(2)
+    )
+    for seed in range(16):
+        data = Data.make(4, seed)
+        weight = (data.y != -100).sum() * (seed not in (10, 11))
+        if seed % 3 == 1:
+            weight = weight[None, None]  # one number, in axes of its own
+        factor = torch.tensor(float("inf") if seed == 5 else float(weight.item() > 0))
+        with Reads() as reads, tensors.micro_batch(weight):
+            for model in models[0::2]:
+                tensors.backward(loss_sum(model, data) * factor)
+        scale = ["_local_scalar_dense"] * (seed == 11)
+        assert reads.names == ["tolist"] * tensors.stepped + scale
+        with numbers.micro_batch(weight.item()):
+            for model in models[1::2]:
+                numbers.backward(loss_sum(model, data) * factor)
+        if tensors.stepped:
+            assert str(tensors.last) == str(numbers.last)  # in which nan is like nan
+            assert tensors.last.skipped == (seed in (5, 11))
+            assert scalers[0].state_dict() == scalers[1].state_dict()
+    for mine, theirs in zip(models[0::2], models[1::2], strict=True):
+        assert all(map(torch.equal, mine.parameters(), theirs.parameters()))
+
+
+WEIGHTS = (
+    COMMON
+    + """
+from torchbudget.errors import OptionError
+from torchbudget.train import step as step_module
+from tests.support.reads import Reads, sgd
+
+kind = name = "CNN"
+models = [DistributedDataParallel(make_model(name)) for _ in range(2)]
+scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+tensors, numbers = (
+    GradAccumulator(sgd(model), model, steps=2, scaler=scaler, max_norm=0.1)
+    for model, scaler in zip(models, scalers, strict=True)
+)
+step_module.waits = lambda _: True
+told = []
+for seed in range(6):
+    data = Data.make(4, seed + rank)
+    # One rank has numbers, and the other tensors.
+    weight = torch.tensor(data.weight) if rank else data.weight
+    # Infinite on one rank alone: no rank steps.
+    factor = float("inf") if rank and seed == 2 else 1.0
+    with Reads() as reads, tensors.micro_batch(weight):
+        tensors.backward(loss_sum(models[0], data) * factor)
+    told.append(reads.names)
+    with numbers.micro_batch(data.weight):
+        numbers.backward(loss_sum(models[1], data) * factor)
+    assert str(tensors.last) == str(numbers.last)
+    assert seed < 1 or tensors.last.skipped == (seed in (3, 4))
+assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+said = []
+for wrong in (-1e6, float("nan"), float("inf")):
+    try:
+        with tensors.micro_batch(torch.tensor(wrong if rank else 5.0), last=True):
+            tensors.backward(loss_sum(models[0], data))
+    except OptionError as error:
+        said.append("numbers of at least 0" in str(error))
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+model = DistributedDataParallel(make_model(name))
+late = GradAccumulator(sgd(model), model, scaler=scaler)
+if rank:
+    late.step()  # without any micro-batch, so that this scaler has no scale yet
+else:
+    with late.micro_batch(data.weight, last=True):
+        late.backward(loss_sum(model, data))
+finish([told, said, late.last.skipped])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_weights_on_the_devices_of_ranks(tmp_path: Path) -> None:
+    """One read a step beside the sum on the host; an error of one rank is raised on all."""
+    assert run_ranks(WEIGHTS, tmp_path, 2) == 2 * [[[[], ["tolist"] * 2] * 3, [True] * 3, False]]
+
+
+def test_a_scaler_and_gradients_without_elements() -> None:
+    """A parameter of no elements, and a sparse gradient of no rows: they have no largest one."""
+    torch.manual_seed(0)
+    embedding, empty = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.zeros(0, 4))
+    optimizer = torch.optim.SGD([embedding.weight, empty], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    accumulator = GradAccumulator(optimizer, embedding, steps=1, scaler=scaler)
+    for tokens, factor in (([], 1.0), ([1, 2], 1.0), ([1, 2], float("inf")), ([3], 1.0)):
+        before = embedding.weight.detach().clone()
+        with accumulator.micro_batch(weight=1):
+            rows = embedding(torch.tensor(tokens, dtype=torch.int64))
+            accumulator.backward((rows.sum() + empty.sum()) * factor)
+        skipped = factor != 1
+        assert accumulator.last.skipped == skipped
+        before[[] if skipped else tokens] -= 0.1
+        torch.testing.assert_close(embedding.weight, before)
+    assert scaler.get_scale() == 32
+
+
+ONE_SHARD = (
+    COMMON
+    + """
+from torch import nn
+from tests.support.reads import sgd
+
+model = nn.Sequential(nn.Embedding(4, 3))
+fully_shard(model)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+accumulator = GradAccumulator(sgd(model), model, steps=1, scaler=scaler)
+before = model[0].weight.full_tensor().detach().clone()
+for wrong in (float("nan"), float("inf")):
+    with accumulator.micro_batch(weight=2):
+        rows = model(torch.tensor([0, 3]))
+        accumulator.backward((rows * torch.tensor([[1.0], [wrong]])).sum())
+finite = bool(model[0].weight.full_tensor().isfinite().all())
+same = bool(torch.equal(model[0].weight.full_tensor(), before))
+finish([accumulator.last.skipped, same, finite, scaler.get_scale()])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_what_is_wrong_on_one_rank_alone_lets_all_skip(tmp_path: Path) -> None:
+    """Row 3 of an embedding lies on rank 1: what rank 0 has of the gradient is finite."""
+    assert run_ranks(ONE_SHARD, tmp_path, 2) == 2 * [[True, True, True, 2.0]]
+
+
+SHARDED = (
+    COMMON
+    + """
+from torch import nn
+from tests.support.reads import Reads
+
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+model.load_state_dict(plain.state_dict())
+fully_shard(model)
+theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulator = GradAccumulator(optimizer, model, steps=1, scaler=scaler, max_norm=0.5)
+skipped, reads_of_steps = [], []
+for seed in range(5):
+    torch.manual_seed(seed)
+    data = torch.randn(2 * ranks, 4)
+    mine = data[2 * rank : 2 * rank + 2]
+    # Of one rank's part of the batch.
+    factor = float("nan") if rank and seed == 2 else 1.0
+    with Reads() as reads, accumulator.micro_batch(weight=2):
+        accumulator.backward(model(mine).square().sum() * factor)
+    skipped.append(accumulator.last.skipped)
+    if seed != 2:
+        (plain(data).square().sum() / len(data)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+worst = 0.0
+for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+    worst = max(worst, (one.full_tensor() - other).abs().max().item())
+local = [one.to_local().numel() for one in model.parameters()]
+finish([skipped, worst, min(local), scaler.get_scale()])
+"""
+)
+
+
+@pytest.mark.distributed
+def test_a_scaler_over_shards_of_which_some_are_empty(tmp_path: Path) -> None:
+    """A bias of one element lies on one of two ranks; the steps are those of the whole model."""
+    found = run_ranks(SHARDED, tmp_path, 2)
+    assert [skipped for skipped, *_ in found] == 2 * [[False, False, True, False, False]]
+    assert max(worst for _, worst, *_ in found) < 1e-6
+    assert [least for _, _, least, _ in found] == [1, 0]
+    assert [scale for *_, scale in found] == [4, 4]
+
+
+def stepped(
+    gradient: float, weight: float, dtype: torch.dtype, scaler: torch.amp.GradScaler
+) -> tuple[bool, bool]:
+    """Whether a step with this gradient, unscaled, is skipped, and whether weights stay finite."""
+    model = nn.Linear(4, 1, bias=False, dtype=dtype)
+    accumulator = GradAccumulator(sgd(model), model, scaler=scaler)
+    with accumulator.micro_batch(weight, last=True):
+        accumulator.backward((model(torch.ones(1, 4, dtype=dtype)) * gradient).sum())
+    return accumulator.last.skipped, bool(model.weight.isfinite().all())
+
+
+# A gradient that its dtype has, and a weight that it is divided by, which makes it infinite.
+OVERFLOWING = {
+    torch.float16: (60_000.0, 0.25),
+    torch.bfloat16: (1e38, 1e-3),
+    torch.float32: (1e30, 1e-9),
+    torch.float64: (1e300, 1e-9),
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process, which FSDP's scaler sums over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", OVERFLOWING, ids=str)
+def test_what_only_the_weight_makes_infinite_is_not_stepped_with(dtype: torch.dtype) -> None:
+    """Of every dtype that may be scaled. The scale stays: a lower one could not help."""
+    kind = ShardedGradScaler if dtype is torch.float16 else torch.amp.GradScaler
+    scaler = kind("cpu", init_scale=1.0, growth_interval=1)
+    gradient, weight = OVERFLOWING[dtype]
+    for _ in range(3):
+        assert stepped(gradient, weight, dtype, scaler) == (True, True)
+        assert scaler.get_scale() == 1
+    # What is large, and finite, is stepped with.
+    assert stepped(gradient / 4, 1.0, dtype, scaler) == (False, True)
+    assert scaler.get_scale() == 2
+
+
+def test_a_step_that_fails_once_its_gradients_are_gone() -> None:
+    """The scaler unscales the next ones."""
+    model = make_model("CNN")
+    optimizer = sgd(model)
+    step = optimizer.step
+
+    def fails(*_: Any) -> None:
+        optimizer.zero_grad()
+        raise KeyError
+
+    accumulator = GradAccumulator(optimizer, model, scaler=torch.amp.GradScaler("cpu"))
+    data = Data.make(4)
+    for one in (fails, step):
+        optimizer.step = one
+        with (
+            pytest.raises(KeyError) if one is fails else nullcontext(),
+            accumulator.micro_batch(data.weight, last=True),
+        ):
+            accumulator.backward(loss_sum(model, data))
+    assert not accumulator.last.skipped
+
+
+def test_a_scaler_that_steps_by_itself_is_asked_to() -> None:
+    """As those of other backends may."""
+    asked = []
+
+    class Own(torch.amp.GradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            asked.append(optimizer)
+            return super().step(optimizer, *args, **kwargs)
+
+    model = make_model("CNN")
+    optimizer, data = sgd(model), Data.make(4)
+    accumulator = GradAccumulator(optimizer, model, scaler=Own("cpu"))
+    for factor in (1.0, float("inf")):
+        with accumulator.micro_batch(data.weight, last=True):
+            accumulator.backward(loss_sum(model, data) * factor)
+        assert accumulator.last.skipped == (factor != 1)
+    assert asked == [optimizer]
+
+
+def test_a_loss_on_another_device_than_the_first_parameter() -> None:
+    """As with an embedding on the host. Numbers of a meta device cannot be read, but are moved."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    accumulator = GradAccumulator(sgd(model), model)
+    moved: list[str] = []
+
+    class Moves(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if getattr(func, "__name__", "") == "to" and args[0].device.type == "meta":
+                moved.append(str(args[1]))
+                return torch.zeros(args[0].shape, dtype=args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with accumulator.micro_batch(1):
+        accumulator.backward(model(torch.ones(1, 2)).sum())
+    elsewhere = replace(accumulator._pending, loss=torch.ones((), device="meta"))
+    with Moves():
+        step, _ = accumulator._taker.take(elsewhere, 1, done=False, failure=None)
+    assert moved == ["cpu"]
+    assert step is not None
+    assert step.loss == 0
