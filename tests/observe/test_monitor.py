@@ -323,3 +323,12 @@ def test_the_history_is_bounded_and_keeps_the_peak() -> None:
     most = max(sample.resident_bytes for sample in seen)
     assert max(sample.resident_bytes for sample in monitor.samples()) >= most
     assert monitor.report().peak.resident_bytes >= most
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "gpu", "meta"])
+def test_a_device_that_nothing_reads_is_refused(device: Any) -> None:
+    """Else a report of the host would pass for one of the device."""
+    with pytest.raises(OptionError, match="expected a CUDA device such as"):
+        MemoryMonitor(device=device)
+    MemoryMonitor(device="cuda:1")  # read once CUDA is in use
+    MemoryMonitor(device="cpu")

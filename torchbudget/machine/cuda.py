@@ -216,8 +216,12 @@ def _fraction_set(index: int) -> float:
     return _fractions.get(index, 1.0)
 
 
-def _cuda_device(device: torch.device | str) -> torch.device:
-    """The CUDA device of this name, if there is any CUDA device."""
+def named_cuda(device: torch.device | str) -> torch.device:
+    """The CUDA device of this name, whether there is one or not.
+
+    Raises:
+        OptionError: it is the name of none.
+    """
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError):
@@ -227,6 +231,12 @@ def _cuda_device(device: torch.device | str) -> torch.device:
             f"expected a CUDA device such as 'cuda:0', got {str(device)!r}; "
             "for another device, state the budget's bytes"
         )
+    return wanted
+
+
+def _cuda_device(device: torch.device | str) -> torch.device:
+    """The CUDA device of this name, if there is any CUDA device."""
+    wanted = named_cuda(device)
     if not torch.cuda.is_available():
         reason = (
             f"torch {torch.__version__} is built without CUDA"

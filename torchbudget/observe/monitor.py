@@ -18,6 +18,8 @@ from torchbudget.checks import at_least_one, positive_number
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import MachineError, OptionError
+from torchbudget.machine.cuda import named_cuda
+from torchbudget.machine.device import is_cpu
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.observe.limits import MemoryLimit
 from torchbudget.observe.lines import FORMAT
@@ -60,7 +62,8 @@ class MemoryMonitor:
         replan_batches: how many batches come between two corrections.
 
     Raises:
-        OptionError: an option is out of range, or the sampler's cost is no measured one.
+        OptionError: an option is out of range, the device is neither a CPU nor a CUDA device, or
+            the sampler's cost is no measured one.
         BudgetError: an amount cannot be read.
 
     Entering it raises `MachineError` where there is no such process or no `/proc`, and `OSError`
@@ -91,6 +94,8 @@ class MemoryMonitor:
         if replan is not None and not isinstance(replan.cost, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {replan.cost!r}")
         self._budget = None if budget is None else MemoryBudget.of(budget)
+        if device is not None and not is_cpu(device):
+            named_cuda(device)  # nothing reads the memory of another kind
         self._device = device
         self._pid = pid
         self._interval_s = positive_number("interval_s", interval_s)

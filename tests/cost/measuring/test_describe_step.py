@@ -50,6 +50,12 @@ def _checkpointing(model: Any, what: str) -> None:
     getattr(model, f"activation_checkpointing_{what}", old)()
 
 
+def test_a_device_that_cannot_be_measured_is_not_called_the_cpu() -> None:
+    """Parameters of torch's meta device stand for those of mps, xpu and others."""
+    model = nn.Linear(2, 2, device="meta")
+    assert describe_step(lambda batch: model(batch).sum())["device"] == "meta"
+
+
 def test_checkpointing_and_attention_of_transformers_models(tmp_path: Path) -> None:
     """Without the one, or with the other, a step needs far more; its parameters do not show it."""
     checkpointed = _llama("sdpa")

@@ -65,7 +65,9 @@ def _attention(modules: Iterable[nn.Module]) -> str:
 
 
 def _describe_device(device: torch.device) -> dict[str, str]:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {"device": f"cpu ({platform.machine()})"}
+    if device.type != "cuda":
+        return {"device": str(device)}  # which cannot be measured, but told from those that can
     source = device_memory(device).source
     return {"device": source.name(), "allocator": source.allocator()}
