@@ -17,7 +17,7 @@ import torch
 
 from tests.support.resuming import check_every_stop, in_parts
 from tests.support.samplers import LENGTHS, counted, loader_of, sampler_of
-from torchbudget import PaddedCost, StateMismatchError, TableCost
+from torchbudget import PackedCost, PaddedCost, StateMismatchError, TableCost
 from torchbudget.errors import OptionError, SizesError, StateError
 
 
@@ -288,7 +288,7 @@ def _with(**changed: Any) -> Any:
         (lambda _: [1], "got list"),
         (lambda _: {}, "lacks dealing, dealt, done, epoch"),
         (lambda state: {k: v for k, v in state.items() if k != "rounds"}, "lacks rounds"),
-        (_with(version=99), "version 99, this torchbudget reads 2"),
+        (_with(version=99), "version 99, this torchbudget reads 3"),
         (_with(version=None), "version None"),
         (_with(epoch=-1), "epoch must be an int of at least 0, got -1"),
         (_with(epoch=1.0), "epoch must be an int of at least 0, got 1.0"),
@@ -300,7 +300,7 @@ def _with(**changed: Any) -> Any:
         (_with(order={}), "order is malformed"),
         (_with(dealing=None, left="!"), "window of 100 samples is malformed"),
         (_with(dealing=None, left="AAAA"), "window of 100 samples is malformed"),
-        (_with(dealt="AAAA"), "window of 100 samples is malformed"),
+        (_with(dealt="AAAA", left="AAAA"), "window of 100 samples is malformed"),
         (_with(rounds=10**6), "rounds"),
     ],
     ids=itertools.count(),
@@ -349,3 +349,33 @@ def test_a_shallow_copy_has_its_own_position() -> None:
     assert (sampler.epoch, sampler.iterations) == (0, 1)
     assert sampler.state_dict() == state
     assert begun + list(batches) == whole
+
+
+SMALL_STATES = {
+    "a length": (1, PaddedCost(unit_bytes=1), 20_000, {}),
+    "a sample each": (1, PaddedCost(unit_bytes=1), 20_000, {"max_batch_size": 1}),
+    "two axes": (2, PaddedCost(unit_bytes=[1, 1]), 4_000, {}),
+    "three axes": (3, PaddedCost(unit_bytes=[1, 1, 1]), 8_000, {}),
+    "packed": (1, PackedCost(unit_bytes=1), 4_000, {}),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_STATES)
+def test_a_state_within_a_window_is_small(case: str) -> None:
+    """2 KB and a bit for each sample of the window, also where that was dealt anew, twice."""
+    axes, cost, budget, options = SMALL_STATES[case]
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.lognormal(5, 0.7, (40_000, axes)), 1, 2000).astype(np.int64)
+    state = None
+    for number in (8, 4, 2):
+        sampler = sampler_of(
+            sizes, budget, cost=cost, samples_per_step=32_768, num_replicas=number, **options
+        )
+        if state is not None:
+            sampler.load_state_dict(state)
+        batches = iter(sampler)
+        for _ in range(next(iter(sampler.steps)) // 3):
+            next(batches)
+        state = sampler.state_dict()
+        assert state["stop"] - state["start"] == 32_768
+        assert len(json.dumps(state)) <= 2048 + 32_768 // 8

@@ -76,7 +76,7 @@ class Story:
         assert all(state == states[0] for state in states)
         self._saved = states[0]
         window = self._saved["stop"] - self._saved["start"]
-        assert len(json.dumps(self._saved)) <= 2048 + 2 * (window / 6 + 4)  # base64 of its bits
+        assert len(json.dumps(self._saved)) <= 2048 + window // 8
         self.counted[epoch] += Counter(unsaved)
         unsaved.clear()
 

@@ -24,7 +24,7 @@ from tests.support.oracles import stated_bytes
 from tests.support.refusals import Refused, accepted
 from tests.support.resuming import as_json
 from tests.support.strategies import problems
-from tests.support.streams import KINDS, Indexed, OneProcess, size_of, source_of
+from tests.support.streams import KINDS, Indexed, OneProcess, size_of, source_of, workers_of
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import SampleError
@@ -359,7 +359,7 @@ def elsewhere(case: StreamCase) -> Counter[str]:
     for batch in stream:
         taken.append(batch)
         state = stream.state_dict()
-        if not state["workers"][0]["rounds"] and state["epoch"] == 0:
+        if not workers_of(state)[0]["rounds"] and state["epoch"] == 0:
             states.append((len(taken), state))
     done, state = chance.choice(states)
     ranks, workers = chance.choice([1, 2, 3]), chance.choice([1, 2, 3])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torchbudget.plan.cursor import Cursor
 
 ORDER: Any = {"samples": 9000, "sizes": "abc", "num_samples": 9000, "seed": 3}
 DEALING: Any = {"ranks": 4, "budget_bytes": 100}
+TOO_LONG = base64.b85encode(zlib.compress(bytes(2**20))).decode()
 
 
 @st.composite
@@ -28,19 +31,26 @@ def cursors(draw: st.DrawFn) -> tuple[Cursor, Any]:
     def mask() -> Any:
         return None if draw(st.booleans()) else rng.random(length) < 0.5
 
+    dealt, left = mask(), mask()
+    if dealt is not None:
+        left = dealt if left is None else left & dealt
     rounds = draw(st.integers(0, length))
     counted = draw(st.booleans())
     cursor = Cursor(
         epoch=draw(st.integers(0, 10**6)),
         start=start,
         stop=start + length,
-        left=mask(),
+        left=dealt,
         rounds=rounds,
         done=rounds + draw(st.integers(0, 10**6)),
         least=draw(st.integers(0, 10**6)) if counted else None,
         spare=draw(st.integers(0, 10**6)) if counted else 0,
     )
-    return cursor, mask()
+    return cursor, left
+
+
+def arranged(epoch: int, start: int, stop: int, strips: int) -> Any:
+    return np.random.default_rng((epoch, start, strips)).permutation(stop - start)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -51,8 +61,8 @@ def same(one: Any, other: Any) -> bool:
 def test_what_is_encoded_is_decoded(case: Any) -> None:
     """Through JSON, under the same dealing: the very same place in the very same window."""
     cursor, left = case
-    state = json.loads(json.dumps(cursor.encode(left, ORDER, DEALING)))
-    found = Cursor.decode(state, ORDER, DEALING)
+    state = json.loads(json.dumps(cursor.encode(left, ORDER, DEALING, arranged, 3)))
+    found = Cursor.decode(state, ORDER, DEALING, arranged)
     names = ("epoch", "start", "stop", "rounds", "done", "least", "spare")
     assert [getattr(found, name) for name in names] == [getattr(cursor, name) for name in names]
     assert same(found.left, cursor.left)
@@ -65,7 +75,8 @@ def test_another_dealing_gets_what_is_left(case: Any) -> None:
     Those of the epoch that are done stay done; what is left was counted by other rules.
     """
     cursor, left = case
-    found = Cursor.decode(cursor.encode(left, ORDER, DEALING), ORDER, DEALING | {"ranks": 3})
+    state = cursor.encode(left, ORDER, DEALING, arranged, 3)
+    found = Cursor.decode(state, ORDER, DEALING | {"ranks": 3}, arranged)
     assert found.rounds == 0
     assert (found.start, found.stop) == (cursor.start, cursor.stop)
     assert same(found.left, left)
@@ -73,9 +84,9 @@ def test_another_dealing_gets_what_is_left(case: Any) -> None:
 
 
 def test_another_order_is_refused_by_name() -> None:
-    state = Cursor(epoch=0).encode(None, ORDER, DEALING)
+    state = Cursor(epoch=0).encode(None, ORDER, DEALING, arranged, 3)
     with pytest.raises(StateMismatchError, match="seed: saved 3, now 4"):
-        Cursor.decode(state, ORDER | {"seed": 4}, DEALING)
+        Cursor.decode(state, ORDER | {"seed": 4}, DEALING, arranged)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +100,16 @@ def test_another_order_is_refused_by_name() -> None:
         ({"stop": 1, "rounds": 1}, "more than the 0 done"),
         ({"done": 1.0}, "done must be an int of at least 0"),
         ({"least": "4"}, "least must be an int of at least 0"),
-        ({"stop": 8, "dealt": "!"}, "window of 8 samples is malformed"),
+        ({"strips": None}, "strips must be an int"),
+        ({"stop": 8, "left": "!"}, "window of 8 samples is malformed"),
+        ({"stop": 8, "left": '"'}, "window of 8 samples is malformed"),
+        ({"stop": 8, "left": TOO_LONG}, "window of 8 samples is malformed"),
+        ({"version": 2}, "version 2, this torchbudget reads 3"),
         ({"order": None}, "order is malformed"),
     ],
     ids=str,
 )
 def test_a_malformed_state_is_refused(change: Any, match: str) -> None:
-    state = Cursor(epoch=0).encode(None, ORDER, DEALING) | change
+    state = Cursor(epoch=0).encode(None, ORDER, DEALING, arranged, 3) | change
     with pytest.raises(StateError, match=match):
-        Cursor.decode(state, ORDER, DEALING)
+        Cursor.decode(state, ORDER, DEALING, arranged)

@@ -148,3 +148,15 @@ def loader_of(stream: BudgetedIterableDataset, workers: int, **options: Any) -> 
 def tracked_loop(stream: BudgetedIterableDataset, workers: int, **options: Any) -> Iterator[Any]:
     """A tracked loop over such a loader."""
     return stream.tracked(loader_of(stream, workers, **options))
+
+
+def workers_of(state: Any) -> list[dict[str, Any]]:
+    """Where each worker stands, in the state of a stream; of the only rank that it has."""
+    [processes] = [state[name] for name in state if name == "processes" or name[:5] == "rank "]
+    columns = processes[0]["workers"]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def with_parts(state: Any, **parts: Any) -> dict[str, Any]:
+    """A stream's state with other parts of what it says of its processes."""
+    return {**state, "processes": ({**state["processes"][0], **parts},)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -12,13 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.checks import is_int
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+# The positions of a window in the order in which its samples are cut, shape `(stop − start,)`: of
+# an epoch, from `start`, to `stop`, by so many strips (see `arrange`).
+InCuttingOrder: TypeAlias = Callable[[int, int, int, int], IntArray]
 
-VERSION: Final = 2
-_PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare")  # natural numbers
+VERSION: Final = 3
+_PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare", "strips")  # natural numbers
 _KEYS: Final = frozenset([*_PLACE, "version", "least", "dealt", "left", "order", "dealing"])
 
 
@@ -73,18 +77,36 @@ class Cursor:
         """The same place, under other rules: what is left of the window is dealt once more."""
         return replace(self, left=left, rounds=0, least=None, spare=0)
 
-    def encode(self, left: BoolArray | None, order: Plain, dealing: Plain) -> dict[str, Any]:
+    def encode(
+        self,
+        left: BoolArray | None,
+        order: Plain,
+        dealing: Plain,
+        arranged: InCuttingOrder,
+        strips: int,
+    ) -> dict[str, Any]:
         """The cursor as plain JSON types.
 
         Its size does not depend on the data set or the position: some hundred bytes, and inside a
-        window one bit for each of its samples, so that another number of ranks can take over.
+        window at most one bit for each of its samples, so that another number of ranks can take
+        over. In the order in which a window is cut, micro-batches are runs: their lengths are what
+        is saved.
 
         Args:
             left: which of the window's positions are still to come, shape `(stop − start,)`;
-                `None`: all.
+                `None`: all that were dealt.
             order: what must be the same for positions to mean the same samples.
             dealing: what must be the same for the window to be dealt the same way.
+            arranged: of this order.
+            strips: by which the window was cut.
         """
+        dealt = self.left
+        if left is not None:
+            positions = arranged(self.epoch, self.start, self.stop, strips)
+            left = left[positions]
+            if dealt is not None:
+                dealt = dealt[positions]
+                left = left[dealt]
         return {
             "version": VERSION,
             "epoch": self.epoch,
@@ -94,14 +116,17 @@ class Cursor:
             "done": self.done,
             "least": self.least,
             "spare": self.spare,
-            "dealt": _text(self.left),
+            "strips": strips,
+            "dealt": _text(dealt),
             "left": _text(left),
             "order": dict(order),
             "dealing": dict(dealing),
         }
 
     @classmethod
-    def decode(cls, state: Mapping[str, Any], order: Plain, dealing: Plain) -> Cursor:
+    def decode(
+        cls, state: Mapping[str, Any], order: Plain, dealing: Plain, arranged: InCuttingOrder
+    ) -> Cursor:
         """The cursor that a state names, under this order and dealing.
 
         Where the same dealing goes on, the cursor is the very same. Where the ranks, the budget or
@@ -111,23 +136,10 @@ class Cursor:
             StateError: the state is malformed.
             StateMismatchError: it belongs to another data set, order or version.
         """
-        if not isinstance(state, Mapping):
-            raise StateError(f"expected a mapping from state_dict(), got {type(state).__name__}")
-        missing = sorted(_KEYS - set(state))
-        if missing:
-            raise StateError(
-                f"the state lacks {', '.join(missing)}: it is no sampler's state_dict()"
-            )
-        if state["version"] != VERSION:
-            raise StateMismatchError(
-                f"the state has version {state['version']!r}, this torchbudget reads {VERSION}"
-            )
-        _check_order(state["order"], order)
-        epoch, start, stop, rounds, done, spare = (_natural(state, key) for key in _PLACE)
-        positions = order["num_samples"]  # `None`: it is unknown, and so is where windows end
-        if positions is None:
-            return cls(epoch=epoch, start=start, stop=start, rounds=rounds)
-        if not start <= stop <= int(positions):
+        check_meaning(state, _KEYS, order)
+        epoch, start, stop, rounds, done, spare, strips = (_natural(state, key) for key in _PLACE)
+        positions = int(order["num_samples"] or 0)
+        if not start <= stop <= positions:
             raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
         if rounds > stop - start:
             raise StateError(
@@ -135,28 +147,58 @@ class Cursor:
             )
         if rounds > done:
             raise StateError(f"the state's rounds, {rounds}, are more than the {done} done")
+        dealt = left = None
+        if state["left"] is not None:
+            among = arranged(epoch, start, stop, max(strips, 1))
+            if state["dealt"] is not None:
+                among = among[_mask(state["dealt"], stop - start)]
+                dealt = _spread(among, stop - start)
+            left = _spread(among[_mask(state["left"], len(among))], stop - start)
         known = cls(
             epoch=epoch,
             start=start,
             stop=stop,
-            left=_mask(state["dealt"], stop - start),
+            left=dealt,
             rounds=rounds,
             done=done,
             least=None if state["least"] is None else _natural(state, "least"),
             spare=spare,
         )
-        if state["dealing"] == dealing:
-            return known
-        return known.dealt_anew(_mask(state["left"], stop - start))
+        return known if state["dealing"] == dealing else known.dealt_anew(left)
 
 
-def _check_order(saved: object, mine: Plain) -> None:
-    if not isinstance(saved, Mapping) or set(saved) != set(mine):
-        raise StateError("the state's order is malformed: it is no sampler's state_dict()")
+def check_meaning(state: object, keys: frozenset[str], order: Plain) -> None:
+    """Check that a state is one, and that its positions mean the same samples here.
+
+    Args:
+        state: with a version, an order and what else it consists of.
+        keys: of all that.
+        order: what must be the same.
+
+    Raises:
+        StateError: the state is malformed.
+        StateMismatchError: it belongs to another data set, order or version.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"expected a mapping from state_dict(), got {type(state).__name__}")
+    if state.get("version", VERSION) != VERSION:
+        raise StateMismatchError(
+            f"the state has version {state['version']!r}, this torchbudget reads {VERSION}"
+        )
+    missing = sorted(keys - set(state))
+    if missing:
+        raise StateError(
+            f"the state lacks {', '.join(missing)}: it is no sampler's or stream's state_dict()"
+        )
+    saved = state["order"]
+    if not isinstance(saved, Mapping) or set(saved) != set(order):
+        raise StateError(
+            "the state's order is malformed: it is no sampler's or stream's state_dict()"
+        )
     differing = "; ".join(
-        f"{MEANING.get(name, name)}: saved {saved[name]!r}, now {mine[name]!r}"
-        for name in mine
-        if saved[name] != mine[name]
+        f"{MEANING.get(name, name)}: saved {saved[name]!r}, now {order[name]!r}"
+        for name in order
+        if saved[name] != order[name]
     )
     if differing:
         raise StateMismatchError(
@@ -173,16 +215,36 @@ def _natural(state: Mapping[str, Any], key: str) -> int:
 
 
 def _text(mask: BoolArray | None) -> str | None:
-    return None if mask is None else base64.b64encode(np.packbits(mask).tobytes()).decode("ascii")
+    """The lengths of its runs in a byte each, the first one of those that are false.
 
-
-def _mask(text: object, length: int) -> BoolArray | None:
-    if text is None:
+    They are Huffman coded: of a mask without any pattern that takes a bit for each of its values.
+    """
+    if mask is None:
         return None
+    ends = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0))
+    runs = np.diff(ends, prepend=0, append=len(mask))
+    # A longer run is several, with runs of none of the other kind between them: 255, 0, 255, 0, 9.
+    more = np.maximum(runs - 1, 0) // 255
+    number = np.repeat(np.arange(len(runs)), 2 * more + 1)
+    lengths = np.where((np.arange(len(number)) - number) % 2, 0, 255).astype(np.uint8)
+    lengths[np.cumsum(2 * more + 1) - 1] = runs - 255 * more
+    coder = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
+    return base64.b85encode(coder.compress(lengths.tobytes()) + coder.flush()).decode("ascii")
+
+
+def _mask(text: object, length: int) -> BoolArray:
     try:
-        packed = np.frombuffer(base64.b64decode(str(text), validate=True), np.uint8)
-    except binascii.Error:
-        packed = np.empty(0, np.uint8)
-    if len(packed) != -(-length // 8):
+        coded = base64.b85decode(str(text))
+        # No more is made of what may come from anywhere.
+        lengths = np.frombuffer(zlib.decompressobj().decompress(coded, length + 2), np.uint8)
+    except (ValueError, zlib.error):
+        lengths = np.empty(0, np.uint8)
+    if lengths.sum() != length:
         raise StateError(f"the state's window of {length} samples is malformed")
-    return np.unpackbits(packed, count=length).astype(np.bool_)
+    return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+
+
+def _spread(positions: IntArray, length: int) -> BoolArray:
+    mask = np.zeros(length, np.bool_)
+    mask[positions] = True
+    return mask

@@ -12,6 +12,7 @@ import numpy as np
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.advice import advise
+from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.numbers import Allotment, spare_of
@@ -35,6 +36,7 @@ class Plan(EpochWindows):
     """
 
     _turns: tuple[Cursor, IntArray] | None = None
+    _positions: tuple[tuple[int, int, int, int], IntArray] | None = None
 
     def with_cost(self, cost: CostModel) -> Plan:
         """The same windows, cut by another cost; epochs have as many micro-batches if any do."""
@@ -225,6 +227,19 @@ class Plan(EpochWindows):
         spread = np.full(stop - start, -1)
         spread[cursor.left] = rounds
         return spread
+
+    @property
+    def strips(self) -> int:
+        """By which windows of several axes are cut: see `arrange`."""
+        return self._strips
+
+    def arranged(self, epoch: int, start: int, stop: int, strips: int) -> IntArray:
+        """See `InCuttingOrder`; a function of the sizes. Kept for the window asked for last."""
+        place, known = (epoch, start, stop, strips), self._positions  # read once, as in `left_of`
+        if known is None or known[0] != place:
+            sizes = self._sizes_at(self._order_of(epoch).indices(start, stop))
+            known = self._positions = place, arrange(sizes[None], strips)[0]
+        return known[1]
 
     def micro_batches(self, cursor: Cursor) -> int:
         """Micro-batches of each rank from `cursor` to the end of its epoch.

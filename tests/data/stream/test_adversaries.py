@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,8 @@ from tests.support.streams import (
     numbers,
     same,
     size_of,
+    with_parts,
+    workers_of,
 )
 from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
 from torchbudget.data.stream.sample_bytes import held_bytes, without_rest
@@ -200,7 +202,7 @@ def test_other_rules_within_a_window_are_refused(changed: dict[str, Any]) -> Non
     running = make(look_ahead=5000)
     next(iter(running))
     state = running.state_dict()
-    assert state["workers"][0]["rounds"]
+    assert workers_of(state)[0]["rounds"]
     arguments = {"budget": 400, "size": size_of, "window": 64, "look_ahead": 5000} | changed
     stream = BudgetedIterableDataset(Numbered(SIZES), TOKENS, **arguments)
     stream.load_state_dict(state)
@@ -249,7 +251,7 @@ def test_another_reading_needs_the_boundary_of_a_window(case: str) -> None:
     running, within, after = made(saved), 0, 0
     for _ in running:
         state = running.state_dict()
-        [worker] = state["workers"]
+        [worker] = workers_of(state)
         stream = made(changed)
         stream.load_state_dict(state)
         if worker["rounds"]:
@@ -374,14 +376,14 @@ def test_what_is_no_state(bad: Any) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        {"version": 0},
-        {"order": None},
-        {"dealing": None},
-        {"rounds": "x"},
-        {"rounds": -1},
-        {"start": None},
-        {"pass": -1},
-        {"to_come": "x"},
+        {"rounds": ["x"]},
+        {"rounds": [-1]},
+        {"start": [None]},
+        {"start": []},
+        {"start": 3},
+        {"pass": [-1]},
+        {"first_epoch": [True]},
+        {"to_come": ["x"]},
     ],
 )
 def test_malformed_states(broken: dict[str, Any]) -> None:
@@ -390,7 +392,7 @@ def test_malformed_states(broken: dict[str, Any]) -> None:
     expected = list(make())
     next(iter(stream))
     good = stream.state_dict()
-    bad = {**good, "workers": [{**good["workers"][0], **broken}]}
+    bad = with_parts(good, workers=good["processes"][0]["workers"] | broken)
     other = make()
     with pytest.raises(StateError):  # noqa: PT012  (at either)
         other.load_state_dict(bad)
@@ -399,12 +401,25 @@ def test_malformed_states(broken: dict[str, Any]) -> None:
     assert list(other) == expected[1:]
 
 
-@pytest.mark.parametrize("broken", [{"turn": 2}, {"turn": None}, {"workers": 3}, {"epoch": 7}])
-def test_a_malformed_state_of_workers(broken: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda state: with_parts(state, version=0),
+        lambda state: with_parts(state, turn=2),
+        lambda state: with_parts(state, turn=None),
+        lambda state: with_parts(state, workers=3),
+        lambda state: with_parts(state, workers={}),
+        lambda state: with_parts(state, order=None),
+        lambda state: with_parts(state, dealing=None),
+        lambda state: {**state, "epoch": -1},
+        lambda state: {**state, "epoch": None},
+    ],
+)
+def test_a_malformed_state_of_workers(broken: Callable[[Any], Any]) -> None:
     stream = make()
     next(iter(stream))
-    with pytest.raises(StateError, match="malformed"):
-        make().load_state_dict({**stream.state_dict(), **broken})
+    with pytest.raises(StateError, match=r"malformed|version 0"):
+        make().load_state_dict(broken(stream.state_dict()))
 
 
 def test_an_error_does_not_end_the_epoch() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.support.streams import workers_of
 from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost
 from torchbudget.errors import OptionError
 from torchbudget.readers import sample_forever
@@ -55,7 +56,7 @@ def test_endless_draws_seek() -> None:
     begun = list(islice(stream, 33))
     state = stream.state_dict()
     assert state["goes_on_by"] == "seeking"
-    assert state["workers"][0]["source"]["position"] > 0
+    assert workers_of(state)[0]["source"]["position"] > 0
     other = BudgetedIterableDataset(
         sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
         collate_fn=list,

@@ -60,7 +60,7 @@ def test_the_state_of_one_worker(split: str, saved: tuple[int, int], mine: tuple
     cursor = replace(StreamCursor.beginning(0, None), start=64, stop=64)
     slots = [WorkerSlot(worker=n, workers=of, rank=0, ranks=1) for n, of in (saved, mine)]
     begun, goes_on = map(settings.dealing, slots)
-    state = StreamState(cursors=[cursor], dealings=[begun], turn=0)
+    state = StreamState(cursors=[cursor], dealing=begun, turn=0)
     if split == "none" and saved == (0, 1):
         assert state.cursor_of(slots[1], goes_on).start == 64
     else:

@@ -29,6 +29,7 @@ from tests.support.streams import (
     same,
     shards_of,
     size_of,
+    workers_of,
 )
 from torchbudget import (
     BudgetedIterableDataset,
@@ -153,7 +154,7 @@ def test_other_numbers_of_workers_and_ranks_go_on(
     others = [one for rank in processes_of(lambda: stream(ranks), workers) for one in rank]
     for one in others:
         one.load_state_dict(state)
-    if state["workers"][0]["rounds"] and (workers, ranks) != (1, 1):
+    if workers_of(state)[0]["rounds"] and (workers, ranks) != (1, 1):
         with pytest.raises(StateMismatchError, match="boundary"):
             list(others[0])
         return

@@ -13,7 +13,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
-from tests.support.streams import KINDS, TOKENS, Numbered, loader_of, same, size_of, tracked_loop
+from tests.support.streams import (
+    KINDS,
+    TOKENS,
+    Numbered,
+    loader_of,
+    same,
+    size_of,
+    tracked_loop,
+    workers_of,
+)
 from tests.support.tracked_streams import SIZES, begun_at, make, samples_of
 from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
 from torchbudget.errors import OptionError, StateError
@@ -146,7 +155,7 @@ def test_workers_that_begin_where_one_process_stood() -> None:
     running, begun = make(), []
     for batch in running:
         begun.append(batch)
-        if len(begun) > 5 and not running.state_dict()["workers"][0]["rounds"]:
+        if len(begun) > 5 and not workers_of(running.state_dict())[0]["rounds"]:
             break
     state = running.state_dict()
     running = make()

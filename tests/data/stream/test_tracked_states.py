@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.resuming import as_pickle
-from tests.support.streams import loader_of, tracked_loop
+from tests.support.streams import loader_of, tracked_loop, workers_of
 from tests.support.tracked_streams import begun_at, epochs_of, make, samples_of
 from torchbudget import (
     BudgetedIterableDataset,
@@ -21,6 +21,8 @@ from torchbudget import (
     PadCollate,
     PaddedCost,
 )
+from torchbudget.data.stream.cursor import StreamState
+from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import DiscardedStateWarning, StateError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -93,7 +95,7 @@ def test_a_state_that_is_never_used_is_warned_about() -> None:
     assert found[0].filename == __file__  # the line that has to change
     stream = begun_at(7)[1]
     stream.set_epoch(0)  # the same epoch: it stays
-    assert any(worker["rounds"] or worker["start"] for worker in stream.state_dict()["workers"])
+    assert any(worker["rounds"] or worker["start"] for worker in workers_of(stream.state_dict()))
 
 
 def test_going_back_to_an_epoch_that_was_over_is_said() -> None:
@@ -170,7 +172,7 @@ def test_a_copy_goes_on_too(copied: Any) -> None:
     assert list(loader_of(other, 2)) == whole[7:]
     assert (other.epoch, stream.epoch) == (1, 0)
     list(islice(other.tracked(loader_of(other, 2)), 5))
-    assert any(worker["rounds"] for worker in other.state_dict()["workers"])
+    assert any(worker["rounds"] for worker in workers_of(other.state_dict()))
     with pytest.warns(DiscardedStateWarning):
         stream.set_epoch(4)
     assert other.epoch == 1
@@ -224,9 +226,9 @@ def test_a_tracked_loop_that_is_kept_is_no_longer_the_stream(workers: int, chose
             stream.state_dict()
         stream.set_epoch(3)
     list(islice(stream, 4))
-    assert stream.state_dict()["workers"][0]["rounds"]
+    assert workers_of(stream.state_dict())[0]["rounds"]
     kept.close()
-    assert stream.state_dict()["workers"][0]["rounds"]
+    assert workers_of(stream.state_dict())[0]["rounds"]
     assert stream.epoch == 3
 
 
@@ -297,3 +299,21 @@ def test_numpy_integers_are_plain_in_a_state(sampler: bool) -> None:
     assert json.dumps(came.state_dict()) == json.dumps(expected.state_dict())
     pads = PadCollate(size_multiple=came)
     assert pads([[1] * 130]).padded_size == (240,)
+
+
+def test_a_state_of_many_workers_is_small() -> None:
+    """What all of them have in common is saved once: 2 KB hold 32 workers within their windows."""
+    shards = [[str(n) for n in range(64)] for _ in range(64)]
+    stream = BudgetedIterableDataset(shards, PaddedCost(unit_bytes=1), 20, size=len, window=32)
+    slots = [WorkerSlot(worker=n, workers=32, rank=0, ranks=1) for n in range(32)]
+    cursors = []
+    for slot in slots:
+        reader = stream.reader_of(slot)
+        list(islice(reader, 11))
+        assert reader.cursor.rounds
+        cursors.append(reader.cursor)
+    state = stream._state_at(slots, cursors, turn=3).to_plain(stream._settings.order, seeks=False)
+    assert len(json.dumps(state)) <= 2048
+    found = StreamState.of_plain(json.loads(json.dumps(state)), stream._settings.order)
+    assert found.turn == 3
+    assert [one.position for one in found.cursors] == [one.position for one in cursors]

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from torchbudget.checks import is_int
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.plan.cursor import Cursor
+from torchbudget.plan.cursor import VERSION, Cursor, check_meaning
 from torchbudget.plan.fingerprint import Plain
+
+_KEYS: Final = frozenset(["version", "order", "dealing", "turn", "workers"])
+# What is saved of each worker's cursor, by the names of its attributes.
+_OF_WORKERS: Final = {
+    "start": "start",
+    "rounds": "rounds",
+    "first_epoch": "first_epoch",
+    "pass": "number",
+    "to_come": "to_come",
+    "finished": "finished",
+    "source": "source",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,13 +107,14 @@ class StreamState:
     """Where the processes stand that read a stream on one rank.
 
     Attributes:
-        cursors: of each worker, by number.
-        dealings: what must be the same for each of them to go on within a window.
+        cursors: of each worker, by number; or of one process alone.
+        dealing: what must be the same for the first of them to go on within a window; for the
+            others the same but the number of the worker.
         turn: the worker whose batch comes next.
     """
 
     cursors: Sequence[StreamCursor]
-    dealings: Sequence[Plain]
+    dealing: Plain
     turn: int = 0
 
     @property
@@ -114,7 +128,7 @@ class StreamState:
         return all(cursor.is_beginning for cursor in self.cursors)
 
     def to_plain(self, order: Plain, *, seeks: bool) -> dict[str, Any]:
-        """In plain JSON types, except for the source's own states.
+        """In plain JSON types, except for the source's own states; some 30 bytes a worker.
 
         Args:
             order: what must be the same for positions to mean the same samples.
@@ -123,23 +137,21 @@ class StreamState:
         Where each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
-        # A tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads as
-        # many workers as the stream has that loads, and of each value that of any one rank.
-        workers = tuple(
-            {
-                **cursor.encode(None, order, dealing),
-                "first_epoch": cursor.first_epoch,
-                "pass": cursor.number,
-                "to_come": cursor.to_come,
-                "finished": cursor.finished,
-                "source": cursor.source,
-            }
-            for cursor, dealing in zip(self.cursors, self.dealings, strict=True)
-        )
+        workers = {
+            name: [getattr(cursor, field) for cursor in self.cursors]
+            for name, field in _OF_WORKERS.items()
+        }
+        plain = {
+            "version": VERSION,
+            "order": dict(order),
+            "dealing": dict(self.dealing),
+            "turn": self.turn,
+            "workers": workers,
+        }
         shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
-        plain = shown | {"turn": self.turn, "workers": workers}
-        name = _name_of_rank(self.dealings[0])
-        return plain if name is None else shown | {name: (plain,)}
+        # In a tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads
+        # as many workers as the stream has that loads, and of each value that of any one rank.
+        return shown | {_name_of(self.dealing): (plain,)}
 
     @classmethod
     def of_plain(cls, state: Any, order: Plain) -> StreamState:
@@ -149,40 +161,18 @@ class StreamState:
             StateError: it is malformed.
             StateMismatchError: it belongs to another stream or version.
         """
-        if isinstance(state, Mapping) and "workers" not in state:
-            state = _of_one_rank(state)
-        if not isinstance(state, Mapping) or not state.get("workers"):
-            raise StateError("expected what BudgetedIterableDataset.state_dict() returned")
-        workers, turn = state["workers"], state.get("turn", -1)
-        if not isinstance(workers, (list, tuple)) or turn not in range(len(workers)):
-            raise StateError(f"the state is malformed: turn {turn!r} of workers {workers!r}")
-        cursors = [cls._worker_of_plain(worker, order) for worker in workers]
-        if {cursor.epoch for cursor in cursors} != {state.get("epoch")}:
-            raise StateError(f"the state is malformed: epoch {state.get('epoch')!r}")
-        return cls(cursors=cursors, dealings=[worker["dealing"] for worker in workers], turn=turn)
-
-    @staticmethod
-    def _worker_of_plain(worker: Mapping[str, Any], order: Plain) -> StreamCursor:
-        known = Cursor.decode(worker, order, {})
+        plain = _processes_of(state)
+        check_meaning(plain, _KEYS, order)
+        dealing, turn, workers = plain["dealing"], plain["turn"], plain["workers"]
         try:
-            first_epoch, number = int(worker["first_epoch"]), int(worker["pass"])
-            to_come = None if worker["to_come"] is None else int(worker["to_come"])
-            finished, source = bool(worker["finished"]), worker["source"]
-            if min(first_epoch, number, to_come or 0) < 0:
-                raise ValueError("a number is below 0")
+            columns = [workers[name] for name in _OF_WORKERS]
+            rows = list(zip(*columns, strict=True))
+            cursors = [_cursor(state["epoch"], *row) for row in rows]
+            if turn not in range(len(cursors)) or not isinstance(dealing, Mapping):
+                raise ValueError(f"turn {turn!r} of {len(cursors)} workers, dealing {dealing!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
-        return StreamCursor(
-            epoch=known.epoch,
-            start=known.start,
-            stop=known.start,
-            rounds=known.rounds,
-            first_epoch=first_epoch,
-            number=number,
-            to_come=to_come,
-            finished=finished,
-            source=source,
-        )
+        return cls(cursors=cursors, dealing=dict(dealing), turn=turn)
 
     def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
         """Where a process goes on.
@@ -198,30 +188,70 @@ class StreamState:
                 f"goes on with num_workers={len(self.cursors)}"
             )
         number = slot.worker if several else 0
-        cursor, saved = self.cursors[number], self.dealings[number]
+        cursor, saved = self.cursors[number], self.dealing
+        if several:
+            saved = {**saved, "worker": number}
         _check_dealing(cursor, saved, dealing)
         if cursor.to_come is not None and saved["workers"] != slot.workers:
             return replace(cursor, to_come=slot.share(cursor.to_come))
         return cursor
 
 
-def _name_of_rank(dealing: Plain) -> str | None:
-    """What the state of one rank is called; `None` where all ranks stand in one place."""
+def _name_of(dealing: Plain) -> str:
+    """What a state's processes are called: those of one rank, or of all where they stand alike."""
     rank = dealing["rank"]
-    return None if rank is None else f"rank {rank} of {dealing['ranks']}"
+    return "processes" if rank is None else f"rank {rank} of {dealing['ranks']}"
 
 
-def _of_one_rank(state: Mapping[str, Any]) -> Any:
-    """The state under a rank's name.
+def _processes_of(state: Any) -> Any:
+    """What a state says of its processes.
 
     Raises:
-        StateError: it has those of several.
+        StateError: it is none, or it has those of several ranks.
     """
-    named = [name for name in state if str(name).startswith("rank ")]
+    named = []
+    if isinstance(state, Mapping):
+        named = [name for name in state if name == "processes" or str(name).startswith("rank ")]
     if len(named) > 1:
         raise StateError(f"the state has several ranks' positions, pass that of one: {named}")
     value = state[named[0]] if named else None
-    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else None
+    if not isinstance(value, (list, tuple)) or len(value) != 1:
+        raise StateError("expected what BudgetedIterableDataset.state_dict() returned")
+    return value[0]
+
+
+def _cursor(
+    epoch: int,
+    start: int,
+    rounds: int,
+    first_epoch: int,
+    number: int,
+    to_come: int | None,
+    finished: bool,
+    source: dict[str, Any] | None,
+) -> StreamCursor:
+    """A worker's cursor, of values that may be anything.
+
+    Raises:
+        TypeError: a number is none.
+        ValueError: one is below 0.
+    """
+    numbers = [epoch, start, rounds, first_epoch, number, 0 if to_come is None else to_come]
+    if not all(map(is_int, numbers)):
+        raise TypeError(f"expected ints, got {numbers}")
+    if min(numbers) < 0:
+        raise ValueError("a number is below 0")
+    return StreamCursor(
+        epoch=epoch,
+        start=start,
+        stop=start,
+        rounds=rounds,
+        first_epoch=first_epoch,
+        number=number,
+        to_come=to_come,
+        finished=bool(finished),
+        source=source,
+    )
 
 
 def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:

@@ -349,9 +349,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _state_at(
         self, slots: Sequence[WorkerSlot], cursors: Sequence[StreamCursor], *, turn: int = 0
     ) -> StreamState:
-        return StreamState(
-            cursors=cursors, dealings=list(map(self._settings.dealing, slots)), turn=turn
-        )
+        return StreamState(cursors=cursors, dealing=self._settings.dealing(slots[0]), turn=turn)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.

@@ -118,7 +118,6 @@ class Settings:
     def order(self) -> Plain:
         """What must be the same for positions to mean the same samples."""
         return {
-            "num_samples": None,
             "window": self.window,
             "seed": self.seed,
             "shuffle": self.shuffle,
