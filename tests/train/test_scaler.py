@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,6 +99,36 @@ def test_an_optimizer_that_decides_on_the_device_takes_one_read() -> None:
             accumulator.backward(loss_sum(model, data) * (float("inf") if seed == 1 else 1))
         assert len(reads.names) == 1
         assert accumulator.last.skipped == (seed == 1)
+
+
+def test_split_micro_batches_with_weights_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of nine run out of memory, and are split: the same weights as with numbers."""
+    monkeypatch.setattr(step_module, "waits", lambda _: True)
+    found = []
+    for of_weight in (int, torch.tensor):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        accumulator = GradAccumulator(optimizer, model, steps=3, scaler=scaler, max_norm=1.0)
+
+        def train(batch: tuple[torch.Tensor, torch.Tensor], most: int) -> None:
+            values, labels = batch
+            with accumulator.micro_batch(of_weight(len(values))):  # noqa: B023 (called here)
+                scores = model(values)  # noqa: B023
+                if len(values) > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+                accumulator.backward(  # noqa: B023
+                    nn.functional.cross_entropy(scores, labels, reduction="sum")
+                )
+
+        for number in range(9):
+            batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+            most = {1: 2, 4: 3}.get(number, 6)
+            accumulator.run_or_split(partial(train, most=most), batch)
+        assert accumulator.out_of_memory == 4
+        found.append([*model.parameters(), torch.tensor(scaler.get_scale())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("number", [1, 2])
