@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
+from torchbudget import (
+    BudgetedIterableDataset,
+    PackCollate,
+    PackedBatch,
+    PadCollate,
+    PaddedBatch,
+    PaddedCost,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +48,28 @@ def test_batches_are_pinned_and_keep_their_type(collate: Any, kind: type, as_tup
         back = moved.to("cpu", non_blocking=True)  # which waits
         assert all(map(torch.equal, tensors(back), tensors(expected)))
         assert batch.lengths.tolist() == expected.lengths.tolist()
+
+
+def test_batches_of_a_tracked_stream_are_pinned() -> None:
+    """The position beside each comes through the thread that pins them: the rest is the rest."""
+
+    def made() -> BudgetedIterableDataset:
+        return BudgetedIterableDataset(
+            [SAMPLES[:30], SAMPLES[30:]], PaddedCost(unit_bytes=4), 40_000, size="x", window=16
+        )
+
+    def loop(stream: BudgetedIterableDataset) -> Iterator[Any]:
+        options: dict[str, Any] = {"num_workers": 2, "pin_memory": True}
+        return stream.tracked(DataLoader(stream, batch_size=None, **options))
+
+    whole = [batch.lengths.tolist() for batch in loop(made())]
+    running = made()
+    for done, batch in enumerate(loop(running), 1):
+        assert all(tensor.is_pinned() for tensor in tensors(batch))
+        if done % 4 == 1:
+            following = made()
+            following.load_state_dict(running.state_dict())
+            assert [one.lengths.tolist() for one in loop(following)] == whole[done:]
 
 
 def test_samples_on_the_card_are_collated_there() -> None:

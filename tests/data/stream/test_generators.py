@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.random import mtrand
 from torch.utils.data import get_worker_info
 
+from tests.support.ranks import run_ranks
 from tests.support.resuming import check_every_stop
 from tests.support.streams import (
     TOKENS,
@@ -108,6 +110,44 @@ def test_a_sample_draws_the_same_everywhere(seed: int, draw: str, ranks: int, wo
     together = [b for rank in processes_of(make, workers) for one in rank for b in one]
     alone = list(stream_of(partial(crop, draw), seed=seed))
     assert sorted(s for b in together for s in b) == sorted(s for b in alone for s in b)
+
+
+RANKS = """
+import json
+import random
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.data.stream.test_generators import DRAWS, crop, stream_of
+from tests.support.streams import loader_of
+
+dist.init_process_group("gloo")
+found = {}
+for draw in DRAWS:
+    for workers in (0, 2):
+        random.seed(dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        np.random.seed(dist.get_rank())
+        found[f"{draw}, {workers}"] = list(loader_of(stream_of(partial(crop, draw)), workers))
+Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.distributed
+def test_real_ranks_see_the_same_samples(tmp_path: Path) -> None:
+    """Three of them, each of which was seeded otherwise; as many batches on each."""
+    found = run_ranks(RANKS, tmp_path, 3)
+    for draw in DRAWS:
+        alone = sorted(s for b in stream_of(partial(crop, draw)) for s in b)
+        for workers in (0, 2):
+            of_ranks = [one[f"{draw}, {workers}"] for one in found]
+            assert len(set(map(len, of_ranks))) == 1
+            assert sorted(tuple(s) for rank in of_ranks for b in rank for s in b) == alone
 
 
 @pytest.mark.parametrize("draw", DRAWS)
