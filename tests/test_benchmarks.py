@@ -28,6 +28,7 @@ TINY = {
     "packing": "--samples 2000 --peer-samples 300 --repetitions 1",
     "several_axes": "--samples 600 --window 512",
     "streams": "--samples 3000 --lhotse-samples 300 --texts 400 --repetitions 1",
+    "stop_together": "--batches 20 --repetitions 1",
     "tracked": "--batches 40 --samples 400 --repetitions 1",
     "loader": "--samples 400 --repetitions 1",
     "collate": "--repetitions 1",

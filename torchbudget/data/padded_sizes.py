@@ -19,7 +19,7 @@ from torchbudget.warn import warn
 
 Path: TypeAlias = tuple[Any, ...]
 
-_MOST_FIELDS: Final = 64  # a longer list is one of samples
+_MOST_FIELDS: Final = 16  # a longer list is one of samples, whose types take time to look at
 _BATCHES: Final = 4  # of padding alone beyond the planned size, until a foreign batch is reported
 
 
