@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,18 @@ def cursors(draw: st.DrawFn) -> tuple[Cursor, Any]:
     return cursor, left
 
 
-def arranged(epoch: int, start: int, stop: int, strips: int) -> Any:
-    return np.random.default_rng((epoch, start, strips)).permutation(stop - start)
+@dataclass
+class Dealt:
+    """A plan, as far as a cursor asks it."""
+
+    dealing: Any
+    strips: int = 3
+
+    def arranged(self, epoch: int, start: int, stop: int, strips: int) -> Any:
+        return np.random.default_rng((epoch, start, strips)).permutation(stop - start)
+
+
+PLAN = Dealt(DEALING)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -61,8 +72,8 @@ def same(one: Any, other: Any) -> bool:
 def test_what_is_encoded_is_decoded(case: Any) -> None:
     """Through JSON, under the same dealing: the very same place in the very same window."""
     cursor, left = case
-    state = json.loads(json.dumps(cursor.encode(left, ORDER, DEALING, arranged, 3)))
-    found = Cursor.decode(state, ORDER, DEALING, arranged)
+    state = json.loads(json.dumps(cursor.encode(left, ORDER, PLAN)))
+    found = Cursor.decode(state, ORDER, PLAN)
     names = ("epoch", "start", "stop", "rounds", "done", "least", "spare")
     assert [getattr(found, name) for name in names] == [getattr(cursor, name) for name in names]
     assert same(found.left, cursor.left)
@@ -75,8 +86,8 @@ def test_another_dealing_gets_what_is_left(case: Any) -> None:
     Those of the epoch that are done stay done; what is left was counted by other rules.
     """
     cursor, left = case
-    state = cursor.encode(left, ORDER, DEALING, arranged, 3)
-    found = Cursor.decode(state, ORDER, DEALING | {"ranks": 3}, arranged)
+    state = cursor.encode(left, ORDER, PLAN)
+    found = Cursor.decode(state, ORDER, Dealt(DEALING | {"ranks": 3}, strips=5))
     assert found.rounds == 0
     assert (found.start, found.stop) == (cursor.start, cursor.stop)
     assert same(found.left, left)
@@ -84,9 +95,9 @@ def test_another_dealing_gets_what_is_left(case: Any) -> None:
 
 
 def test_another_order_is_refused_by_name() -> None:
-    state = Cursor(epoch=0).encode(None, ORDER, DEALING, arranged, 3)
+    state = Cursor(epoch=0).encode(None, ORDER, PLAN)
     with pytest.raises(StateMismatchError, match="seed: saved 3, now 4"):
-        Cursor.decode(state, ORDER | {"seed": 4}, DEALING, arranged)
+        Cursor.decode(state, ORDER | {"seed": 4}, PLAN)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +121,6 @@ def test_another_order_is_refused_by_name() -> None:
     ids=str,
 )
 def test_a_malformed_state_is_refused(change: Any, match: str) -> None:
-    state = Cursor(epoch=0).encode(None, ORDER, DEALING, arranged, 3) | change
+    state = Cursor(epoch=0).encode(None, ORDER, PLAN) | change
     with pytest.raises(StateError, match=match):
-        Cursor.decode(state, ORDER, DEALING, arranged)
+        Cursor.decode(state, ORDER, PLAN)

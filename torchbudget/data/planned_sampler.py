@@ -81,13 +81,13 @@ class PlannedSampler(Sampler[list[int]], IndexSource):
         cursor = self._cursor
         if self._loaded is not None and self._loaded[0] is cursor:
             state = self._loaded[1]
-            cursor = Cursor.decode(state, self._order, plan.dealing, plan.arranged)
+            cursor = Cursor.decode(state, self._order, plan)
             self._loaded = cursor, state
         self._plan, self._cursor, self._length = plan, cursor, None
 
     def _load(self, state: Mapping[str, Any], plan: Plan) -> None:
         """Begin at a state's position; ranks that start later decode it again."""
-        cursor = Cursor.decode(state, self._order, plan.dealing, plan.arranged)
+        cursor = Cursor.decode(state, self._order, plan)
         self._plan, self._cursor = plan, cursor
         self._loaded = cursor, copy.deepcopy(dict(state))
 

@@ -325,9 +325,7 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         elif batches_done:
             raise OptionError(f"batches_done={batches_done}, but no batch was yielded yet")
         plan.sizes.check_unchanged(when=(cursor.epoch, cursor.start))
-        state = cursor.encode(
-            plan.left_of(cursor), self._order, plan.dealing, plan.arranged, plan.strips
-        )
+        state = cursor.encode(plan.left_of(cursor), self._order, plan)
         return state | {"margins": margins_of(plan, self.plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,28 @@ from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-# The positions of a window in the order in which its samples are cut, shape `(stop − start,)`: of
-# an epoch, from `start`, to `stop`, by so many strips (see `arrange`).
-InCuttingOrder: TypeAlias = Callable[[int, int, int, int], IntArray]
 
 VERSION: Final = 3
 _PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare", "strips")  # natural numbers
 _KEYS: Final = frozenset([*_PLACE, "version", "least", "dealt", "left", "order", "dealing"])
+
+
+class DealsWindows(Protocol):
+    """What a cursor asks of a plan."""
+
+    @property
+    def dealing(self) -> Plain:
+        """What must be the same for a window to be cut and dealt the same way."""
+
+    @property
+    def strips(self) -> int:
+        """By which windows of several axes are cut: see `arrange`."""
+
+    def arranged(self, epoch: int, start: int, stop: int, strips: int) -> IntArray:
+        """The positions of a window in the order in which so many strips cut it.
+
+        Shape `(stop − start,)`; a function of the sizes.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,14 +92,7 @@ class Cursor:
         """The same place, under other rules: what is left of the window is dealt once more."""
         return replace(self, left=left, rounds=0, least=None, spare=0)
 
-    def encode(
-        self,
-        left: BoolArray | None,
-        order: Plain,
-        dealing: Plain,
-        arranged: InCuttingOrder,
-        strips: int,
-    ) -> dict[str, Any]:
+    def encode(self, left: BoolArray | None, order: Plain, plan: DealsWindows) -> dict[str, Any]:
         """The cursor as plain JSON types.
 
         Its size does not depend on the data set or the position: some hundred bytes, and inside a
@@ -96,13 +104,11 @@ class Cursor:
             left: which of the window's positions are still to come, shape `(stop − start,)`;
                 `None`: all that were dealt.
             order: what must be the same for positions to mean the same samples.
-            dealing: what must be the same for the window to be dealt the same way.
-            arranged: of this order.
-            strips: by which the window was cut.
+            plan: by which the window was dealt.
         """
         dealt = self.left
         if left is not None:
-            positions = arranged(self.epoch, self.start, self.stop, strips)
+            positions = plan.arranged(self.epoch, self.start, self.stop, plan.strips)
             left = left[positions]
             if dealt is not None:
                 dealt = dealt[positions]
@@ -116,18 +122,16 @@ class Cursor:
             "done": self.done,
             "least": self.least,
             "spare": self.spare,
-            "strips": strips,
+            "strips": plan.strips,
             "dealt": _text(dealt),
             "left": _text(left),
             "order": dict(order),
-            "dealing": dict(dealing),
+            "dealing": dict(plan.dealing),
         }
 
     @classmethod
-    def decode(
-        cls, state: Mapping[str, Any], order: Plain, dealing: Plain, arranged: InCuttingOrder
-    ) -> Cursor:
-        """The cursor that a state names, under this order and dealing.
+    def decode(cls, state: Mapping[str, Any], order: Plain, plan: DealsWindows) -> Cursor:
+        """The cursor that a state names, under this order and plan.
 
         Where the same dealing goes on, the cursor is the very same. Where the ranks, the budget or
         another rule changed, what is left of the window is dealt anew.
@@ -149,7 +153,7 @@ class Cursor:
             raise StateError(f"the state's rounds, {rounds}, are more than the {done} done")
         dealt = left = None
         if state["left"] is not None:
-            among = arranged(epoch, start, stop, max(strips, 1))
+            among = plan.arranged(epoch, start, stop, max(strips, 1))
             if state["dealt"] is not None:
                 among = among[_mask(state["dealt"], stop - start)]
                 dealt = _spread(among, stop - start)
@@ -164,7 +168,7 @@ class Cursor:
             least=None if state["least"] is None else _natural(state, "least"),
             spare=spare,
         )
-        return known if state["dealing"] == dealing else known.dealt_anew(left)
+        return known if state["dealing"] == plan.dealing else known.dealt_anew(left)
 
 
 def check_meaning(state: object, keys: frozenset[str], order: Plain) -> None:

@@ -234,7 +234,7 @@ class Plan(EpochWindows):
         return self._strips
 
     def arranged(self, epoch: int, start: int, stop: int, strips: int) -> IntArray:
-        """See `InCuttingOrder`; a function of the sizes. Kept for the window asked for last."""
+        """See `DealsWindows`; kept for the window that was asked for last."""
         place, known = (epoch, start, stop, strips), self._positions  # read once, as in `left_of`
         if known is None or known[0] != place:
             sizes = self._sizes_at(self._order_of(epoch).indices(start, stop))
