@@ -67,18 +67,39 @@ def test_nothing_is_lowered(stride: int, sizes: list[int]) -> None:
         assert higher == forms
 
 
+SHORT = (20,)
+
+
 @given(st.integers(1, 500), st.integers(2, 2000))
 def test_steps_of_other_operations_are_covered(n: int, times: int) -> None:
     """And fewer and more samples of them, where bytes grow with n from the floor or from 0."""
     forms = (Form(terms=(Term(1e6, 0, (0,)), Term(100, 1, (1,)))),)
     peak = int(times * fitted_bytes(forms, [Probe(n, (10,), 1, False, "trace")])[0])
     other = Probe(n, (10,), peak, False, "trace")
-    covering = MeasuredCost(forms=with_missed(forms, [other]), margin=0)
+    covering = MeasuredCost(forms=with_missed(forms, [other], SHORT), margin=0)
     fewer, more = np.arange(1, n + 1), np.arange(n, 3 * n)
     from_floor = 1e6 + (peak - 1e6) / n * fewer
     assert (covering.fitted_bytes(fewer, 10) >= from_floor - 2).all()
     assert (covering.fitted_bytes(more, 10) >= peak / n * more - 2).all()
-    assert with_missed(forms, []) == forms
+    assert with_missed(forms, [], SHORT) == forms
+
+
+@given(st.integers(1, 500), st.integers(2, 1000), st.sampled_from([1, 2]))
+def test_a_sample_that_is_short_on_one_axis_says_what_its_length_takes(
+    n: int, length: int, degree: int
+) -> None:
+    """Of other operations on the axis alone that is 1: covered, and shorter ones cost less."""
+    nothing = Form(terms=(Term(1e6, 0, (0, 0)),))
+
+    def taken(size: int) -> float:
+        return 1e6 + 5000.0 * n * size**degree
+
+    other = Probe(n, (length, 1), int(taken(length)), False, "trace")
+    covering = MeasuredCost(forms=with_missed((nothing,), [other], (2, 2)), margin=0)
+    sizes = np.unique(np.geomspace(1, length, 9).astype(int))
+    found = covering.fitted_bytes(n, np.stack([sizes, np.ones_like(sizes)], axis=1))
+    assert (found >= [taken(size) - n * length - 2 for size in sizes]).all()
+    assert found[0] <= max(2 * taken(length) / length, 1e6 + taken(length) / length) + 2
 
 
 @given(st.integers(1, 500), st.floats(0.3, 1.0))
@@ -86,7 +107,7 @@ def test_steps_of_other_operations_that_are_covered_add_nothing(n: int, share: f
     forms = (Form(terms=(Term(1e6, 0, (0,)), Term(100, 1, (1,)))),)
     fitted = fitted_bytes(forms, [Probe(n, (10,), 1, False, "trace")])[0]
     other = Probe(n, (10,), int(share * fitted), False, "trace")
-    assert with_missed(forms, [other]) == forms
+    assert with_missed(forms, [other], SHORT) == forms
 
 
 @pytest.mark.slow

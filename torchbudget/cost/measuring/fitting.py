@@ -49,6 +49,8 @@ from torchbudget.cost.models.protocol import FloatArray
 EXPLAINED: Final = 5e-4
 # More terms must leave less than this share of the error without them.
 BETTER: Final = 0.3
+# Counted from the smallest size on, a moment must leave less than this share.
+_MUCH_BETTER: Final = 0.125
 # One that is missed by less is certain enough to be the peak of steps that were not seen.
 _CERTAIN: Final = 0.01
 # A moment that the fit to the other steps misses by more is no polynomial of the shape.
@@ -170,10 +172,12 @@ def _fit_moments(
     forms = np.zeros((len(decisive), len(powers)))
     for form, moment in zip(forms, sorted(decisive), strict=True):
         used = terms[moment]
-        if _fill(form, either, used, shares[:, moment]) > EXPLAINED:
+        error = _fill(form, either, used, shares[:, moment])
+        if error > EXPLAINED:
             # Where layers round sizes, too, what is above all that was seen is safer in between.
             started = np.zeros_like(form)
-            if _fill(started, either, used + len(plain), shares[:, moment]) < EXPLAINED:
+            better = max(EXPLAINED, _MUCH_BETTER * error)
+            if _fill(started, either, used + len(plain), shares[:, moment]) < better:
                 form[:] = started
     return largest_forms(forms, np.concatenate([points, everything]), powers)
 

@@ -29,21 +29,26 @@ from torchbudget.cost.models.protocol import FloatArray
 # What aligned forms are above some traced step tells how far they may be below others: as much of
 # it must be added as makes the sizes of any kind hold that were not traced.
 _UNSEEN: Final = 0.5
-# Of other operations, what is missed by less is rounding.
-_MISSED: Final = 1e-3
+# Of other operations, what is missed by less is covered by any margin.
+_MISSED: Final = 5e-3
 # Of less, nearly all is the floor, and says nothing of what a sample takes.
 _OUTWEIGHS: Final = 1.5
 
 
-def with_missed(forms: tuple[Form, ...], probes: Sequence[Probe]) -> tuple[Form, ...]:
+def with_missed(
+    forms: tuple[Form, ...], probes: Sequence[Probe], shorter_than: npt.ArrayLike
+) -> tuple[Form, ...]:
     """The forms, and such as hold what some probes took for batches no larger than those.
 
     Two lines in n for each: bytes grow with n from a floor that is at most the lowest peak, so that
     fewer samples are below the line from there through the probe, and more below the one through 0.
+    A sample that is short on one axis alone takes so much for its length on the others: they are
+    factors, so that what grows faster with them is below the lines, too.
 
     Args:
         forms: whose maximum counts.
         probes: steps that the forms were not fitted to.
+        shorter_than: sizes below it are short, shape `(d,)`.
     """
     if not probes:
         return forms
@@ -52,10 +57,13 @@ def with_missed(forms: tuple[Form, ...], probes: Sequence[Probe]) -> tuple[Form,
     for probe in sorted(probes, key=lambda one: one.peak_bytes, reverse=True):
         if fitted_bytes(forms, [probe])[0] > (1 - _MISSED) * probe.peak_bytes:
             continue
-        each = (probe.peak_bytes - floor) / probe.n
-        forms += (Form(terms=(Term(floor, 0, nothing), Term(each, 1, nothing))),)
+        is_long = np.greater_equal(probe.size, shorter_than)
+        powers = tuple(map(int, is_long))
+        units = probe.n * math.prod(np.array(probe.size)[is_long].tolist())
+        each = (probe.peak_bytes - floor) / units
+        forms += (Form(terms=(Term(floor, 0, nothing), Term(each, 1, powers))),)
         if probe.peak_bytes > _OUTWEIGHS * floor:
-            forms += (Form(terms=(Term(probe.peak_bytes / probe.n, 1, nothing),)),)
+            forms += (Form(terms=(Term(probe.peak_bytes / units, 1, powers),)),)
     return forms
 
 

@@ -63,6 +63,8 @@ _FIT_2: Final[_Shares] = (
 _PADDED: Final = 0.05
 # A size below such a multiple of the smallest may be one that a layer leaves one position of.
 _SHORTEST: Final = 2
+# The least margin where layers round sizes.
+_OF_STAIRS: Final = 0.02
 # Without a budget, samples of the shapes that a fit is judged at; their sizes are spread.
 _JUDGED: Final = (12, 0, 5, 100, 40, 3)
 
@@ -155,6 +157,7 @@ class _Tracer:
     checked: bool = False
     _shapes: dict[Any, Shape] = field(default_factory=dict)
     _spread: Iterator[FloatArray] = field(init=False)
+    _reserved: int = 1  # traces, for where forms meet
 
     def __post_init__(self) -> None:
         self.domain = self.subject.domain
@@ -166,7 +169,7 @@ class _Tracer:
         """How many more shapes may be traced; the first and the repeated step count, too."""
         axes = self.domain.axes
         most = _MOST_TRACES.get(axes, 3 * len(plain_powers(axes)) + 8)
-        return most - 2 - len(self.traces)
+        return most - 2 - len(self.traces) - self._reserved
 
     def add(self, n: int, size: Size, *, held_out: bool = False) -> Trace | None:
         """Trace a shape, unless it is known already, or there were enough."""
@@ -249,6 +252,7 @@ class _Tracer:
 
     def judge(self, room: int | None) -> Traced:
         """Fit, predict other shapes, and fit to those, too, that are predicted badly."""
+        self._reserved = int(room is None)
         best = self._fit(self.held_out)
         if not best.aligned and self.domain != self.subject.domain:
             # Loops of other lengths do not line up: they must be seen as long as they are.
@@ -276,6 +280,11 @@ class _Tracer:
             best = self._raised(best)
         if best.aligned and not fits(_cost(best), everywhere=True):
             best = self._fit_peaks(self.held_out)  # moments that only seemed to be the same
+        elif best.aligned and room is None:
+            self._reserved = 0
+            for n, size in self._where_forms_meet(best.forms):
+                self.add(n, size, held_out=True)
+            best = replace(best, probes=self._probes(self.held_out))
         if not best.aligned:
             self.subject.notes.append(
                 "the step's operations depend on the shape: fitted to the peaks alone"
@@ -338,11 +347,14 @@ class _Tracer:
         same = [True] * len(traced.probes) if alike is None else alike.tolist()
         fitted: list[Probe] = []
         shortest: list[Probe] = []
+        shorter_than = _SHORTEST * np.array(self.domain.smallest)
         for probe, is_same in zip(traced.probes, same, strict=True):
-            is_shortest = np.any(np.less(probe.size, _SHORTEST * np.array(self.domain.smallest)))
+            is_shortest = np.any(np.less(probe.size, shorter_than))
             (fitted if is_same or not is_shortest else shortest).append(probe)
         forms, margin = raised(traced.forms, fitted)
-        return replace(traced, forms=with_missed(forms, shortest), margin=margin)
+        if forms != traced.forms:  # layers round sizes: not all stairs were seen
+            margin = max(margin, _OF_STAIRS)
+        return replace(traced, forms=with_missed(forms, shortest, shorter_than), margin=margin)
 
     def _probes(self, held_out: set[Shape]) -> tuple[Probe, ...]:
         return tuple(
@@ -354,12 +366,24 @@ class _Tracer:
         if room is None:
             short = self.domain.short
             wanted = [(self.many, short)] if short != self.domain.smallest else []
-            wanted += islice(self._more_to_judge(room, forms), len(_JUDGED) - 1 - len(wanted))
+            wanted += islice(self._more_to_judge(room, forms), len(_JUDGED) - 2 - len(wanted))
         else:
             wanted = [(self._fits(forms, size, room), size) for size in self.domain.judged]
         if self.domain.largest != self.subject.domain.largest:  # a loop: does it go on like this?
             wanted.insert(0, (self.many, self.subject.domain.at(self._share() * _LONGER)))
         return wanted
+
+    def _where_forms_meet(self, forms: tuple[Form, ...]) -> list[Shape]:
+        """The fewest samples of a middling size at which another form is the largest, if any.
+
+        A moment that is the peak around there alone is not among those that were fitted: in a loop
+        it may be in the middle, where no moments of other lengths match. The margin covers it.
+        """
+        size = self.domain.at(1 / 8)
+        n = np.arange(_FEW, self.many)
+        bytes_ = [form.batch_bytes(n, size if len(size) > 1 else size[0]) for form in forms]
+        largest = np.argmax(bytes_, axis=0)
+        return [(int(n[at + 1]), size) for at in np.flatnonzero(np.diff(largest))[:1]]
 
     def _share(self) -> float:
         whole = self.subject.domain.largest
