@@ -187,6 +187,12 @@ def mixtral(experts: str, dtype: torch.dtype = torch.float32) -> Case:
     return published(kind, config, 512, min_size=2)
 
 
+def rwkv() -> Case:
+    """A loop over the length in Python."""
+    config = hf.RwkvConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2)
+    return published(hf.RwkvForCausalLM, config, 128, attention=None)
+
+
 def switch() -> Case:
     config = hf.SwitchTransformersConfig(
         **T5_LIKE, num_experts=4, expert_capacity=64, use_cache=False
@@ -366,6 +372,7 @@ CLASSES: dict[str, Callable[[], Case]] = {
     "Gemma 3, sdpa": partial(gemma3, "sdpa"),
     "Mixtral, batched": partial(mixtral, "batched_mm"),
     "Mixtral, grouped": partial(mixtral, "grouped_mm", torch.bfloat16),
+    "RWKV": rwkv,
     "Switch": switch,
     "Longformer": longformer,
     "BigBird": big_bird,

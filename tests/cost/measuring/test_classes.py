@@ -56,6 +56,8 @@ def compare(name: str, count: int) -> tuple[MeasuredCost, list[float]]:
         "encoder, disentangled",
         "all pairs, contrastive",
         "experts, capacity",
+        "translator, relative bias",
+        "captioner",
         "speech, CTC",
         "many short samples",
         "volumes",
@@ -79,6 +81,18 @@ def test_many_samples_of_two_or_three_words() -> None:
     for n, size in ((100, 2), (192, 2), (74, 3)):
         peak = trace_peak_bytes(case.step, case.make_batch(n, size))
         assert peak <= int(cost.batch_bytes(n, size)) <= 1.01 * peak
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore:a step leaves up to:torchbudget.errors.MeasureWarning")
+def test_a_moment_that_is_the_peak_only_where_two_others_meet() -> None:
+    """In the middle of a loop, whose moments match none of other lengths: 2 % were missed."""
+    transformers_classes = pytest.importorskip("tests.support.transformers_classes")
+    case = transformers_classes.CLASSES["RWKV"]()
+    cost = measure_cost(case.step, case.make_batch, max_size=64, min_size=1, method="trace")
+    for n, size in ((12, 3), (16, 3), (9, 4), (10, 4), (6, 6), (8, 6), (3, 12), (4, 12)):
+        peak = trace_peak_bytes(case.step, case.make_batch(n, size))
+        assert peak <= int(cost.batch_bytes(n, size)) <= 1.1 * peak
 
 
 @pytest.mark.filterwarnings("ignore:no formula fits:torchbudget.errors.MeasureWarning")

@@ -344,7 +344,7 @@ class _Tracer:
         is missed shows in the margin, or that these forms are not the step's.
         """
         alike = of_same_operations([*self.traces.values()], self.domain.axes)
-        same = [True] * len(traced.probes) if alike is None else alike.tolist()
+        same = [False] * len(traced.probes) if alike is None else alike.tolist()
         fitted: list[Probe] = []
         shortest: list[Probe] = []
         shorter_than = _SHORTEST * np.array(self.domain.smallest)
