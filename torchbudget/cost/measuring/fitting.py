@@ -111,7 +111,8 @@ def fit_traces(
             break
         history = _common_moments([t for t, one in zip(traces, long, strict=True) if one])
         shapes = number[long], size[long]
-        forms = _fit_moments(shapes, peaks[long], history, domain, smallest, _LOOP_POLYNOMIAL)
+        seen = np.array([np.maximum(domain[0], size[long].min(axis=0)), domain[1]])
+        forms = _fit_moments(shapes, peaks[long], history, seen, smallest, _LOOP_POLYNOMIAL)
         if forms is not None:
             return forms
     return None
