@@ -34,6 +34,7 @@ ALL = (
     "loader",
     "streams",
     "tracked",
+    "stop_together",
     "any_model",
     "any_model_cpu",
     "kept_budget",

@@ -177,7 +177,7 @@ def _fit_moments(
         if error > EXPLAINED:
             # Where layers round sizes, too, what is above all that was seen is safer in between.
             started = np.zeros_like(form)
-            better = max(EXPLAINED, _MUCH_BETTER * error)
+            better = max(EXPLAINED, _MUCH_BETTER * error * (polynomial == _LOOP_POLYNOMIAL))
             if _fill(started, either, used + len(plain), shares[:, moment]) < better:
                 form[:] = started
     return largest_forms(forms, np.concatenate([points, everything]), powers)

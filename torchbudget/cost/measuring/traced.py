@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -261,10 +261,13 @@ class _Tracer:
             best = self._fit(self.held_out)
         self._try_one_sample()
         wanted = iter(self._to_judge(room, best.forms))
+        waiting: list[Shape] = []
         while True:
             for n, size in wanted:
-                self.add(n, size, held_out=True)
+                if self.add(n, size, held_out=True) is None:
+                    waiting.append((n, size))
             best = self._fit(self.held_out)
+            self._reserved *= best.aligned
             # Operations that differ with the shape may yet be found alike in more traces.
             off = _badly_predicted(best) if best.aligned else set(self.held_out)
             if not off:
@@ -275,10 +278,14 @@ class _Tracer:
                 best, self.held_out = trial, self.held_out - off
             if self.left < 1:
                 break
-            wanted = islice(self._more_to_judge(room, best.forms), len(off))
+            wanted = islice(chain(waiting, self._more_to_judge(room, best.forms)), len(off))
+            waiting = []
         if best.aligned:
-            best = self._raised(best)
+            best = self._raised(best, on_frontier=room is not None)
         if best.aligned and not fits(_cost(best), everywhere=True):
+            self._reserved = 0
+            for n, size in waiting[:1]:
+                self.add(n, size, held_out=True)
             best = self._fit_peaks(self.held_out)  # moments that only seemed to be the same
         elif best.aligned and room is None:
             self._reserved = 0
@@ -337,7 +344,7 @@ class _Tracer:
         margin = max(2 * fit.under, *map(abs, _errors(Traced(forms, probes, aligned=False))))
         return Traced(forms, probes, aligned=False, margin=margin)
 
-    def _raised(self, traced: Traced) -> Traced:
+    def _raised(self, traced: Traced, *, on_frontier: bool) -> Traced:
         """Aligned forms, raised above what they were not fitted to.
 
         Other operations are those of the shortest samples, or depend on more than that: then what
@@ -352,7 +359,9 @@ class _Tracer:
             is_shortest = np.any(np.less(probe.size, shorter_than))
             (fitted if is_same or not is_shortest else shortest).append(probe)
         forms, margin = raised(traced.forms, fitted)
-        if forms != traced.forms:  # layers round sizes: not all stairs were seen
+        if (
+            forms != traced.forms and not on_frontier
+        ):  # layers round sizes: some stairs were not seen
             margin = max(margin, _OF_STAIRS)
         return replace(traced, forms=with_missed(forms, shortest, shorter_than), margin=margin)
 
@@ -366,7 +375,7 @@ class _Tracer:
         if room is None:
             short = self.domain.short
             wanted = [(self.many, short)] if short != self.domain.smallest else []
-            wanted += islice(self._more_to_judge(room, forms), len(_JUDGED) - 2 - len(wanted))
+            wanted += islice(self._more_to_judge(room, forms), len(_JUDGED) - 1 - len(wanted))
         else:
             wanted = [(self._fits(forms, size, room), size) for size in self.domain.judged]
         if self.domain.largest != self.subject.domain.largest:  # a loop: does it go on like this?
