@@ -10,7 +10,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from tests.support.resuming import as_json
 from tests.support.streams import loader_of, tracked_loop
 from tests.support.tracked_streams import SIZES, make, samples_of
-from torchbudget.data.stream.cursor import Position, StreamCursor
+from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.tracking import StampedBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -28,13 +28,13 @@ class Pinned:
 
 def test_a_loader_that_pins_pins_the_batch() -> None:
     """And leaves what came with it as it was."""
-    position = Position.at(StreamCursor.beginning(3, 7))
-    stamped = StampedBatch({"x": Pinned(), "text": "a"}, 2, position)
+    cursor = StreamCursor.beginning(3, 7)
+    stamped = StampedBatch({"x": Pinned(), "text": "a"}, 2, cursor)
     found = pin_memory(stamped)
     assert isinstance(found, StampedBatch)
     assert found.batch["x"].is_pinned
     assert found.batch["text"] == "a"
-    assert (found.worker, found.position) == (2, position)
+    assert (found.worker, found.cursor) == (2, cursor)
 
 
 def test_out_of_order_in_workers_that_persist() -> None:

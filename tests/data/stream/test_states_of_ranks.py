@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -57,7 +56,7 @@ def test_the_state_of_one_worker(split: str, saved: tuple[int, int], mine: tuple
     And only where every worker reads all of the source; else each has read a part of its own.
     """
     settings = make("iterable" if split == "none" else "splits itself")._settings
-    cursor = replace(StreamCursor.beginning(0, None), start=64, stop=64)
+    cursor = StreamCursor.beginning(0, None)._replace(start=64)
     slots = [WorkerSlot(worker=n, workers=of, rank=0, ranks=1) for n, of in (saved, mine)]
     begun, goes_on = map(settings.dealing, slots)
     state = StreamState(cursors=[cursor], dealing=begun, turn=0)

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torchbudget.checks import is_int
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.plan.cursor import VERSION, Cursor, check_meaning
+from torchbudget.plan.cursor import VERSION, check_meaning
 from torchbudget.plan.fingerprint import Plain
 
 _KEYS: Final = frozenset(["version", "order", "dealing", "turn", "workers"])
-# What is saved of each worker's cursor, by the names of its attributes.
-_OF_WORKERS: Final = {
-    "start": "start",
-    "rounds": "rounds",
-    "first_epoch": "first_epoch",
-    "pass": "number",
-    "to_come": "to_come",
-    "finished": "finished",
-    "source": "source",
-}
+# What each worker's cursor is called in a state, in the order of its fields, but for the epoch.
+_COLUMNS: Final = ("start", "rounds", "first_epoch", "pass", "to_come", "finished", "source")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StreamCursor(Cursor):
+class StreamCursor(NamedTuple):
     """A place between two micro-batches of one process.
 
-    `start` is the first item of the samples that are cut together, in the pass; `rounds` of their
-    micro-batches are done.
+    A tuple, since each batch comes with one: to make a dataclass takes ten times as long.
 
     Attributes:
+        epoch: number of the epoch.
+        start: the first item of the samples that are cut together, in the pass.
+        rounds: how many of their micro-batches are done.
         first_epoch: from which passes are counted. With `batches_per_epoch` an epoch goes on where
             the one before ended.
         number: of the pass over the source.
@@ -41,65 +34,50 @@ class StreamCursor(Cursor):
         source: the source's own state at or before `start`, if it has one.
     """
 
+    epoch: int
+    start: int
+    rounds: int
     first_epoch: int
-    number: int = 0
-    to_come: int | None = None
-    finished: bool = False
-    source: dict[str, Any] | None = None
+    number: int
+    to_come: int | None
+    finished: bool
+    source: dict[str, Any] | None
 
     @classmethod
     def beginning(cls, epoch: int, batches: int | None) -> StreamCursor:
         """Before the first micro-batch of an epoch that has so many."""
-        return cls(epoch=epoch, first_epoch=epoch, to_come=batches, finished=batches == 0)
+        return cls(epoch, 0, 0, epoch, 0, batches, batches == 0, None)
 
     def following(self, batches: int | None) -> StreamCursor:
         """After the last micro-batch: before the first one of the next epoch."""
         if batches is None:
             return self.beginning(self.epoch + 1, None)
-        return replace(self, epoch=self.epoch + 1, to_come=batches, finished=batches == 0)
+        return self._replace(epoch=self.epoch + 1, to_come=batches, finished=batches == 0)
 
     def next_pass(self) -> StreamCursor:
         """Where the source starts over."""
-        number = self.number + 1
-        return replace(self, number=number, start=0, stop=0, rounds=0, source=None)
+        return self._replace(number=self.number + 1, start=0, rounds=0, source=None)
+
+    def within(self, epoch: int, rounds: int, to_come: int | None) -> StreamCursor:
+        """After so many rounds of these samples, in an epoch that has so many batches to come."""
+        _, start, _, first_epoch, number, _, _, source = self
+        return StreamCursor(
+            epoch, start, rounds, first_epoch, number, to_come, to_come == 0, source
+        )
 
     def window(self, length: int) -> int:
         """The number of the window that it is in, counted over passes."""
         return self.start // length + self.number
 
     @property
+    def position(self) -> Plain:
+        """Where it stands, without the source's own state."""
+        return {"epoch": self.epoch, "start": self.start, "rounds": self.rounds}
+
+    @property
     def is_beginning(self) -> bool:
         """Whether nothing of the source was read before it."""
         return not (self.start or self.rounds or self.number or self.finished)
-
-
-class Position(NamedTuple):
-    """A place in a stretch of samples that are cut together, in a tenth of a cursor's time.
-
-    Attributes:
-        samples: where they begin.
-        epoch: of the place, as all that follows.
-        rounds: see `Cursor`.
-        to_come: see `StreamCursor`.
-        finished: likewise.
-    """
-
-    samples: StreamCursor
-    epoch: int
-    rounds: int
-    to_come: int | None
-    finished: bool
-
-    @classmethod
-    def at(cls, cursor: StreamCursor) -> Position:
-        """The place of a cursor."""
-        return cls(cursor, cursor.epoch, cursor.rounds, cursor.to_come, cursor.finished)
-
-    @property
-    def cursor(self) -> StreamCursor:
-        """The same as a cursor."""
-        samples, epoch, rounds, to_come, finished = self
-        return replace(samples, epoch=epoch, rounds=rounds, to_come=to_come, finished=finished)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +115,13 @@ class StreamState:
         Where each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
-        workers = {
-            name: [getattr(cursor, field) for cursor in self.cursors]
-            for name, field in _OF_WORKERS.items()
-        }
+        rows = [cursor[1:] for cursor in self.cursors]
         plain = {
             "version": VERSION,
             "order": dict(order),
             "dealing": dict(self.dealing),
             "turn": self.turn,
-            "workers": workers,
+            "workers": dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
         }
         shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
         # In a tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads
@@ -165,9 +140,8 @@ class StreamState:
         check_meaning(plain, _KEYS, order)
         dealing, turn, workers = plain["dealing"], plain["turn"], plain["workers"]
         try:
-            columns = [workers[name] for name in _OF_WORKERS]
-            rows = list(zip(*columns, strict=True))
-            cursors = [_cursor(state["epoch"], *row) for row in rows]
+            rows = zip(*(workers[name] for name in _COLUMNS), strict=True)
+            cursors = [_checked(StreamCursor(state["epoch"], *row)) for row in rows]
             if turn not in range(len(cursors)) or not isinstance(dealing, Mapping):
                 raise ValueError(f"turn {turn!r} of {len(cursors)} workers, dealing {dealing!r}")
         except (KeyError, TypeError, ValueError) as error:
@@ -193,7 +167,7 @@ class StreamState:
             saved = {**saved, "worker": number}
         _check_dealing(cursor, saved, dealing)
         if cursor.to_come is not None and saved["workers"] != slot.workers:
-            return replace(cursor, to_come=slot.share(cursor.to_come))
+            return cursor._replace(to_come=slot.share(cursor.to_come))
         return cursor
 
 
@@ -220,38 +194,20 @@ def _processes_of(state: Any) -> Any:
     return value[0]
 
 
-def _cursor(
-    epoch: int,
-    start: int,
-    rounds: int,
-    first_epoch: int,
-    number: int,
-    to_come: int | None,
-    finished: bool,
-    source: dict[str, Any] | None,
-) -> StreamCursor:
-    """A worker's cursor, of values that may be anything.
+def _checked(cursor: StreamCursor) -> StreamCursor:
+    """A cursor of values that came from anywhere.
 
     Raises:
         TypeError: a number is none.
         ValueError: one is below 0.
     """
-    numbers = [epoch, start, rounds, first_epoch, number, 0 if to_come is None else to_come]
+    *numbers, to_come, finished, _ = cursor
+    numbers.append(0 if to_come is None else to_come)
     if not all(map(is_int, numbers)):
         raise TypeError(f"expected ints, got {numbers}")
     if min(numbers) < 0:
         raise ValueError("a number is below 0")
-    return StreamCursor(
-        epoch=epoch,
-        start=start,
-        stop=start,
-        rounds=rounds,
-        first_epoch=first_epoch,
-        number=number,
-        to_come=to_come,
-        finished=bool(finished),
-        source=source,
-    )
+    return cursor._replace(finished=bool(finished))
 
 
 def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:

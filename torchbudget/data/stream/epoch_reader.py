@@ -6,14 +6,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from torchbudget.data.padded_sizes import PaddedSizes
 from torchbudget.data.sizes.key import sizes_of_all
-from torchbudget.data.stream.cursor import Position, StreamCursor
+from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.data.stream.settings import Settings
@@ -37,19 +37,8 @@ class _MicroBatch(NamedTuple):
     padded_size: list[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One micro-batch for each rank.
-
-    Attributes:
-        cursor: where the samples begin that were cut together.
-        number: of the rounds of theirs before it.
-        batches: of each rank.
-    """
-
-    cursor: StreamCursor
-    number: int
-    batches: list[_MicroBatch]
+# Where it stands after a micro-batch: samples cut together, and how many of their rounds are done.
+_Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
 
 
 @dataclass  # without slots, since readers refer to it weakly: they end where it is dropped
@@ -76,9 +65,8 @@ class EpochReader(Iterator[Any]):
     Attributes:
         slot: of this process.
         began: the cursor at which the epoch's first micro-batch was read.
-        epoch: that it reads.
-        finished: whether the epoch's last micro-batch was read.
-        stamps: yield each batch with the position after it.
+        cursor: after the last micro-batch.
+        stamps: yield each batch with the cursor after it.
         loops: a weak reference to those among which it is the present one when it is asked for a
             batch.
         windows: that it reads.
@@ -93,32 +81,21 @@ class EpochReader(Iterator[Any]):
         self._settings = settings
         self._progress = progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
-        self._batches: Generator[tuple[StreamCursor, int, _MicroBatch]] | None = None
-        self._found: tuple[StreamCursor, int, _MicroBatch] | None = None  # read, not asked for yet
+        self._batches: Generator[_Found] | None = None
+        self._found: _Found | None = None  # read, not asked for yet
         self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
         self.go_on(cursor)
 
     def go_on(self, cursor: StreamCursor) -> None:
         """Begin the next epoch where this one ended, with the samples that are in memory."""
-        self.began = cursor
-        self.epoch, self.finished, self._to_come = cursor.epoch, cursor.finished, cursor.to_come
-        self._samples, self._rounds_done = cursor, cursor.rounds
+        self.began = self.cursor = cursor
         # A worker may come to the end when the loop that it reads for was broken off.
         self._opened = None if get_worker_info() is None else self._progress.opened
 
     @property
     def goes_on(self) -> bool:
         """Whether the next epoch begins where this one has ended."""
-        return self.finished and self._to_come is not None
-
-    @property
-    def cursor(self) -> StreamCursor:
-        """After the last micro-batch."""
-        return self._position.cursor
-
-    @property
-    def _position(self) -> Position:
-        return Position(self._samples, self.epoch, self._rounds_done, self._to_come, self.finished)
+        return self.cursor.finished and self.cursor.to_come is not None
 
     def __next__(self) -> Any:
         loops = self.loops()
@@ -128,18 +105,19 @@ class EpochReader(Iterator[Any]):
         if found is None:
             self._end_epoch()
             raise StopIteration
+        samples, rounds, micro_batch = found
         try:
-            batch = self._collated(found[2])
+            batch = self._collated(micro_batch)
         except BaseException:
             self._batches = None  # the next call meets the same error, and not the next batch
             raise
-        self._samples, self._rounds_done, _ = found
-        self.windows.num_batches += 1
-        if self._to_come is not None:
-            self._to_come -= 1
-            if not self._to_come:
-                self._end_epoch()
-        return StampedBatch(batch, self.slot.worker, self._position) if self.stamps else batch
+        self.windows.empty_passes = 0
+        to_come = self.cursor.to_come
+        to_come = None if to_come is None else to_come - 1
+        self.cursor = samples.within(self.cursor.epoch, rounds, to_come)
+        if self.cursor.finished:
+            self._end_epoch()
+        return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
 
     def find_end(self) -> None:
         """End the epoch if nothing is left of it, before a batch is asked for.
@@ -151,10 +129,10 @@ class EpochReader(Iterator[Any]):
         if self._found is None:
             self._end_epoch()
 
-    def _take(self) -> tuple[StreamCursor, int, _MicroBatch] | None:
+    def _take(self) -> _Found | None:
         """The next micro-batch, and where it stands after it; `None`: the epoch has no more."""
         found, self._found = self._found, None
-        if found is not None or self.finished:
+        if found is not None or self.cursor.finished:
             return found
         if self._batches is None:
             self._batches = self._read(self.cursor)
@@ -172,10 +150,9 @@ class EpochReader(Iterator[Any]):
         return batch
 
     def _end_epoch(self) -> None:
-        self.finished = True
-        slot = self.slot
-        self._progress.end(self.epoch, slot.worker, slot.workers, opened=self._opened)
-        if self._to_come is None:
+        self.cursor, slot = self.cursor._replace(finished=True), self.slot
+        self._progress.end(self.cursor.epoch, slot.worker, slot.workers, opened=self._opened)
+        if self.cursor.to_come is None:
             self.close()
 
     def close(self) -> None:
@@ -185,7 +162,7 @@ class EpochReader(Iterator[Any]):
         self._batches = self._found = None
         self.windows.close()
 
-    def _read(self, start: StreamCursor) -> Generator[tuple[StreamCursor, int, _MicroBatch]]:
+    def _read(self, start: StreamCursor) -> Generator[_Found]:
         """Yield this rank's micro-batches, each with where it stands after it.
 
         That is where the samples begin that are cut together, and how many of their rounds are
@@ -194,7 +171,8 @@ class EpochReader(Iterator[Any]):
         """
         rank, ranks = self.slot.sharers(self._settings.source.split)
         uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
-        last: _Round | None = None
+        last: list[_MicroBatch] = []  # the round that waits, and where it stands before it
+        begun, before = start, 0
         for buffered in self.windows.read(start):
             if uneven is not None:
                 buffered = self._joined(uneven, buffered)
@@ -208,28 +186,27 @@ class EpochReader(Iterator[Any]):
             buffered.samples.clear()
             if not rounds:
                 continue
-            if last is not None:
-                yield buffered.cursor, 0, last.batches[rank]
-                last = None
-            begun, number = buffered.cursor, len(rounds) // ranks
-            for done in range(1 + _done(begun, start), number):
+            if last:
+                yield buffered.cursor, 0, last[rank]
+                last = []
+            begun, before = buffered.cursor, len(rounds) // ranks - 1
+            for done in range(1 + _done(begun, start), before + 1):
                 yield begun, done, rounds[(done - 1) * ranks + rank]
             if ranks > 1:
-                last = _Round(begun, number - 1, rounds[-ranks:])
-            elif buffered.following is not None:
+                last = rounds[-ranks:]
+            else:
                 yield buffered.following, 0, rounds[-1]
             rounds.clear()
-        end = start.next_pass()
         if uneven is None or self._settings.drop_last:
-            if last is not None:
-                yield end, 0, last.batches[rank]
+            if last:
+                yield start.next_pass(), 0, last[rank]
             return
-        begun, before, samples = uneven.cursor, 0, uneven.samples
-        if last is not None:
-            begun, before = last.cursor, last.number
-            samples = [sample for batch in last.batches for sample in batch.samples] + samples
-        joined = self._rounds(BufferedSamples(begun, samples))[rank::ranks]
-        for done, batch in enumerate(joined, before + 1):
+        if last:
+            samples = [sample for batch in last for sample in batch.samples]
+            uneven = BufferedSamples(begun, samples + uneven.samples, start)
+        else:
+            begun, before = uneven.cursor, 0
+        for done, batch in enumerate(self._rounds(uneven)[rank::ranks], before + 1):
             if done > _done(begun, start):
                 yield begun, done, batch
 
@@ -272,10 +249,7 @@ class EpochReader(Iterator[Any]):
                 f"{format_bytes(look_ahead)}, and cannot be dealt evenly to "
                 f"{self.slot.ranks} ranks; allow more bytes, or use fewer ranks"
             )
-        sizes = None
-        if uneven.sizes is not None and following.sizes is not None:
-            sizes = np.concatenate([uneven.sizes, following.sizes])
-        return BufferedSamples(uneven.cursor, samples, sizes, following.following, following.last)
+        return BufferedSamples(uneven.cursor, samples, following.following, last=following.last)
 
 
 def _done(begun: StreamCursor, start: StreamCursor) -> int:

@@ -91,7 +91,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             if unused and state is not None:
                 warn_of_discarded_state(self.epoch, epoch, within=not state.is_beginning)
             self._begin_at(epoch, None)
-        elif reader is not None and reader.epoch == epoch:
+        elif reader is not None and reader.cursor.epoch == epoch:
             self._loops = Loops(self._reader_at(reader.slot, reader.began))
         self._tracked = None
         self._progress.last_loop = 0
@@ -129,9 +129,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self._heed_other_processes()
         progress, reader = self._progress, self._loops.present
         epoch = progress.advance()
-        if reader is not None and reader.epoch == epoch:
+        if reader is not None and reader.cursor.epoch == epoch:
             reader = self._reader_at(reader.slot, reader.began)
-        elif reader is not None and reader.goes_on and reader.epoch == epoch - 1:
+        elif reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
             reader.go_on(self._following(reader.cursor, reader.slot))
         else:
             reader = self.reader_of(self._slot(number, workers))
@@ -315,7 +315,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             )
         if reader is not None and self._process == os.getpid():
             cursor = reader.cursor
-            if reader.finished and not in_worker:
+            if cursor.finished and not in_worker:
                 cursor = self._following(cursor, reader.slot)
             return self._state_at([reader.slot], [cursor])
         return self._loaded() or self._state_at_beginning(self.epoch)

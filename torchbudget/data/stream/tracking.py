@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Final
 
@@ -11,32 +11,27 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchbudget.data.stream.cursor import Position, StreamState
+from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.errors import OptionError, SampleError, StateError
 
 
+@dataclass(slots=True)
 class StampedBatch:
     """A batch on its way to the process that trains.
 
-    Args:
+    Attributes:
         batch: of any type.
         worker: that read it.
-        position: of the worker, after it.
+        cursor: of the worker, after it.
     """
 
-    __slots__ = ("batch", "position", "worker")
-
-    def __init__(self, batch: Any, worker: int, position: Position) -> None:
-        self.batch = batch
-        self.worker = worker
-        self.position = position
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StampedBatch, (self.batch, self.worker, self.position)
+    batch: Any
+    worker: int
+    cursor: StreamCursor
 
     def pin_memory(self, device: Any = None) -> StampedBatch:
         """With a batch that is pinned as if it came alone."""
-        return StampedBatch(pin_memory(self.batch, device), self.worker, self.position)
+        return StampedBatch(pin_memory(self.batch, device), self.worker, self.cursor)
 
 
 def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
@@ -101,7 +96,7 @@ class TrackedLoop:
         self.number = number
         self.ended = self.closed = False
         self._began, self._turn = began, began.turn
-        self._positions = list(map(Position.at, began.cursors))
+        self._cursors = list(began.cursors)
         self._unknown = set(range(len(began.cursors))) if unknown else set()
 
     @property
@@ -116,9 +111,7 @@ class TrackedLoop:
                 f"no batch has come yet from workers {sorted(self._unknown)}, which went on where "
                 "a loop that was not tracked had ended: track every loop, or save later"
             )
-        return replace(
-            self._began, cursors=[each.cursor for each in self._positions], turn=self._turn
-        )
+        return replace(self._began, cursors=self._cursors.copy(), turn=self._turn)
 
     def note(self, stamped: Any) -> Any:
         """A batch came: the batch alone.
@@ -131,21 +124,21 @@ class TrackedLoop:
                 "this batch came without its position: its worker was started by a loop that was "
                 "not tracked; use tracked(loader) in every loop over workers that persist"
             )
-        position = stamped.position
-        if position.epoch != self._began.epoch:
+        epoch = stamped.cursor.epoch
+        if epoch != self._began.epoch:
             raise StateError(
-                f"worker {stamped.worker} reads epoch {position.epoch}, and this loop epoch "
+                f"worker {stamped.worker} reads epoch {epoch}, and this loop epoch "
                 f"{self._began.epoch}: call set_epoch between loops, not within one"
             )
-        self._positions[stamped.worker] = position
-        self._turn = (stamped.worker + 1) % len(self._positions)
+        self._cursors[stamped.worker] = stamped.cursor
+        self._turn = (stamped.worker + 1) % len(self._cursors)
         self._unknown.discard(stamped.worker)
         return stamped.batch
 
     @property
     def finished(self) -> bool:
         """Whether the epoch's last batch came."""
-        return self.ended or all(each.finished for each in self._positions)
+        return self.ended or all(each.finished for each in self._cursors)
 
 
 def check_loader(loader: Any, stream: Any) -> None:

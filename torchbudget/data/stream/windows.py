@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Final
 
@@ -34,15 +34,15 @@ class BufferedSamples:
     Attributes:
         cursor: where they begin.
         samples: in the order in which they were read.
-        sizes: theirs, where sizes are taken.
         following: where the samples after them begin.
+        sizes: theirs, where sizes are taken; `None`: they were not, yet.
         last: nothing follows in the pass.
     """
 
     cursor: StreamCursor
-    samples: list[Any] = field(default_factory=list)
+    samples: list[Any]
+    following: StreamCursor
     sizes: npt.NDArray[Any] | None = None
-    following: StreamCursor | None = None
     last: bool = False
 
 
@@ -59,7 +59,7 @@ class Windows:
         endless: start over where the source ends.
 
     Attributes:
-        num_batches: micro-batches so far, counted by the `EpochReader`.
+        empty_passes: passes that were read since a micro-batch came, which the reader notes.
         largest_buffered_bytes: the most bytes that samples in memory had.
     """
 
@@ -78,7 +78,7 @@ class Windows:
         self._checked = False  # the cost, on the sizes of the first window
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._any_left = False  # of the items since the stream's beginning
-        self.num_batches = 0
+        self.empty_passes = 0
         self.largest_buffered_bytes = 0
 
     def close(self) -> None:
@@ -101,13 +101,11 @@ class Windows:
         # The same number of micro-batches in each pass can be dealt to so many ranks after as many
         # passes. Until a batch comes, that may be needed three times: a state has done the first
         # ones already, and the last round of the next ones waits for those after them.
-        most_empty = 3 * self._slot.workers * (self._settings.grouping.ranks.number + 1)
-        empty_passes = 0
+        most_empty = 3 * self._slot.workers * (self._settings.grouping.ranks.number + 1) + 1
         try:
             while self._endless or not cursor.number:
                 self._generators.enter()
-                reader = self._open(cursor)
-                number, batches_before = cursor.number, self.num_batches
+                begun, reader = cursor, self._open(cursor)
                 none_left = False
                 while not reader.ended:
                     left = self._settings.window - cursor.start % self._settings.window
@@ -125,10 +123,9 @@ class Windows:
                     )
                 if none_left and not self._endless:
                     self._say_that_none_is_left()
-                if cursor.number == number:  # nothing came
-                    cursor = cursor.next_pass()
-                empty_passes = empty_passes + 1 if self.num_batches == batches_before else 0
-                if self._endless and (not reader.position or empty_passes > most_empty):
+                cursor = begun.next_pass()
+                self.empty_passes += 1
+                if self._endless and (not reader.position or self.empty_passes > most_empty):
                     raise SampleError(
                         f"the source has no samples for worker {self._slot.worker} of "
                         f"{self._slot.workers}, but batches_per_epoch asks for some; use fewer "
@@ -176,7 +173,7 @@ class Windows:
         """Where the window after that of `cursor` begins."""
         if reader.ended:
             return cursor.next_pass()
-        return replace(cursor, start=reader.position, rounds=0, source=reader.state())
+        return cursor._replace(start=reader.position, rounds=0, source=reader.state())
 
     def _tail(self, reader: Reader) -> int:
         """How many items follow a window, if they are too few to be dealt and so belong to it."""
@@ -188,10 +185,11 @@ class Windows:
     def _window(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[BufferedSamples]:
         """The samples of one window from `cursor` on, all at once or as many as the bytes allow."""
         settings, look_ahead = self._settings, self._look_ahead
-        buffered = BufferedSamples(cursor)
+        waiting: list[Any] = []
+        begun = cursor
         if not settings.transforms and look_ahead is None:
-            buffered.samples = reader.take(left)
-            buffered.samples += reader.take(self._tail(reader))
+            waiting = reader.take(left)
+            waiting += reader.take(self._tail(reader))
         else:
             stop, buffered_bytes = cursor.start + left, 0
             items = self._items(reader, cursor, left)
@@ -206,15 +204,15 @@ class Windows:
                     kept = [without_rest(sample) for sample in samples]
                     samples, needed = [one for one, _ in kept], sum(size for _, size in kept)
                     full = buffered_bytes + needed > look_ahead
-                    if full and buffered.samples and position < stop:
-                        following = replace(cursor, start=position, rounds=0)
-                        yield from self._measured(buffered, following)
-                        buffered, buffered_bytes = BufferedSamples(following), 0
-                buffered.samples += samples
+                    if full and waiting and position < stop:
+                        following = cursor._replace(start=position, rounds=0)
+                        yield from self._measured(BufferedSamples(begun, waiting, following))
+                        begun, waiting, buffered_bytes = following, [], 0
+                waiting += samples
                 buffered_bytes += needed
                 self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
-        buffered.last = reader.ended
-        yield from self._measured(buffered, self._after(reader, cursor))
+        following = self._after(reader, cursor)
+        yield from self._measured(BufferedSamples(begun, waiting, following, last=reader.ended))
 
     def _items(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[Item]:
         """The items of a window and of its tail."""
@@ -229,11 +227,8 @@ class Windows:
                 name = reader.place(position)
                 yield Item(position, name, seeds(*name), value)
 
-    def _measured(
-        self, buffered: BufferedSamples, following: StreamCursor
-    ) -> Iterator[BufferedSamples]:
+    def _measured(self, buffered: BufferedSamples) -> Iterator[BufferedSamples]:
         """The samples with their sizes, without those that have none or are too large."""
-        buffered.following = following
         if buffered.samples and self._settings.sized:
             self._measure(buffered)
         if buffered.samples:
