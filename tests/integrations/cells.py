@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -64,61 +65,103 @@ def name_of(*cell: Any) -> str:
     return ", ".join(map(str, cell))
 
 
-def check_story(of_ranks: list[dict[str, Any]]) -> None:
-    """Each sample once an epoch, equal counts, other orders; resumed equals uninterrupted.
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What comes of a cell: an error, before a batch was trained on that others had lost.
 
-    Args:
-        of_ranks: of each rank, its epochs `whole`, its batches up to a `stop`, and those of the
-            run that was `resumed` there.
+    Attributes:
+        error: its class's name.
+        names: what its text has to name, such as the setting and the adapter.
     """
-    for epoch in range(EPOCHS):
-        batches = [one["whole"][epoch] for one in of_ranks]
-        assert sorted(chain(*chain(*batches))) == list(range(len(LENGTHS)))
-        assert len({len(one) for one in batches}) == 1
-    for one in of_ranks:
-        assert len({str(epoch) for epoch in one["whole"]}) == EPOCHS
-        assert one["stopped"] + one["resumed"] == [*chain(*one["whole"])]
+
+    error: str
+    names: Sequence[str]
+
+    @property
+    def cell(self) -> str:
+        """In the matrix."""
+        return f"`{self.error}`"
+
+    def check(self, of_ranks: list[Any]) -> None:
+        """It was raised on each rank, as name and text."""
+        for raised, text in of_ranks:
+            assert raised == self.error
+            assert [name for name in self.names if name not in text] == []
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """What comes of a cell: the story holds.
+
+    Attributes:
+        resumed: a run that was stopped and resumed is a part of it.
+    """
+
+    resumed: bool = True
+
+    @property
+    def cell(self) -> str:
+        """In the matrix."""
+        return "✓" if self.resumed else "✓ epochs"
+
+    def check(self, of_ranks: list[dict[str, Any]]) -> None:
+        """Each sample once an epoch, equal counts, other orders; resumed equals uninterrupted.
+
+        Args:
+            of_ranks: of each rank, its epochs `whole`, its batches up to a `stop`, and those of
+                the run that was `resumed` there.
+        """
+        for epoch in range(EPOCHS):
+            batches = [one["whole"][epoch] for one in of_ranks]
+            assert sorted(chain(*chain(*batches))) == list(range(len(LENGTHS)))
+            assert len({len(one) for one in batches}) == 1
+        for one in of_ranks:
+            assert len({str(epoch) for epoch in one["whole"]}) == EPOCHS
+            if self.resumed:
+                assert one["stopped"] + one["resumed"] == [*chain(*one["whole"])]
+
+
+RIGHT, EPOCHS_ONLY = Right(), Right(resumed=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the matrix.
+
+    Attributes:
+        name: in the matrix.
+        sampler: what comes of the cells with a sampler, with and without workers.
+        stream: and with a stream; default: the same.
+    """
+
+    name: str
+    sampler: Refused | Right = RIGHT
+    stream: Refused | Right | None = None
+
+    def of(self, source: str) -> Refused | Right:
+        """What comes of a cell."""
+        return self.sampler if source == "sampler" or self.stream is None else self.stream
 
 
 def check_rows(
-    found: list[dict[str, Any]], rows: dict[str, str], record_property: RecordProperty
+    found: list[dict[str, Any]], rows: dict[str, Row], record_property: RecordProperty
 ) -> None:
-    """The story of each cell holds, and is a cell of the matrix in the docs.
+    """Each cell is what it is to be, and a cell of the matrix in the docs.
 
     Args:
         found: of each rank, what came in each cell, by name.
-        rows: what follows source and workers in such a name, and its row in the matrix.
+        rows: by what follows source and workers in such a name.
         record_property: pytest's, of which the matrix is written.
     """
     assert {name_of(*cell, setting) for cell in CELLS for setting in rows} <= {*found[0]}
     for setting, row in rows.items():
-        for cell in CELLS:
-            check_story([one[name_of(*cell, setting)] for one in found])
-            record_property(name_of(len(found), *cell, row), "✓")
-    check_written(len(found), [matrix_row(row) for row in rows.values()])
-
-
-def check_refused(
-    found: list[dict[str, Any]],
-    rows: dict[str, tuple[str, str, list[str]]],
-    record_property: RecordProperty,
-) -> None:
-    """Each cell is an error, which names setting and adapter, and a cell of the matrix.
-
-    Args:
-        found: of each rank, the name of each cell's error and its text.
-        rows: by what follows source and workers in such a name: its row in the matrix, the error,
-            and what its text has to name.
-        record_property: see `check_rows`.
-    """
-    for setting, (row, error, names) in rows.items():
-        for cell in CELLS:
-            for one in found:
-                raised, text = one[name_of(*cell, setting)]
-                assert raised == error
-                assert [name for name in names if name not in text] == []
-            record_property(name_of(len(found), *cell, row), f"`{error}`")
-    lines = [matrix_row(row, f"`{error}`") for row, error, _ in rows.values()]
+        for source, workers in CELLS:
+            expected = row.of(source)
+            expected.check([one[name_of(source, workers, setting)] for one in found])
+            record_property(name_of(len(found), source, workers, row.name), expected.cell)
+    lines = [
+        matrix_row(row.name, [row.of(source).cell for source, _ in CELLS]) for row in rows.values()
+    ]
     check_written(len(found), lines)
 
 
@@ -128,9 +171,9 @@ def check_written(processes: int, lines: list[str]) -> None:
     assert [line for line in lines if line not in written] == []
 
 
-def matrix_row(row: str, cell: str = "✓") -> str:
-    """A line of the matrix, all of whose cells are alike."""
-    return f"| {row} |{f' {cell} |' * len(CELLS)}\n"
+def matrix_row(row: str, cells: Iterable[str]) -> str:
+    """A line of the matrix."""
+    return f"| {row} | {' | '.join(cells)} |\n"
 
 
 def section_of(processes: int, matrix: str) -> str:
@@ -143,10 +186,12 @@ def heading_of(processes: int) -> str:
     return f"| **{processes} process{'es' * (processes > 1)}** |{' |' * len(CELLS)}\n"
 
 
-def assert_epochs_grow(of_rank: dict[str, Any]) -> None:
-    """A framework that reads `len` once would cut the later epochs short."""
-    first, second, third = map(len, of_rank["whole"])
-    assert first < second < third
+def assert_epochs_grow(found: list[dict[str, Any]], setting: str) -> None:
+    """With a sampler, a framework that reads `len` once would cut the later epochs short."""
+    for workers in (0, 2):
+        for one in found:
+            first, second, third = map(len, one[name_of("sampler", workers, setting)]["whole"])
+            assert first < second < third
 
 
 def each_cell(run: Callable[..., Any], *more: Any) -> dict[str, Any]:

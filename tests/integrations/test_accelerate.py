@@ -1,4 +1,4 @@
-"""Accelerate: `prepare` of the adapter, on real processes; and what is refused without it."""
+"""Accelerate: `prepare` of the adapter, and Accelerate's own, on real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_rows
+from tests.integrations.cells import (
+    RecordProperty,
+    Refused,
+    Row,
+    assert_epochs_grow,
+    check_rows,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -19,6 +25,13 @@ pytestmark = [
     ),
 ]
 
+OWN = "Accelerate, its own `prepare`: "
+INSTEAD = "torchbudget.integrations.accelerate.prepare"
+SHARDED = Refused("ShardedTwiceError", ["BatchSamplerShard, by prepare()", INSTEAD])
+DISPATCHED = Refused("ShardedTwiceError", ["prepare() with dispatch_batches=True", INSTEAD])
+RECOUNTED = Refused("OptionError", ["use_stateful_dataloader=True", INSTEAD])
+SPLIT = Refused("ValueError", ["split_batches==True"])  # Accelerate's own
+
 SCRIPT = """
 import itertools, json, sys
 from pathlib import Path
@@ -29,7 +42,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, ids, loader_of, name_of
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import OptionError, ShardedTwiceError, StateError
 from torchbudget.integrations.accelerate import prepare
 
 dist.init_process_group("gloo")
@@ -51,28 +64,56 @@ def run(source, workers, kind=DataLoader, **options):
     accelerator = accelerator_of(**options)
     loader = prepare(accelerator, loader_of(source, workers, kind))
     assert accelerator.prepare(loader) is loader
-    return {"whole": [[*ids(loader)] for _ in range(EPOCHS)], **resumed(source, workers, kind)}
+    whole = [[*ids(loader)] for _ in range(EPOCHS)]
+    return {"whole": whole, **resumed(source, workers, kind, **options)}
 
 
-def resumed(source, workers, kind):
+def resumed(source, workers, kind, **options):
     \"\"\"An epoch, a part of the second one, a checkpoint; and what comes after it.\"\"\"
-    accelerator = accelerator_of()
+    accelerator = accelerator_of(**options)
     loader = prepare(accelerator, loader_of(source, workers, kind))
     stopped = [*ids(loader)] + [*itertools.islice(ids(loader), STOP)]
-    saved = folder / name_of(source, workers, kind.__name__)
+    saved = folder / name_of(source, workers, kind.__name__, options)
     save(accelerator, saved)
 
-    accelerator = accelerator_of()
+    accelerator = accelerator_of(**options)
     loader = prepare(accelerator, loader_of(source, workers, kind))
     accelerator.load_state(saved)
     rest = [[*ids(loader)] for _ in range(1, EPOCHS)]
     save(accelerator, saved)  # between epochs
 
-    accelerator = accelerator_of()
+    accelerator = accelerator_of(**options)
     loader = prepare(accelerator, loader_of(source, workers, kind))
     accelerator.load_state(saved)
     assert [*ids(loader)] not in rest  # the fourth epoch
     return {"stopped": stopped, "resumed": sum(rest, [])}
+
+
+def refused(source, workers):
+    try:
+        prepare(accelerator_of(dispatch_batches=True), loader_of(source, workers))
+    except OptionError as error:
+        return type(error).__name__, str(error)
+
+
+def by_itself(source, workers, **options):
+    \"\"\"Accelerate's own `prepare`, and how its examples resume.\"\"\"
+    def prepared():
+        return accelerator_of(**options).prepare(loader_of(source, workers))
+
+    try:
+        loader = prepared()
+        whole = [[*ids(loader)] for _ in range(EPOCHS)]
+    except (OptionError, ShardedTwiceError, ValueError) as error:
+        return type(error).__name__, str(error)
+    loader = prepared()
+    stopped = [*ids(loader)] + [*itertools.islice(ids(loader), STOP)]
+    loader, resumed = prepared(), []
+    for epoch in range(1, EPOCHS):
+        loader.set_epoch(epoch)
+        active = accelerator_of().skip_first_batches(loader, STOP) if epoch == 1 else loader
+        resumed += ids(active)
+    return {"whole": whole, "stopped": stopped, "resumed": resumed}
 
 
 def watched(accelerator, skipping):
@@ -113,17 +154,21 @@ def skipping(source, workers):
     return {"whole": whole, "stopped": whole[0] + whole[1][:STOP], "resumed": resumed}
 
 
-for options in ({}, {"even_batches": False}, {"split_batches": True}):
+OTHERS = {"use_seedable_sampler": True, "data_seed": 1, "non_blocking": True}
+SETTINGS = [{}, {"even_batches": False}, {"split_batches": True}]
+STATEFUL = {"use_stateful_dataloader": True}
+for options in (*SETTINGS, OTHERS, STATEFUL):
     for name, result in each_cell(lambda *cell: run(*cell, **options)).items():
         results[name_of(name, options)] = result
 for name, result in each_cell(lambda *cell: run(*cell, StatefulDataLoader)).items():
     results[name_of(name, "StatefulDataLoader")] = result
 for name, result in each_cell(skipping).items():
     results[name_of(name, "skip_first_batches")] = result
-try:
-    prepare(accelerator_of(dispatch_batches=True), loader_of("sampler", 0))
-except OptionError as error:
-    results["dispatch_batches"] = str(error)
+for name, result in each_cell(refused).items():
+    results[name_of(name, "dispatch_batches")] = result
+for options in (*SETTINGS, {"dispatch_batches": True}, STATEFUL):
+    for name, result in each_cell(lambda *cell: by_itself(*cell, **options)).items():
+        results[name_of(name, "by itself", options)] = result
 ranks = dist.get_world_size()
 given = {"num_replicas": ranks + 1, "rank": 0}
 try:
@@ -144,25 +189,49 @@ if ranks > 1:
 (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
 """
 
+ADAPTER = {
+    "{}": Row("Accelerate: default"),
+    "{'even_batches': False}": Row("Accelerate: `even_batches=False`"),
+    "{'split_batches': True}": Row("Accelerate: `split_batches=True`"),
+    "{'use_seedable_sampler': True, 'data_seed': 1, 'non_blocking': True}": Row(
+        "Accelerate: `use_seedable_sampler`, `data_seed`, `non_blocking`"
+    ),
+    "{'use_stateful_dataloader': True}": Row("Accelerate: `use_stateful_dataloader=True`"),
+    "dispatch_batches": Row(
+        "Accelerate: `dispatch_batches=True`",
+        Refused("OptionError", ["dispatch_batches=True", "DataLoaderConfiguration"]),
+    ),
+    "skip_first_batches": Row("Accelerate: `skip_first_batches`"),
+    "StatefulDataLoader": Row("Accelerate: `StatefulDataLoader`"),
+}
+ON_ONE = {
+    "by itself, {}": Row(f"{OWN}default"),
+    "by itself, {'even_batches': False}": Row(f"{OWN}`even_batches=False`"),
+    "by itself, {'split_batches': True}": Row(f"{OWN}`split_batches=True`", SPLIT),
+    "by itself, {'dispatch_batches': True}": Row(f"{OWN}`dispatch_batches=True`"),
+    "by itself, {'use_stateful_dataloader': True}": Row(
+        f"{OWN}`use_stateful_dataloader=True`", RECOUNTED
+    ),
+}
+ON_SEVERAL = {
+    "by itself, {}": Row(f"{OWN}default", SHARDED, DISPATCHED),
+    "by itself, {'even_batches': False}": Row(f"{OWN}`even_batches=False`", SHARDED, DISPATCHED),
+    "by itself, {'split_batches': True}": Row(f"{OWN}`split_batches=True`", SPLIT),
+    "by itself, {'dispatch_batches': True}": Row(f"{OWN}`dispatch_batches=True`", DISPATCHED),
+    "by itself, {'use_stateful_dataloader': True}": Row(
+        f"{OWN}`use_stateful_dataloader=True`", SHARDED, DISPATCHED
+    ),
+}
+
 
 @pytest.mark.timeout(600)  # all cells of a framework
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_sample_comes_once_under_each_option(
     ranks: int, tmp_path: Path, record_property: RecordProperty
 ) -> None:
-    """Epochs, `save_state`, `load_state` and `skip_first_batches`; what dispatches is refused."""
+    """Epochs, `save_state`, `load_state`, `skip_first_batches`; or an error names the setting."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert len(found[0]) == 22
-    assert_epochs_grow(found[0]["sampler, 0, {}"])
-    for one in found:
-        assert one["dispatch_batches"].startswith("dispatch_batches=True has")
+    assert_epochs_grow(found, "{}")
     for rank, one in enumerate(found):
         assert f"pass num_replicas={ranks}, rank={rank}" in one["other ranks"]
-    rows = {
-        "{}": "Accelerate: default",
-        "{'even_batches': False}": "Accelerate: `even_batches=False`",
-        "{'split_batches': True}": "Accelerate: `split_batches=True`",
-        "skip_first_batches": "Accelerate: `skip_first_batches`",
-        "StatefulDataLoader": "Accelerate: `StatefulDataLoader`",
-    }
-    check_rows(found, rows, record_property)
+    check_rows(found, ADAPTER | (ON_SEVERAL if ranks > 1 else ON_ONE), record_property)

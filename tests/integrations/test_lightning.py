@@ -1,4 +1,4 @@
-"""Lightning's `Trainer.fit` with the data module's mixin, on real processes."""
+"""Lightning's `Trainer.fit`, with the data module's mixin and without it, on real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.cells import RecordProperty, assert_epochs_grow, check_refused, check_rows
+from tests.integrations.cells import (
+    EPOCHS_ONLY,
+    RecordProperty,
+    Refused,
+    Row,
+    assert_epochs_grow,
+    check_rows,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -130,19 +137,40 @@ def check_that_a_position_is_missed():
     assert later[1:] == whole[2:]
 
 
+BY_ITSELF = {"use_distributed_sampler": False}
+
+
 class Plain(Data):
     train_dataloader = Data.budget_loader
 
 
-def check_that_a_loader_is_not_cut_short():
-    \"\"\"Without the mixin, Lightning would take as many batches of each epoch as once.\"\"\"
-    try:
-        fit(Plain(lambda: loader_of("sampler", 0)), use_distributed_sampler=False)
-    except OptionError as error:
-        assert "but lightning has read len once" in str(error)
-        assert "BudgetDataMixin" in str(error)
+class Hooked(Model):
+    make = None
+
+    def train_dataloader(self):
+        return self.make()
+
+
+def fit_by_itself(way, make, *callbacks, ckpt_path=None, **options):
+    \"\"\"Without the mixin, by one of the ways to hand over a loader.\"\"\"
+    model = Model()
+    given = {}
+    if way == "fit":
+        given["train_dataloaders"] = make()
+    elif way == "module":
+        model = Hooked()
+        model.make = make
     else:
-        raise AssertionError("Lightning cut epochs short")
+        given["datamodule"] = Plain(make)
+    trainer_of(*callbacks, **options).fit(model, ckpt_path=ckpt_path, **given)
+    return [batches for _, batches in sorted(model.epochs.items())]
+
+
+def by_itself(source, workers, way, **options):
+    try:
+        return {"whole": fit_by_itself(way, lambda: loader_of(source, workers), **options)}
+    except (OptionError, TypeError) as error:
+        return type(error).__name__, str(error)
 
 
 class Estimating(Model):
@@ -155,12 +183,17 @@ class Estimating(Model):
 
 def resumed_without_the_mixin(kind):
     \"\"\"Lightning would begin with other batches than those that are left.\"\"\"
-    path, by_itself = f"{folder}/plain {kind.__name__}", {"use_distributed_sampler": False}
+    path, by_itself = f"{folder}/plain {kind.__name__}", BY_ITSELF
 
-    def error(source, workers, saved="batch", model=None):
-        data = Plain(lambda: loader_of(source, workers, kind))
+    def error(source, workers, saved="batch", way="data module", model=None):
+        def make():
+            return loader_of(source, workers, kind)
+
         try:
-            fit(data, ckpt_path=f"{path} {saved}", kind=model, **by_itself)
+            if model is None:
+                fit_by_itself(way, make, ckpt_path=f"{path} {saved}", **by_itself)
+            else:
+                fit(Plain(make), ckpt_path=f"{path} {saved}", kind=model, **by_itself)
         except StateError as error:
             return type(error).__name__, str(error)
 
@@ -168,6 +201,8 @@ def resumed_without_the_mixin(kind):
     fit(Plain(lambda: sized), Save(path, stops=True), **by_itself)
     errors = each_cell(error)
     assert [*each_cell(error, "epoch").values()] == [*errors.values()]
+    for way in ("fit", "module"):
+        assert error("sampler", 0, way=way) == errors["sampler, 0"]
     assert error("sampler", 0, model=Estimating) == errors["sampler, 0"]
     return errors
 
@@ -309,7 +344,6 @@ for kind in (DataLoader, StatefulDataLoader):
     check_a_checkpoint_at_a_limit("stream", kind)
 check_a_checkpoint_after_the_last_batch()
 check_that_a_position_is_missed()
-check_that_a_loader_is_not_cut_short()
 results = {}
 for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
                    (StatefulDataLoader, "in fit")):
@@ -318,8 +352,33 @@ for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
 for kind in (DataLoader, StatefulDataLoader):
     for name, error in resumed_without_the_mixin(kind).items():
         results[name_of(name, kind.__name__, "without")] = error
+for way in ("fit", "module", "data module"):
+    for name, result in each_cell(lambda *cell: by_itself(*cell, way, **BY_ITSELF)).items():
+        results[name_of(name, "by itself", way)] = result
+for name, result in each_cell(lambda *cell: by_itself(*cell, "data module")).items():
+    results[name_of(name, "by itself", "use_distributed_sampler")] = result
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
+
+
+MIXIN = "BudgetDataMixin"
+GROWS = Refused("OptionError", ["lightning has read len once", MIXIN, "batches_per_epoch"])
+NOT_RESUMED = Refused("StateError", ["ckpt_path", MIXIN])
+REBUILT = Refused("TypeError", ["use_distributed_sampler=False"])  # Lightning's own
+PLAIN = "Lightning, without the mixin: "
+RESUMED = "Lightning, without the mixin, resumed: "
+ROWS = {
+    "DataLoader, before fit": Row("Lightning, data module with the mixin: made before `fit`"),
+    "DataLoader, in fit": Row("Lightning, data module with the mixin: made in `fit`"),
+    "StatefulDataLoader, in fit": Row(
+        "Lightning, data module with the mixin: `StatefulDataLoader`"
+    ),
+    "by itself, fit": Row(f"{PLAIN}`fit(model, loader)`", GROWS, EPOCHS_ONLY),
+    "by itself, module": Row(f"{PLAIN}hook of the module", GROWS, EPOCHS_ONLY),
+    "by itself, data module": Row(f"{PLAIN}hook of a data module", GROWS, EPOCHS_ONLY),
+    "DataLoader, without": Row(f"{RESUMED}`DataLoader`", NOT_RESUMED),
+    "StatefulDataLoader, without": Row(f"{RESUMED}`StatefulDataLoader`", NOT_RESUMED),
+}
 
 
 @pytest.mark.timeout(600)  # all cells of a framework
@@ -329,15 +388,8 @@ def test_every_sample_comes_once_in_fit(
 ) -> None:
     """Loaders made before and in `fit`, epochs of any length, checkpoints within an epoch."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert len(found[0]) == 20
-    assert_epochs_grow(found[0]["sampler, 0, DataLoader, in fit"])
-    rows = {
-        "DataLoader, before fit": "Lightning: loader made before `fit`",
-        "DataLoader, in fit": "Lightning: loader made in `fit`",
-        "StatefulDataLoader, in fit": "Lightning: `StatefulDataLoader`",
-    }
-    check_rows(found, rows, record_property)
-    row, names = "Lightning, without the mixin, resumed: ", ["ckpt_path", "BudgetDataMixin"]
-    kinds = ("DataLoader", "StatefulDataLoader")
-    refused = {f"{kind}, without": (f"{row}`{kind}`", "StateError", names) for kind in kinds}
-    check_refused(found, refused, record_property)
+    for made in ("before fit", "in fit"):
+        assert_epochs_grow(found, f"DataLoader, {made}")
+    own = REBUILT if ranks > 1 else GROWS
+    sharding = Row(f"{PLAIN}`use_distributed_sampler=True`", own, EPOCHS_ONLY)
+    check_rows(found, ROWS | {"by itself, use_distributed_sampler": sharding}, record_property)

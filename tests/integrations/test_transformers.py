@@ -1,15 +1,24 @@
-"""transformers' Trainer with the mixin, on real processes."""
+"""transformers' Trainer, with the mixin and without it, on real processes."""
 
 from __future__ import annotations
 
 import importlib.util
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.cells import CELLS, RecordProperty, check_refused, check_rows, name_of
+from tests.integrations.cells import (
+    CELLS,
+    EPOCHS_ONLY,
+    RIGHT,
+    RecordProperty,
+    Refused,
+    Row,
+    assert_epochs_grow,
+    check_rows,
+    name_of,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -29,8 +38,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
+from tests.integrations.cells import CELLS, EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
 from torchbudget.errors import OptionError, ShardedTwiceError, StateError
 from torchbudget.integrations.accelerate import prepare
 from torchbudget.integrations.transformers import BudgetTrainerMixin
@@ -76,8 +87,8 @@ def labelled(samples):
 
 
 def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
-               gradient_accumulation_steps=1, accelerator_config=None, **options):
-    loader = loader_of(source, workers, collate_fn=labelled, **options)
+               gradient_accumulation_steps=1, accelerator_config=None, kind=DataLoader, **options):
+    loader = loader_of(source, workers, kind, collate_fn=labelled, **options)
 
     class BudgetTrainer(*bases, BudgetTrainerMixin, Trainer):
         def budget_loader(self):
@@ -110,26 +121,38 @@ def batches_of(source, workers, **options):
 OPTIONS = {"sampler": {"samples_per_step": STEP, "window": None}, "stream": {}}
 
 
-def run(source, workers, takes_number):
-    path = folder / name_of(source, workers, takes_number)
+def run(source, workers, takes_number, accumulated=1):
+    path = folder / name_of(source, workers, takes_number, accumulated)
     options = OPTIONS[source]
     whole = batches_of(source, workers)
-    if source == "stream":
-        options = options | {"max_steps": sum(map(len, whole))}
+    total = sum(map(len, whole))
+    if source == "stream":  # whose last step goes on into a fourth epoch, where it has to
+        options = options | {"max_steps": -(-total // accumulated)}
+        options |= {"gradient_accumulation_steps": accumulated}
     batches, steps, trainer, done = train(path, source, workers, takes_number, **options)
-    assert batches == sum(whole, [])
-    stop = 12 if source == "sampler" else len(whole[0]) + STOP
+    assert batches[:total] == sum(whole, [])
+    assert len(batches) - total < accumulated
+    stop = 12 if source == "sampler" else len(whole[0]) // accumulated + STOP
     stopped, begun, *_ = train(path, source, workers, takes_number, stop=stop, **options)
     last = f"{path}/checkpoint-{stop}"
     resumed, ended, trainer, _ = train(
         path, source, workers, takes_number, resume=last, **options)
+    assert stopped + resumed == batches
     if source == "sampler":
         assert done.metrics["epoch"] == trainer.state.epoch == EPOCHS
         assert begun.gradients + ended.gradients == steps.gradients
         assert trainer.num_examples(trainer.get_train_dataloader()) == len(LENGTHS)
         assert trainer.get_total_train_batch_size(trainer.args) == STEP
-    return {"whole": whole, "stopped": stopped, "resumed": resumed,
-            "gradients": steps.gradients, "ends": steps.ends}
+    return {"whole": whole, "stopped": stopped, "resumed": resumed[:total - len(stopped)],
+            "batches": batches, "gradients": steps.gradients, "ends": steps.ends}
+
+
+def accumulated(source, workers):
+    \"\"\"Two micro-batches of a stream are a step; those of a sampler's step are in its plan.\"\"\"
+    if source == "stream":
+        return run(source, workers, True, accumulated=2)
+    options = {"gradient_accumulation_steps": 2, **planned}
+    return "OptionError", refused(source, workers=workers, **options)
 
 
 def check_sized_stream(workers):
@@ -191,9 +214,9 @@ def check_micro_batches_without_labels():
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
 
 
-def refused(source, *bases, **options):
+def refused(source, *bases, workers=0, **options):
     try:
-        train(folder / "refused", source, 0, True, *bases, **options)
+        train(folder / "refused", source, workers, True, *bases, **options)
     except (OptionError, StateError) as error:
         return str(error)
 
@@ -278,19 +301,19 @@ def plain_trainer(loader, prepare=lambda accelerator, loader: loader, stop=None,
     return Plain(Model(True), arguments, callbacks=[Steps(stop)])
 
 
-def check_that_a_loader_is_not_cut_short():
-    \"\"\"Without the mixin, the Trainer would take as many batches of each epoch as once.\"\"\"
-    ways = [lambda accelerator, loader: loader, prepare]
-    if ranks == 1:
-        ways.append(Accelerator.prepare)
-    for way in ways:
-        try:
-            plain_trainer(loader_of("sampler", 0, collate_fn=labelled), way).train()
-        except OptionError as error:
-            assert "but transformers has read len once" in str(error)
-            assert "BudgetTrainerMixin" in str(error)
-        else:
-            raise AssertionError("the Trainer cut epochs short")
+def by_itself(source, workers, prepare):
+    \"\"\"Without the mixin, from the first batch on.\"\"\"
+    loader, steps = loader_of(source, workers, collate_fn=labelled), {}
+    if source == "stream":
+        whole = batches_of(source, workers)
+        steps["max_steps"] = sum(map(len, whole))
+    trainer = plain_trainer(loader, prepare, **steps)
+    try:
+        trainer.train()
+    except (OptionError, ShardedTwiceError) as error:
+        return type(error).__name__, str(error)
+    assert trainer.model.batches == sum(whole, [])
+    return {"whole": whole}
 
 
 def resumed_without_the_mixin(prepare):
@@ -308,6 +331,8 @@ def resumed_without_the_mixin(prepare):
         except StateError as error:
             return type(error).__name__, str(error)
 
+    if prepare is Accelerator.prepare and ranks > 1:  # which deals again
+        return each_cell(error)
     rest = loader_of("sampler", 0, collate_fn=labelled)
     rest.batch_sampler.load_state_dict(state)
     ended = plain_trainer(rest, prepare, num_train_epochs=1, ignore_data_skip=True)
@@ -342,28 +367,9 @@ def check_that_len_is_read_anew():
         raise AssertionError("the Trainer cut the last epoch short")
 
 
-class Prepared(Trainer):
-    def get_train_dataloader(self):
-        return self.accelerator.prepare(loader_of("sampler", 0, collate_fn=labelled))
-
-
-def check_that_a_loader_is_not_dealt_again():
-    \"\"\"Under Accelerate's prepare, each process would get a part of its part.\"\"\"
-    try:
-        Prepared(Model(True), TrainingArguments(folder, use_cpu=True, report_to=[])).train()
-    except ShardedTwiceError as error:
-        assert "accelerate's BatchSamplerShard" in str(error)
-        assert "BudgetTrainerMixin" in str(error)
-    else:
-        raise AssertionError("most samples never came")
-
-
 dist.init_process_group("gloo")
-if ranks > 1:
-    check_that_a_loader_is_not_dealt_again()
-else:
+if ranks == 1:
     check_that_len_is_read_anew()
-check_that_a_loader_is_not_cut_short()
 check_that_an_older_trainer_is_refused()
 check_sized_stream(0)
 check_sized_stream(2)
@@ -374,18 +380,54 @@ check_micro_batches_without_labels()
 check_that_batches_are_dealt_to_data_parallel_ranks()
 check_an_evaluation_of_unequal_batches()
 check_that_each_batch_is_reduced_where_that_is_asked_for()
-assert "gradient_accumulation_steps" in refused(
-    "sampler", gradient_accumulation_steps=2, **planned)
 results = {}
 for takes_number in (True, False):
     for name, result in each_cell(lambda *cell: run(*cell, takes_number)).items():
         results[name_of(name, takes_number)] = result
-ways = {"override": lambda accelerator, loader: loader, "adapter of Accelerate": prepare}
-for way, prepare in ways.items():
-    for name, error in resumed_without_the_mixin(prepare).items():
-        results[name_of(name, way)] = error
+for name, result in each_cell(accumulated).items():
+    results[name_of(name, "accumulated")] = result
+for source, workers in CELLS:
+    error = refused(source, workers=workers, kind=StatefulDataLoader, **OPTIONS[source])
+    results[name_of(source, workers, "StatefulDataLoader")] = "OptionError", error
+ways = {
+    "override": lambda accelerator, loader: loader,
+    "adapter of Accelerate": prepare,
+    "Accelerate": Accelerator.prepare,
+}
+for way, prepared in ways.items():
+    for name, result in each_cell(lambda *cell: by_itself(*cell, prepared)).items():
+        results[name_of(name, "by itself", way)] = result
+    for name, error in resumed_without_the_mixin(prepared).items():
+        results[name_of(name, "resumed", way)] = error
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
+
+
+MIXIN = "torchbudget.integrations.transformers.BudgetTrainerMixin"
+GROWS = Refused("OptionError", ["transformers has read len once", MIXIN, "batches_per_epoch"])
+SHARDED = Refused("ShardedTwiceError", ["BatchSamplerShard, by prepare()", MIXIN])
+DISPATCHED = Refused("ShardedTwiceError", ["DataLoaderDispatcher, by prepare()", MIXIN])
+NOT_RESUMED = Refused("StateError", ["resume_from_checkpoint", MIXIN, "ignore_data_skip"])
+PLAIN = "Trainer, without the mixin: "
+RESUMED = "Trainer, without the mixin, resumed: "
+ROWS = {
+    "True": Row("Trainer: model takes `num_items_in_batch`"),
+    "False": Row("Trainer: model does not take it"),
+    "accumulated": Row(
+        "Trainer: `gradient_accumulation_steps=2`",
+        Refused("OptionError", ["gradient_accumulation_steps", "BudgetTrainerMixin"]),
+        RIGHT,
+    ),
+    "StatefulDataLoader": Row(
+        "Trainer: `StatefulDataLoader`",
+        Refused("OptionError", ["StatefulDataLoader", "BudgetTrainerMixin"]),
+    ),
+    "by itself, override": Row(f"{PLAIN}`get_train_dataloader`", GROWS, EPOCHS_ONLY),
+    "by itself, adapter of Accelerate": Row(f"{PLAIN}Accelerate's adapter", GROWS, EPOCHS_ONLY),
+    "resumed, override": Row(f"{RESUMED}`get_train_dataloader`", NOT_RESUMED),
+    "resumed, adapter of Accelerate": Row(f"{RESUMED}Accelerate's adapter", NOT_RESUMED),
+    "resumed, Accelerate": Row(f"{RESUMED}`accelerator.prepare`", NOT_RESUMED),
+}
 
 
 @pytest.mark.timeout(600)  # all cells of a framework
@@ -395,27 +437,20 @@ def test_every_sample_comes_once_in_train(
 ) -> None:
     """Steps of the plan, checkpoints within an epoch, and losses divided by the step's labels."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert len(found[0]) == 16
-    for cell in CELLS:
-        for takes_number in (True, False):
-            check_gradients([one[name_of(*cell, takes_number)] for one in found])
-    rows = {
-        "True": "Trainer: model takes `num_items_in_batch`",
-        "False": "Trainer: model does not take it",
-    }
-    check_rows(found, rows, record_property)
-    row, names = "Trainer, without the mixin, resumed: ", ["resume_from_checkpoint"]
-    names += ["BudgetTrainerMixin", "ignore_data_skip"]
-    refused = {
-        "override": (f"{row}`get_train_dataloader`", "StateError", names),
-        "adapter of Accelerate": (f"{row}Accelerate's adapter", "StateError", names),
-    }
-    check_refused(found, refused, record_property)
+    for setting in ("True", "False"):
+        assert_epochs_grow(found, setting)
+        for cell in CELLS:
+            check_gradients([one[name_of(*cell, setting)] for one in found])
+    for workers in (0, 2):
+        check_gradients([one[name_of("stream", workers, "accumulated")] for one in found])
+    dealt = (SHARDED, DISPATCHED) if ranks > 1 else (GROWS, EPOCHS_ONLY)
+    again = {"by itself, Accelerate": Row(f"{PLAIN}`accelerator.prepare`", *dealt)}
+    check_rows(found, ROWS | again, record_property)
 
 
 def check_gradients(of_ranks: list[dict[str, Any]]) -> None:
     """Each step's gradient is the mean over all of its samples, on all ranks."""
-    batches = [[*chain(*one["whole"])] for one in of_ranks]
+    batches = [one["batches"] for one in of_ranks]
     ends = of_ranks[0]["ends"]
     assert all(one["ends"] == ends for one in of_ranks)
     for begin, end, *gradients in zip(

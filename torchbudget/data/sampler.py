@@ -12,6 +12,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, natural, optional
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.iterations import Iterations
 from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other_numbers
 from torchbudget.data.padded_sizes import PlannedLoop
@@ -23,7 +24,6 @@ from torchbudget.data.sampler_loader import (
     check_loader,
     check_not_batched_again,
 )
-from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
 from torchbudget.errors import OptionError, StateError
 from torchbudget.plan.check_cost import check_cost
@@ -218,14 +218,14 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
             OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; the epoch needs
                 more micro-batches than it is to have; or a framework has read `len` once, and this
-                epoch has more.
+                epoch has more, or counts epochs anew.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
                 in the main thread, where `num_replicas` was not given.
         """
         check_not_batched_again()
-        check_sharded_once(self.num_replicas)
+        check_framework_loader(self.num_replicas)
         plan = self.plan
         check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing | self._cursor.position)
         self._read_once.check(self.epoch, self.__len__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.same_on_ranks import check_same_on_ranks
-from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.data.stream.settings import Settings
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError, StateMismatchError
@@ -48,7 +48,7 @@ class AskedSettings:
             settings: of now.
             position: where the loop begins.
         """
-        check_sharded_once(self.ranks.now()[0])
+        check_framework_loader(self.ranks.now()[0])
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
             check_same_on_ranks(self.ranks, lambda: settings.shared | position)
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.checks import natural
+from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.loaded_state import warn_of_discarded_state
-from torchbudget.data.sharded_once import check_sharded_once
 from torchbudget.data.stream.asked_settings import AskedSettings
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
@@ -83,7 +83,12 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
         If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
         source goes on where the last epoch ended.
+
+        Raises:
+            ShardedTwiceError: it is chosen by a framework that deals these batches again.
         """
+        # Workers that it starts raise in the one process that reads: the others wait for ever.
+        check_framework_loader(self.num_replicas)
         reader = self._loops.present
         if natural("epoch", epoch) != self.epoch:
             state = self._loaded()
@@ -385,7 +390,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker does not see what starts it.
-        check_sharded_once(self.num_replicas)
+        check_framework_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         progress = self._progress.passed_on()
         kept = {"_loops": Loops(), "_readers": None, "_tracked": None, "_progress": progress}

@@ -1,4 +1,4 @@
-"""Whether a framework deals to its processes what is dealt to the ranks already."""
+"""Whether a loader of a framework would lose batches, or repeat them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import Any, Final
 
-from torchbudget.errors import ShardedTwiceError
+from torchbudget.errors import OptionError, ShardedTwiceError
 
 # What deals batches to processes, by module and class, and the setting that chooses it.
 _SHARDING: Final = {
@@ -23,31 +23,36 @@ _INSTEAD: Final = (
 )
 
 
-def check_sharded_once(num_replicas: int) -> None:
-    """Raise where the caller is iterated by a framework that deals batches to its processes.
+def check_framework_loader(num_replicas: int) -> None:
+    """Raise where the caller is read by a framework's loader that loses or repeats batches.
 
     What iterates is on the stack, in the process that starts the workers or in the worker itself.
     A framework that was not imported costs nothing, and one process is no sharding.
 
     Raises:
         ShardedTwiceError: the framework's part of this rank's part is all that would come.
+        OptionError: it keeps a position, and goes on from it in another epoch.
     """
-    loaded = [name for name in _SHARDING if name in sys.modules] if num_replicas > 1 else []
+    loaded = [name for name in _SHARDING if name in sys.modules]
     frame: FrameType | None = sys._getframe(1) if loaded else None
     while frame is not None:
         # Reading a frame's locals keeps them alive: those of other modules are left alone.
         module = frame.f_globals.get("__name__")
         if module in loaded:
-            _check(module, frame.f_locals.get("self"), num_replicas)
+            wrapper = frame.f_locals.get("self")
+            if num_replicas > 1:
+                _check_sharding(module, wrapper, num_replicas)
+            _check_position(wrapper)
         frame = frame.f_back
 
 
-def _check(module: str, wrapper: Any, num_replicas: int) -> None:
+def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
     for name, setting in _SHARDING[module].items():
         if not isinstance(wrapper, getattr(sys.modules[module], name, ())):
             continue
-        state: Any = getattr(wrapper, "state", wrapper)
-        processes = state.num_processes
+        processes = vars(wrapper).get("num_processes")
+        if processes is None:  # a dispatcher, which may be half made: it asks for a state first
+            processes = sys.modules[module].PartialState().num_processes
         if processes > 1:
             package = module.partition(".")[0]
             raise ShardedTwiceError(
@@ -55,3 +60,18 @@ def _check(module: str, wrapper: Any, num_replicas: int) -> None:
                 f"{setting}, deals them to {processes} processes again: most samples would never "
                 f"come. {_INSTEAD}"
             )
+
+
+def _check_position(wrapper: Any) -> None:
+    """Raise for a loader of Accelerate that is a StatefulDataLoader.
+
+    It begins to read before it chooses the epoch, and counts epochs from 0 again when it goes on:
+    the epoch after the one that was loaded would be that one once more.
+    """
+    if getattr(wrapper, "__dict__", {}).get("use_stateful_dataloader"):
+        raise OptionError(
+            "use_stateful_dataloader=True has accelerate's own loader count epochs from 0 after "
+            "load_state, and read one of them again: use "
+            "torchbudget.integrations.accelerate.prepare(accelerator, loader), which saves the "
+            "position with either setting, or leave it out"
+        )

@@ -70,6 +70,11 @@ def tried(name, loader):
     outcomes[name] = outcome(loader)
 
 
+def stateful(workers):
+    \"\"\"A dispatcher that begins to read in `prepare` already, while it is half made.\"\"\"
+    yield from prepared(stream_loader(workers), use_stateful_dataloader=True)
+
+
 shards = {"even_batches": False, "dispatch_batches": False}
 batch_size = 1 if ranks > 1 else None  # of several, Accelerate needs one; alone, it is refused
 for workers in (0, 2):
@@ -77,12 +82,16 @@ for workers in (0, 2):
     loader = prepared(sampler_loader(workers), dispatch_batches=True)
     tried(f"dispatched sampler, {workers}", loader)
     tried(f"sharded stream, {workers}", prepared(stream_loader(workers, batch_size), **shards))
+    loader = prepared(stream_loader(workers), dispatch_batches=False)
+    tried(f"sharded stream, not batched, {workers}", loader)
 tried("dispatched stream, 0", prepared(stream_loader()))
+# Every process raises, not only the one that reads: the others would wait for it.
+tried("dispatched stream, forked", prepared(stream_loader(2)))
 if ranks > 1:  # refused before a worker starts, which would run this script again
     spawned = stream_loader(2, multiprocessing_context="spawn")
     tried("dispatched stream, spawned", prepared(spawned))
-if rank == 0:  # the one that reads: what it dispatches, the others wait for
-    tried("dispatched stream, forked", prepared(stream_loader(2)))
+    for workers in (0, 2):
+        tried(f"dispatched stream, stateful, {workers}", stateful(workers))
 # All others are left alone.
 tried("sampler, not prepared", sampler_loader())
 tried("stream, not prepared", stream_loader(2))
@@ -105,7 +114,7 @@ def test_each_way_to_deal_batches_twice_is_refused(tmp_path: Path) -> None:
     """The first `iter` names what deals again; what deals once yields every sample once."""
     found = outcomes_on(2, tmp_path)
     for case in found[0]:
-        outcomes = [one[case] for one in found if case in one]
+        outcomes = [one[case] for one in found]
         wrapper = next((name for start, name in WRAPPERS.items() if case.startswith(start)), None)
         if wrapper is None:
             assert sum(outcomes) == len(LENGTHS)
