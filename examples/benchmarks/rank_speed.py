@@ -33,6 +33,9 @@ lhotse 1.33.0; other work ran on both, which shows in the seconds, and most in t
     192 MiB: waiting, beyond the least ≤ 0: 0.027596, DOES NOT HOLD
     192 MiB: peak / limit ≤ 1: 0.98849, holds
 
+The table is from before the first row took the buffer by hand for its window: `torchbudget` has the
+default one there, a quarter of the samples.
+
 The limit is `--mib`, or twice as much, beyond what the process has before it trains. Every
 contender is set as full as that allows, by the same measured cost: the largest batch size, the most
 tokens, the fewest groups a step with which none of its batches is predicted to need more. Batches

@@ -7,9 +7,14 @@ For a step that takes no time, and for one of a millisecond and more.
 Command: PYTHONPATH=. python examples/benchmarks/stop_together.py [--batches N] [--repetitions R]
 [--json PATH]
 
-Hardware:
+Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU; `--batches 1000`,
+beside other work, which shows most where ranks wait for each other.
 
-TABLE
+    width  batches  without, ms  with, ms  a step, µs   ratio  µs a batch
+    0        1,000           16       473          16  30.346         457
+    128      1,000          115       954         115   8.271         839
+    256      1,000          603     1,380         603   2.290         778
+    512      1,000        3,733     4,631       3,733   1.273         899
 
 A step multiplies matrices of `width`², forward and backward; one thread a rank. Both ranks have as
 many batches here, so that the loops are alike with and without; they begin together. `µs a batch`
