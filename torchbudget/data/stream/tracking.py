@@ -15,7 +15,7 @@ from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.errors import OptionError, SampleError, StateError
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StampedBatch:
     """A batch on its way to the process that trains.
 
@@ -62,8 +62,8 @@ class CollateBeside:
     def __call__(self, batch: Any) -> Any:
         """Collate what was stamped, and what was not."""
         if isinstance(batch, StampedBatch):
-            batch.batch = collated(self._collate_fn, batch.batch)
-            return batch
+            made = collated(self._collate_fn, batch.batch)
+            return StampedBatch(made, batch.worker, batch.cursor)
         return collated(self._collate_fn, batch)
 
 
