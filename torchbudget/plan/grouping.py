@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -48,16 +48,10 @@ class ByCost:
     Attributes:
         rules: what a micro-batch may be.
         oversize: what becomes of a sample that alone is over the budget.
-        ranks: that share each window.
     """
 
     rules: BatchRules
     oversize: Oversize
-    ranks: Ranks
-
-    def for_ranks(self, ranks: Ranks) -> ByCost:
-        """The same for other ranks."""
-        return replace(self, ranks=ranks)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """Raise a `CostError` where the cost does not compute what it should for such sizes."""
@@ -71,6 +65,7 @@ class ByCost:
         self,
         samples: Sequence[Any],
         sizes: npt.NDArray[Any] | None,
+        ranks: Ranks,
         *,
         key: WindowKey,
         drop_last: bool,
@@ -80,6 +75,7 @@ class ByCost:
         Args:
             samples: of the window.
             sizes: theirs.
+            ranks: that share it.
             key: of the order of the rounds.
             drop_last: leave out the micro-batch that could still have taken a sample.
 
@@ -90,13 +86,13 @@ class ByCost:
             raise TypeError("a cost needs sizes")
         places = np.arange(len(sizes))
         if drop_last and len(sizes):
-            stays = without_last(self.rules, sizes, self.ranks)
+            stays = without_last(self.rules, sizes, ranks)
             places, sizes = places[stays], sizes[stays]
         if not len(sizes):
             return _NONE
-        if len(sizes) < self.ranks.number:
-            raise UnevenRanksError(f"{len(sizes)} samples for {self.ranks.number} ranks")
-        block = solve(self.rules, sizes[None], self.ranks, key)
+        if len(sizes) < ranks.number:
+            raise UnevenRanksError(f"{len(sizes)} samples for {ranks.number} ranks")
+        block = solve(self.rules, sizes[None], ranks, key)
         padded: list[list[int]] = [[]] * len(block.starts)
         if self.rules.packing is None:
             padded = self.rules.padded(block.padded()).reshape(len(block.starts), -1).tolist()
@@ -110,15 +106,9 @@ class ByPredicate:
 
     Attributes:
         should_add: `should_add(batch, sample)`, of a batch that holds at least one sample.
-        ranks: that share each window.
     """
 
     should_add: Callable[[list[Any], Any], bool]
-    ranks: Ranks
-
-    def for_ranks(self, ranks: Ranks) -> ByPredicate:
-        """The same for other ranks."""
-        return replace(self, ranks=ranks)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
         """A predicate computes nothing."""
@@ -131,6 +121,7 @@ class ByPredicate:
         self,
         samples: Sequence[Any],
         sizes: npt.NDArray[Any] | None,
+        ranks: Ranks,
         *,
         key: WindowKey,
         drop_last: bool,
@@ -152,16 +143,16 @@ class ByPredicate:
                 batch = [samples[place]]
         if drop_last and batches:
             batches.pop()
-        ranks = self.ranks.number
-        while len(batches) % ranks:
+        number = ranks.number
+        while len(batches) % number:
             longest = max(range(len(batches)), key=lambda i: len(batches[i]))
             half = len(batches[longest]) // 2
             if not half:
-                raise UnevenRanksError(f"{len(batches)} single samples for {ranks} ranks")
+                raise UnevenRanksError(f"{len(batches)} single samples for {number} ranks")
             batches[longest : longest + 1] = [batches[longest][:half], batches[longest][half:]]
         places = np.array([place for batch in batches for place in batch], np.int64)
         cuts = np.array([0, *accumulate(map(len, batches))])
-        starts, stops = cuts[:-1].reshape(-1, ranks), cuts[1:].reshape(-1, ranks)
+        starts, stops = cuts[:-1].reshape(-1, number), cuts[1:].reshape(-1, number)
         if key.shuffle and len(starts):
             shuffled = np.argsort(key.words(np.array([len(starts)])))
             starts, stops = starts[shuffled], stops[shuffled]

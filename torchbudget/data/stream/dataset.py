@@ -14,7 +14,6 @@ from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.resumed_by_host import check_not_resumed
 from torchbudget.data.same_on_ranks import agreed
 from torchbudget.data.sizes.key import SizeKey, field_of
-from torchbudget.data.stream.asked_settings import AskedSettings
 from torchbudget.data.stream.resumable import ResumableStream
 from torchbudget.data.stream.settings import (
     Settings,
@@ -22,8 +21,6 @@ from torchbudget.data.stream.settings import (
     callables_of,
     grouping_of,
     reading,
-    sharing_ranks,
-    window_of,
 )
 from torchbudget.data.stream.slot import Split
 from torchbudget.data.stream.source import Source
@@ -168,7 +165,7 @@ class BudgetedIterableDataset(ResumableStream):
         rank: int | None = None,
         agree: bool = False,
     ) -> None:
-        check_flags(uneven=uneven, agree=agree)
+        check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven, agree=agree)
         asked = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
         if agree:
@@ -177,15 +174,10 @@ class BudgetedIterableDataset(ResumableStream):
             cost, self.budget, _ = agreed(cost, self.budget, None)
         self.cost = cost
         self.size_multiple = at_least_one("size_multiple", size_multiple)
-        seed = natural("seed", seed)
-        batches_per_epoch = optional("batches_per_epoch", batches_per_epoch)
-        checked = Source.of(source, split, shuffle=shuffle, seed=seed)
-        known = uneven or batches_per_epoch is not None
-        ranks = sharing_ranks(checked.split, asked.now()[0], known=known)
+        checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         grouping, rules = grouping_of(
             cost,
             self.budget,
-            ranks,
             oversize,
             size_multiple=self.size_multiple,
             max_batch_size=optional("max_batch_size", max_batch_size),
@@ -197,24 +189,21 @@ class BudgetedIterableDataset(ResumableStream):
             threads=natural("threads", threads),
             grouping=grouping,
             size=size,
-            sized=isinstance(cost, CostModel) or size is not None,
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
             host_bytes=None if self.budget is None else self.budget.host,
-            window=window_of(window, ranks),
             given_window=optional("window", window),
+            num_replicas=asked.now()[0],
             uneven=uneven,
-            shuffle=shuffle,
-            seed=seed,
             drop_last=drop_last,
             on_error=on_error,
-            batches_per_epoch=batches_per_epoch,
+            batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
             collate_fn=of_sized_field(
                 collate_fn or PadCollate(size_multiple=self.size_multiple), field_of(size)
             ),
             size_multiple=self.size_multiple,
             rules=rules | callables_of(size, transforms),
         )
-        super().__init__(AskedSettings(settings, asked))
+        super().__init__(settings, asked)
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank.

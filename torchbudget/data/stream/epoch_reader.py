@@ -21,6 +21,7 @@ from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.tracking import StampedBatch, collated
 from torchbudget.data.stream.windows import BufferedSamples, Windows
 from torchbudget.errors import UnevenRanksError
+from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
 
@@ -169,7 +170,8 @@ class EpochReader(Iterator[Any]):
         done. With several ranks the last round of the buffered samples waits for the next ones: at
         the end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
         """
-        rank, ranks = self.slot.sharers(self._settings.source.split)
+        ranks = self._settings.ranks
+        rank = self.slot.rank % ranks  # among those that share each window
         uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
         last: list[_MicroBatch] = []  # the round that waits, and where it stands before it
         begun, before = start, 0
@@ -222,14 +224,18 @@ class EpochReader(Iterator[Any]):
         if settings.sized and buffered.sizes is None:
             buffered.sizes = sizes_of_all(samples, settings.size, cursor.start)
         key = WindowKey(
-            seed=settings.seed,
+            seed=settings.source.seed,
             path=(cursor.first_epoch, cursor.number),
             places=np.array([cursor.start]),
             numbers=np.array([cursor.first_epoch + cursor.window(settings.window)]),
-            shuffle=settings.shuffle,
+            shuffle=settings.source.shuffle,
         )
         rounds = settings.grouping.rounds(
-            samples, buffered.sizes, key=key, drop_last=settings.drop_last and buffered.last
+            samples,
+            buffered.sizes,
+            Ranks(number=settings.ranks),
+            key=key,
+            drop_last=settings.drop_last and buffered.last,
         )
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places].tolist()

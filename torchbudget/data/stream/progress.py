@@ -13,17 +13,39 @@ import torch
 from torchbudget.errors import OptionError
 
 WORKERS: Final = 512  # that may read a stream on one rank
-_EPOCH, _CHANGES, _LOADED, _TRACKED, _LAST_LOOP, _OPENED = range(6)
-_HEADER: Final = 6
 _NUMBER_OF_WORKERS, _EPOCHS_DONE, _WHEN_OPENED, _OVERSIZE, _FAILED = range(5)
 _DONE: Final = slice(_NUMBER_OF_WORKERS, _OVERSIZE)
 
 
+class _Number:
+    """An attribute whose value is in shared memory, at one of its places."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, progress: Progress, kind: type[Progress]) -> int:
+        return int(progress._numbers[self._place])
+
+    def __set__(self, progress: Progress, value: int) -> None:
+        progress._numbers.numpy()[self._place] = value  # torch takes ten times as long
+
+
 class Progress:
-    """The epoch of a stream, the loops over it, and what was skipped."""
+    """The epoch of a stream, the loops over it, and what was skipped.
+
+    Attributes:
+        last_begun: the last epoch that was begun, or chosen.
+        changes: how often an epoch was chosen or a state loaded.
+        was_loaded: whether the last change was a state that was loaded.
+        tracked: the number of the tracked loop that is running; below 0: it is over.
+        last_loop: of workers: its number if it was tracked, else -1; 0: this process read, or none.
+        opened: how often an epoch was opened again: what workers have done before does not count.
+    """
+
+    last_begun, changes, was_loaded, tracked, last_loop, opened = map(_Number, range(6))
 
     def __init__(self) -> None:
-        self._numbers = torch.zeros(_HEADER, dtype=torch.int64).share_memory_()
+        self._numbers = torch.zeros(6, dtype=torch.int64).share_memory_()
         self._workers = torch.zeros(WORKERS, 5, dtype=torch.int64).share_memory_()
 
     def passed_on(self) -> Progress:
@@ -32,7 +54,7 @@ class Progress:
             return self
         other = Progress()
         other._numbers.copy_(self._numbers)
-        other._numbers[[_TRACKED, _LAST_LOOP]] = 0
+        other.tracked = other.last_loop = 0
         other._workers.copy_(self._workers)
         return other
 
@@ -48,11 +70,11 @@ class Progress:
     def epoch(self) -> int:
         """That the next loop reads: the one after the last one, if all workers are done with it."""
         while True:
-            epoch, workers = int(self._numbers[_EPOCH]), int(self._workers[0, _NUMBER_OF_WORKERS])
+            epoch, workers = self.last_begun, int(self._workers[0, _NUMBER_OF_WORKERS])
             last = torch.tensor([workers, epoch + 1, self.opened])
             done = bool(workers) and bool((self._workers[:workers, _DONE] == last).all())
             # Another worker may meanwhile have gone on to the next one, and be done with it, too.
-            if epoch == int(self._numbers[_EPOCH]):
+            if epoch == self.last_begun:
                 return epoch + done
 
     def advance(self) -> int:
@@ -62,13 +84,9 @@ class Progress:
         old loop must not undo what `set_epoch` has chosen meanwhile.
         """
         epoch = self.epoch
-        if epoch > int(self._numbers[_EPOCH]):
-            self._numbers[_EPOCH] = epoch
+        if epoch > self.last_begun:
+            self.last_begun = epoch
         return epoch
-
-    def begin(self, epoch: int) -> None:
-        """A worker with a state of its own reads this epoch."""
-        self._numbers[_EPOCH] = epoch
 
     def was_read(self, epoch: int, worker: int) -> bool:
         """Whether this worker, or an earlier one of its number, was done with an epoch."""
@@ -92,17 +110,12 @@ class Progress:
         opened = self.opened if opened is None else opened
         self._workers[worker, _DONE] = torch.tensor([workers, epoch + 1, opened])
 
-    @property
-    def opened(self) -> int:
-        """How often an epoch was opened again: what workers have done before does not count."""
-        return int(self._numbers[_OPENED])
-
     def reopen(self) -> None:
         """A loop was broken off: the epoch is not over, although workers are done with it, or will.
 
         Those that persist go on with what the loop has asked for, ahead of what it took.
         """
-        self._numbers[_OPENED] += 1
+        self.opened += 1
 
     def change(self, epoch: int, *, loaded: bool) -> int:
         """Another epoch was chosen, or a state loaded: all processes begin there.
@@ -111,40 +124,9 @@ class Progress:
             The number of this change.
         """
         self.reopen()
-        self._numbers[_EPOCH], self._numbers[_LOADED] = epoch, loaded
-        self._numbers[_LAST_LOOP] = 0
-        self._numbers[_CHANGES] += 1
+        self.last_begun, self.was_loaded, self.last_loop = epoch, loaded, 0
+        self.changes += 1
         return self.changes
-
-    @property
-    def changes(self) -> int:
-        """How often an epoch was chosen or a state loaded."""
-        return int(self._numbers[_CHANGES])
-
-    @property
-    def was_loaded(self) -> bool:
-        """Whether the last change was a state that was loaded."""
-        return bool(self._numbers[_LOADED])
-
-    # ------------------------------------------------------------------ loops
-
-    @property
-    def tracked(self) -> int:
-        """The number of the tracked loop that is running; below 0: it is over."""
-        return int(self._numbers[_TRACKED])
-
-    @tracked.setter
-    def tracked(self, number: int) -> None:
-        self._numbers[_TRACKED] = number
-
-    @property
-    def last_loop(self) -> int:
-        """Of workers: its number if it was tracked, else -1; 0: this process read, or none."""
-        return int(self._numbers[_LAST_LOOP])
-
-    @last_loop.setter
-    def last_loop(self, number: int) -> None:
-        self._numbers.numpy()[_LAST_LOOP] = number  # at each batch: torch takes ten times as long
 
     # ------------------------------------------------------------------ skipped samples
 

@@ -8,7 +8,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchbudget.checks import natural
 from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.loaded_state import warn_of_discarded_state
-from torchbudget.data.stream.asked_settings import AskedSettings
+from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
 from torchbudget.data.stream.progress import Progress
@@ -28,6 +27,7 @@ from torchbudget.data.stream.tracking import (
     check_not_collated_again,
     stamped_batches,
 )
+from torchbudget.distributed import AskedRanks
 from torchbudget.errors import RepeatedSamplesWarning, StateError
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.protocols import ResumableSource
@@ -40,12 +40,13 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     """An iterable data set that any number of processes read, and that goes on from anywhere.
 
     Args:
-        settings: of the stream.
+        settings: of the stream, for the ranks of now.
+        ranks: asked again whenever they are needed.
     """
 
-    def __init__(self, settings: AskedSettings) -> None:
+    def __init__(self, settings: Settings, ranks: AskedRanks) -> None:
         super().__init__()
-        self._asked = settings
+        self._settings_before, self._ranks = settings, ranks
         self._progress = Progress()
         self._changes = 0  # of the epoch or the state, as far as this copy knows them
         self._state: StreamState | None = None  # at which its epoch begins
@@ -59,19 +60,22 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     @property
     def num_replicas(self) -> int:
         """Ranks that share the source."""
-        return self._asked.ranks.now()[0]
+        return self._ranks.now()[0]
 
     @property
     def rank(self) -> int:
         """Of this process."""
-        return self._asked.ranks.now()[1]
+        return self._ranks.now()[1]
 
     @property
     def _settings(self) -> Settings:
         # By this process: a loop's workers asked for themselves when it began.
         mine = self._process == os.getpid()
         begun = mine and (self._loops.present is not None or self._tracked is not None)
-        return self._asked.now(begun=begun, loaded=self._loaded() is not None)
+        loaded = self._loaded() is not None
+        settings = self._settings_before.for_ranks(self.num_replicas, begun=begun, loaded=loaded)
+        self._settings_before = settings
+        return settings
 
     @property
     def epoch(self) -> int:
@@ -108,7 +112,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         if get_worker_info() is None:
             self._changes = self._progress.change(epoch, loaded=state is not None)
         else:  # of a StatefulDataLoader: each of its workers has a state of its own
-            self._progress.begin(epoch)
+            self._progress.last_begun = epoch
 
     # ------------------------------------------------------------------ iteration
 
@@ -139,7 +143,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         elif reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
             reader.go_on(self._following(reader.cursor, reader.slot))
         else:
-            reader = self.reader_of(self._slot(number, workers))
+            # A loader takes from its first worker first, which reads for the one whose turn it was.
+            state = self._loaded()
+            turn = 0 if state is None else state.turn
+            reader = self.reader_of(self._slots(workers)[(number + turn) % workers])
         loop, in_worker = self._tracked_loop(), get_worker_info() is not None
         reader.stamps = bool(loop)
         self._readers.add(reader)
@@ -151,9 +158,11 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
-        state = self._loaded()
+        state, settings = self._loaded(), self._settings
         at: Plain = {"epoch": self.epoch} if state is None else state.cursors[0].position
-        self._asked.check_ranks(self._settings, at)
+        check_framework_loader(self.num_replicas)
+        if settings.source.split != "ranks":  # else each reads its own samples, in its own way
+            check_same_on_ranks(self._ranks, lambda: settings.shared | at)
 
     def _tracked_loop(self) -> int:
         """The number of the tracked loop that this process begins; 0: it is not tracked."""
@@ -190,14 +199,12 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         state = self._state
         return state if state is not None and state.epoch == self.epoch else None
 
-    def _slot(self, number: int = 0, workers: int = 1) -> WorkerSlot:
-        """Whose part of the source the worker of that number reads.
-
-        A loader takes from its first worker first, which reads for the one whose turn it was.
-        """
-        state = self._loaded()
-        worker = (number + (0 if state is None else state.turn)) % workers
-        return WorkerSlot(worker=worker, workers=workers, rank=self.rank, ranks=self.num_replicas)
+    def _slots(self, workers: int) -> list[WorkerSlot]:
+        """Those that share the source on this rank."""
+        ranks, rank = self._ranks.now()
+        return [
+            WorkerSlot(worker=n, workers=workers, rank=rank, ranks=ranks) for n in range(workers)
+        ]
 
     def reader_of(self, slot: WorkerSlot) -> EpochReader:
         """What one process reads of the present epoch.
@@ -251,7 +258,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
         state, workers = self._loaded(), max(loader.num_workers, 1)
-        slots = [replace(self._slot(), worker=n, workers=workers) for n in range(workers)]
+        slots = self._slots(workers)
         # Workers that live know where the last epoch ended, also after a loop that was not tracked.
         live = getattr(loader, "_iterator", None) is not None
         goes_on = live and state is None and self._settings.batches_per_epoch is not None
@@ -334,10 +341,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _state_after(self, loop: TrackedLoop) -> StreamState:
         state, several = loop.state, self._settings.batches_per_epoch is not None
         if loop.finished and several:
-            slots = [
-                replace(self._slot(), worker=n, workers=len(state.cursors))
-                for n in range(len(state.cursors))
-            ]
+            slots = self._slots(len(state.cursors))
             return self._state_at(slots, list(map(self._following, state.cursors, slots)))
         if loop.finished or state.is_beginning:
             return self._state_at_beginning(state.epoch + loop.finished)
@@ -347,9 +351,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         return cursor.following(slot.share(self._settings.batches_per_epoch))
 
     def _state_at_beginning(self, epoch: int) -> StreamState:
-        slot = WorkerSlot(worker=0, workers=1, rank=self.rank, ranks=self.num_replicas)
         cursor = StreamCursor.beginning(epoch, self._settings.batches_per_epoch)
-        return self._state_at([slot], [cursor])
+        return self._state_at(self._slots(1), [cursor])
 
     def _state_at(
         self, slots: Sequence[WorkerSlot], cursors: Sequence[StreamCursor], *, turn: int = 0

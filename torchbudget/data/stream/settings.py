@@ -9,15 +9,13 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import check_flags, optional
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.callables import callable_fingerprint
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.source import Source, is_indexed
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.errors import BudgetError, OptionError
-from torchbudget.plan.dealing import Ranks
+from torchbudget.errors import BudgetError, OptionError, StateMismatchError
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
@@ -41,14 +39,11 @@ class Settings:
         threads: that apply them in each process.
         grouping: how a window is cut and dealt to the ranks.
         size: where the size of a sample is found.
-        sized: whether sizes are taken.
         look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
         host_bytes: of the budget; `None`: no limit.
-        window: items that are read, sorted and cut together.
-        given_window: the same where it was given, else `None`: it is the default one.
-        uneven: ranks may have unequal numbers of batches.
-        shuffle: shards, and the micro-batches of a window.
-        seed: of all randomness.
+        given_window: items that are read, sorted and cut together; `None`: as many as by default.
+        num_replicas: number of ranks.
+        uneven: they may have unequal numbers of batches.
         drop_last: drop the last micro-batch of a pass if it is incomplete.
         on_error: what becomes of samples that raise.
         batches_per_epoch: on each rank; `None`: as many as one pass yields.
@@ -65,14 +60,11 @@ class Settings:
     threads: int
     grouping: Grouping
     size: SizeKey
-    sized: bool
     look_ahead: int | None
     host_bytes: int | None
-    window: int
     given_window: int | None
+    num_replicas: int
     uneven: bool
-    shuffle: bool
-    seed: int
     drop_last: bool
     on_error: str
     batches_per_epoch: int | None
@@ -81,9 +73,15 @@ class Settings:
     rules: Plain
 
     def __post_init__(self) -> None:
-        check_flags(shuffle=self.shuffle, drop_last=self.drop_last)
         check_key(self.size)
-        ranks = self.grouping.ranks.number
+        known = self.uneven or self.batches_per_epoch is not None
+        if self.source.split == "ranks" and self.num_replicas > 1 and not known:
+            raise OptionError(
+                f"each of {self.num_replicas} ranks reads its own part, so their numbers of "
+                "batches differ, and a rank would wait for the others forever: give "
+                "batches_per_epoch=…; or uneven=True, and end the loop with stop_together(loader)"
+            )
+        ranks = self.ranks
         if self.window < ranks:
             raise OptionError(f"window={self.window} is below the number of ranks, {ranks}")
         if self.on_error not in ("raise", "skip"):
@@ -95,19 +93,20 @@ class Settings:
                 "drop such samples in a transform that fails alike everywhere"
             )
 
-    def for_ranks(self, num_replicas: int) -> Settings:
-        """The same options, for that many ranks.
+    @property
+    def ranks(self) -> int:
+        """How many of them share each window."""
+        return 1 if self.source.split == "ranks" else self.num_replicas
 
-        Raises:
-            OptionError: they do not go with them.
-        """
-        known = self.uneven or self.batches_per_epoch is not None
-        ranks = sharing_ranks(self.source.split, num_replicas, known=known)
-        return replace(
-            self,
-            grouping=self.grouping.for_ranks(ranks),
-            window=window_of(self.given_window, ranks),
-        )
+    @property
+    def window(self) -> int:
+        """Items that are read, sorted and cut together."""
+        return self.given_window or default_window(self.ranks)
+
+    @property
+    def sized(self) -> bool:
+        """Whether sizes are taken."""
+        return isinstance(self.grouping, ByCost) or self.size is not None
 
     @property
     def skip_failed(self) -> bool:
@@ -119,8 +118,8 @@ class Settings:
         """What must be the same for positions to mean the same samples."""
         return {
             "window": self.window,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
+            "seed": self.source.seed,
+            "shuffle": self.source.shuffle,
             "split": self.source.split,
             "sized": self.sized,
             "batches_per_epoch": self.batches_per_epoch,
@@ -136,6 +135,36 @@ class Settings:
             | {"drop_last": self.drop_last, "on_error": self.on_error}
             | {"look_ahead": self.look_ahead, "budget.host": host_bytes}
         )
+
+    def for_ranks(self, num_replicas: int, *, begun: bool, loaded: bool) -> Settings:
+        """The same options, for the ranks that there are now.
+
+        Args:
+            num_replicas: number of ranks.
+            begun: an iteration has begun on those of before.
+            loaded: a state was loaded under them.
+
+        Raises:
+            OptionError: there are others, and an iteration has begun; or an option does not go with
+                them.
+            StateMismatchError: there are others, so that the loaded position means other samples.
+        """
+        if num_replicas == self.num_replicas:
+            return self
+        settings = replace(self, num_replicas=num_replicas)
+        if begun:
+            raise OptionError(
+                f"a loop over this stream began on num_replicas={self.num_replicas}, and "
+                f"torch.distributed has {num_replicas} ranks now, which would take other samples: "
+                "start it before the first loop, or choose another epoch by set_epoch() after it"
+            )
+        if loaded and settings.order != self.order:
+            raise StateMismatchError(
+                f"the state was loaded on {self.num_replicas} ranks, where windows are "
+                f"{self.window} samples by default, but {settings.window} on {num_replicas} "
+                "ranks: give window=…, or load it after torch.distributed started"
+            )
+        return settings
 
     def look_ahead_of(self, slot: WorkerSlot) -> int | None:
         """Bytes of the samples that wait in one process; `None`: no limit."""
@@ -158,33 +187,6 @@ class Settings:
         }
 
 
-def sharing_ranks(split: str, num_replicas: int, *, known: bool) -> Ranks:
-    """The ranks that share a window.
-
-    Args:
-        split: how processes share the source.
-        num_replicas: number of ranks.
-        known: their numbers of batches are set, or may differ.
-
-    Raises:
-        OptionError: ranks would wait for each other.
-    """
-    if split != "ranks":
-        return Ranks(number=num_replicas)
-    if num_replicas > 1 and not known:
-        raise OptionError(
-            f"each of {num_replicas} ranks reads its own part, so their numbers of batches differ, "
-            "and a rank would wait for the others forever: give batches_per_epoch=…; or "
-            "uneven=True, and end the loop with stop_together(loader)"
-        )
-    return Ranks()
-
-
-def window_of(window: int | None, ranks: Ranks) -> int:
-    """The length of windows, or the default one."""
-    return optional("window", window) or default_window(ranks.number)
-
-
 def reading(source: Source) -> tuple[Transform, ...]:
     """The transforms that come first: of an index, what reads its sample, in threads too."""
     return (source.data.__getitem__,) if is_indexed(source.data) else ()
@@ -204,7 +206,6 @@ def callables_of(size: SizeKey, transforms: Sequence[Transform]) -> Plain:
 def grouping_of(
     cost: CostModel | ShouldAdd,
     budget: MemoryBudget | None,
-    ranks: Ranks,
     oversize: Oversize,
     **rules: Any,
 ) -> tuple[Grouping, Plain]:
@@ -213,7 +214,6 @@ def grouping_of(
     Args:
         cost: a cost, or a predicate.
         budget: of the device.
-        ranks: that share a window.
         oversize: what becomes of a sample that alone is over the budget.
         rules: of `BatchRules`.
 
@@ -230,7 +230,7 @@ def grouping_of(
     if not isinstance(cost, type) and isinstance(cost, CostModel):
         if budget is None:
             raise BudgetError("with a cost, the budget must limit the device, got None")
-        return ByCost(BatchRules.of(cost, budget, **rules), oversize, ranks), plain
+        return ByCost(BatchRules.of(cost, budget, **rules), oversize), plain
     if isinstance(cost, type) or not callable(cost):
         raise OptionError(f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}")
     if rules != {"size_multiple": 1, "max_batch_size": None, "batch_size_multiple": 1}:
@@ -241,7 +241,7 @@ def grouping_of(
             f"the device's bytes: give None as the budget, or MemoryBudget(host=…) for the "
             f"look-ahead, and leave out oversize; got {budget!r}, oversize={oversize!r}"
         )
-    return ByPredicate(cost, ranks), plain
+    return ByPredicate(cost), plain
 
 
 def _cost_fingerprint(cost: CostModel | ShouldAdd) -> str:

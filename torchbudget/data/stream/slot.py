@@ -36,7 +36,3 @@ class WorkerSlot:
         if split == "ranks":
             return self.rank * self.workers + self.worker, self.ranks * self.workers
         return (self.worker, self.workers) if split == "workers" else (0, 1)
-
-    def sharers(self, split: Split) -> tuple[int, int]:
-        """This process among the ranks that share each window, and their number."""
-        return (0, 1) if split == "ranks" else (self.rank, self.ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -101,7 +101,7 @@ class Source:
             order = order[part::parts]
             return ShardReader([data[i] for i in order], order.tolist(), generators)
         if callable(data) and not self.adapter.is_iterable:
-            return ShardReader([_Shard(data, part, parts)], [part], generators)
+            return ShardReader([partial(data, part, parts)], [part], generators)
         if self.split == "ranks":
             self.adapter.check_ranks(slot)
         opens = partial(self.adapter.open, slot, epoch=epoch + number)
@@ -157,13 +157,3 @@ def _check_shards(shards: list[Any] | tuple[Any, ...]) -> None:
                 f"returns one; shard {number} is a {type(shard).__name__}. Samples in a "
                 "list have an index: use MemoryBudgetBatchSampler"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    function: Callable[[int, int], Iterable[Any]]
-    shard: int
-    shards: int
-
-    def __call__(self) -> Iterable[Any]:
-        return self.function(self.shard, self.shards)

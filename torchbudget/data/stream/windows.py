@@ -68,7 +68,6 @@ class Windows:
     ) -> None:
         self._settings = settings
         self._slot = slot
-        self._ranks = slot.sharers(settings.source.split)[1]
         self._look_ahead = settings.look_ahead_of(slot)
         self._progress = progress
         self._endless = endless
@@ -101,7 +100,7 @@ class Windows:
         # The same number of micro-batches in each pass can be dealt to so many ranks after as many
         # passes. Until a batch comes, that may be needed three times: a state has done the first
         # ones already, and the last round of the next ones waits for those after them.
-        most_empty = 3 * self._slot.workers * (self._settings.grouping.ranks.number + 1) + 1
+        most_empty = 3 * self._slot.workers * (self._settings.ranks + 1) + 1
         try:
             while self._endless or not cursor.number:
                 self._generators.enter()
@@ -177,10 +176,11 @@ class Windows:
 
     def _tail(self, reader: Reader) -> int:
         """How many items follow a window, if they are too few to be dealt and so belong to it."""
-        if self._ranks == 1 and not self._settings.drop_last:
+        ranks = self._settings.ranks
+        if ranks == 1 and not self._settings.drop_last:
             return 0
-        follow = reader.peek(self._ranks)
-        return follow if follow < self._ranks else 0
+        follow = reader.peek(ranks)
+        return follow if follow < ranks else 0
 
     def _window(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[BufferedSamples]:
         """The samples of one window from `cursor` on, all at once or as many as the bytes allow."""
@@ -216,7 +216,7 @@ class Windows:
 
     def _items(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[Item]:
         """The items of a window and of its tail."""
-        seeds = SampleSeeds(self._settings.seed, cursor.first_epoch, cursor.number)
+        seeds = SampleSeeds(self._settings.source.seed, cursor.first_epoch, cursor.number)
         # All at once, unless bytes are counted: to change the generators takes 0.1 ms.
         together = left if self._look_ahead is None else 1
         stop = cursor.start + left
