@@ -120,7 +120,9 @@ class OneProcess:
 
     def state_dict(self) -> dict[str, Any]:
         reader = self.stream.reader_of(self.slot) if self.reader is None else self.reader
-        return self.stream.state_of(reader)
+        settings = self.stream._settings
+        state = self.stream._state_at([reader.slot], [reader.cursor])
+        return state.to_plain(settings.order, seeks=settings.source.has_states)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)

@@ -188,13 +188,21 @@ class ShardReader:
         Raises:
             SampleError: it raised.
         """
+        info = before = torch_worker._worker_info
+        if before is not None and before.id != self._worker:
+            info = None if self._worker is None else copy.copy(before)
+            if info is not None:
+                object.__setattr__(info, "id", self._worker)  # torch's own `__setattr__` raises
+        torch_worker._worker_info = info  # what `torch.utils.data.get_worker_info()` returns
         try:
-            with _as_worker(self._worker), self._generators.of_source():
+            with self._generators.of_source():
                 yield
         except Exception as error:
             raise SampleError(
                 f"{self._describe_next()} cannot be read: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            torch_worker._worker_info = before
 
     def _find_place(self) -> None:
         """Go back to where this reader stood, if another one has moved the source meanwhile."""
@@ -219,21 +227,3 @@ class ShardReader:
 
 
 Reader: TypeAlias = IndexReader | ShardReader
-
-
-@contextmanager
-def _as_worker(worker: int | None) -> Iterator[None]:
-    """Inside, `torch.utils.data.get_worker_info()` returns the info of that worker, or `None`."""
-    before = torch_worker._worker_info
-    if before is not None and before.id != worker:
-        torch_worker._worker_info = None if worker is None else _with_id(before, worker)
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = before
-
-
-def _with_id(info: Any, worker: int) -> Any:
-    other = copy.copy(info)
-    object.__setattr__(other, "id", worker)  # torch's own `__setattr__` raises
-    return other

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -72,10 +71,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         # By this process: a loop's workers asked for themselves when it began.
         mine = self._process == os.getpid()
         begun = mine and (self._loops.present is not None or self._tracked is not None)
-        loaded = self._loaded() is not None
-        settings = self._settings_before.for_ranks(self.num_replicas, begun=begun, loaded=loaded)
-        self._settings_before = settings
-        return settings
+        self._settings_before = self._settings_before.for_ranks(
+            self.num_replicas, begun=begun, loaded=self._loaded() is not None
+        )
+        return self._settings_before
 
     @property
     def epoch(self) -> int:
@@ -137,16 +136,18 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self.check_ranks()
         self._heed_other_processes()
         progress, reader = self._progress, self._loops.present
-        epoch = progress.advance()
-        if reader is not None and reader.cursor.epoch == epoch:
-            reader = self._reader_at(reader.slot, reader.began)
-        elif reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
-            reader.go_on(self._following(reader.cursor, reader.slot))
-        else:
+        known = self._known_beginning(progress.advance())
+        if reader is None or known is None:
             # A loader takes from its first worker first, which reads for the one whose turn it was.
             state = self._loaded()
             turn = 0 if state is None else state.turn
             reader = self.reader_of(self._slots(workers)[(number + turn) % workers])
+            if state is None:
+                self._warn_of_start_over(reader)
+        elif known.epoch == reader.cursor.epoch:
+            reader = self._reader_at(reader.slot, known)
+        else:
+            reader.go_on(known)
         loop, in_worker = self._tracked_loop(), get_worker_info() is not None
         reader.stamps = bool(loop)
         self._readers.add(reader)
@@ -201,10 +202,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def _slots(self, workers: int) -> list[WorkerSlot]:
         """Those that share the source on this rank."""
-        ranks, rank = self._ranks.now()
-        return [
-            WorkerSlot(worker=n, workers=workers, rank=rank, ranks=ranks) for n in range(workers)
-        ]
+        of = {"workers": workers, "rank": self.rank, "ranks": self.num_replicas}
+        return [WorkerSlot(worker=n, **of) for n in range(workers)]
 
     def reader_of(self, slot: WorkerSlot) -> EpochReader:
         """What one process reads of the present epoch.
@@ -217,20 +216,31 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _reader_at(self, slot: WorkerSlot, cursor: StreamCursor) -> EpochReader:
         return EpochReader(self._settings, slot, cursor, self._progress)
 
+    def _known_beginning(self, epoch: int) -> StreamCursor | None:
+        """Where this process begins an epoch, if it has read it, or the one before it."""
+        reader = self._loops.present
+        if reader is not None and reader.cursor.epoch == epoch:
+            return reader.began
+        if reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
+            return self._following(reader.cursor, reader.slot)
+        return None
+
     def _beginning(self, slot: WorkerSlot) -> StreamCursor:
-        """Where a process begins the present epoch."""
-        state, epoch = self._loaded(), self.epoch
+        """Where a new process begins the present epoch."""
+        state, settings = self._loaded(), self._settings
         if state is not None:
-            return state.cursor_of(slot, self._settings.dealing(slot))
-        batches = slot.share(self._settings.batches_per_epoch)
-        if batches is not None and self._progress.was_read(epoch - 1, slot.worker):
+            return state.cursor_of(slot, settings.dealing(slot))
+        return StreamCursor.beginning(self.epoch, slot.share(settings.batches_per_epoch))
+
+    def _warn_of_start_over(self, reader: EpochReader) -> None:
+        epoch, to_come = reader.cursor.epoch, reader.cursor.to_come
+        if to_come is not None and self._progress.was_read(epoch - 1, reader.slot.worker):
             warn(
                 f"epoch {epoch} starts over at the source's beginning, since workers that have "
                 "just started do not know where the last epoch ended: use "
                 "persistent_workers=True, or loop over stream.tracked(loader)",
                 RepeatedSamplesWarning,
             )
-        return StreamCursor.beginning(epoch, batches)
 
     # ------------------------------------------------------------------ position
 
@@ -257,15 +267,13 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         return batches
 
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        state, workers = self._loaded(), max(loader.num_workers, 1)
-        slots = self._slots(workers)
+        self._heed_other_processes()
+        state, slots = self._loaded(), self._slots(max(loader.num_workers, 1))
         # Workers that live know where the last epoch ended, also after a loop that was not tracked.
         live = getattr(loader, "_iterator", None) is not None
         goes_on = live and state is None and self._settings.batches_per_epoch is not None
-        with warnings.catch_warnings():
-            if goes_on:
-                warnings.simplefilter("ignore", RepeatedSamplesWarning)
-            cursors = list(map(self._beginning, slots))
+        known = None if loader.num_workers else self._known_beginning(self.epoch)
+        cursors = list(map(self._beginning, slots)) if known is None else [known]
         began = self._state_at(slots, cursors, turn=0 if state is None else state.turn)
         progress, number = self._progress, time.monotonic_ns()
         self._tracked = loop = TrackedLoop(number, began, unknown=goes_on and self.epoch > 0)
@@ -331,12 +339,6 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 cursor = self._following(cursor, reader.slot)
             return self._state_at([reader.slot], [cursor])
         return self._loaded() or self._state_at_beginning(self.epoch)
-
-    def state_of(self, reader: EpochReader) -> dict[str, Any]:
-        """The position of one process that reads this stream."""
-        settings = self._settings
-        state = self._state_at([reader.slot], [reader.cursor])
-        return state.to_plain(settings.order, seeks=settings.source.has_states)
 
     def _state_after(self, loop: TrackedLoop) -> StreamState:
         state, several = loop.state, self._settings.batches_per_epoch is not None
