@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,9 +74,6 @@ class ShardReader:
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         source: where this reader stands in a source that has a state of its own.
-
-    Attributes:
-        position: of the next item.
     """
 
     def __init__(
@@ -92,14 +90,20 @@ class ShardReader:
         self._generators = generators
         self._worker = worker
         self._source = source
-        self._number = 0
-        self._shard_starts = [(0, 0)]  # positions at which shards begin, and their numbers
+        self._starts = [0]  # positions at which shards begin, up to the one that is read next
         self._read = 0  # items that were read or skipped
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []  # read by `peek`
         self._state_before_ahead: dict[str, Any] | None = None
-        self._over = not shards
-        self.position = 0
+
+    @property
+    def position(self) -> int:
+        """Of the next item."""
+        return self._read - len(self._ahead)
+
+    @property
+    def _over(self) -> bool:
+        return len(self._starts) > len(self._shards)
 
     @property
     def ended(self) -> bool:
@@ -116,7 +120,6 @@ class ShardReader:
         del self._ahead[:n]
         while len(items) < n and not self._over:
             items += self._some(n - len(items))
-        self.position += len(items)
         return items
 
     def peek(self, n: int) -> int:
@@ -129,17 +132,15 @@ class ShardReader:
 
     def skip(self, n: int) -> None:
         """Go past n items, whole shards at once where they know their lengths."""
-        while n > 0 and not self.ended:
-            shard = self._shards[self._number] if not self._over else None
-            if not self._ahead and self._items is None and isinstance(shard, Sequence):
-                length = len(shard)
-                if length <= n:
-                    n -= length
-                    self.position += length
-                    self._read += length
-                    self._next_shard()
-                    continue
-            n -= len(self.take(min(n, 1024)))
+        stop = self.position + n
+        while self.position < stop and not self.ended:
+            begins = self._items is None and not self._ahead
+            shard = self._shards[len(self._starts) - 1] if begins else None
+            if isinstance(shard, Sequence) and self._read + len(shard) <= stop:
+                self._read += len(shard)
+                self._next_shard()
+            else:
+                self.take(min(stop - self.position, 1024))
 
     def state(self) -> dict[str, Any] | None:
         """The position, and the source's own state there, if it has one.
@@ -156,16 +157,16 @@ class ShardReader:
     def load(self, state: dict[str, Any]) -> None:
         """Go to the position of a state, before anything is read."""
         assert self._source is not None  # noqa: S101  (else there is no state)
-        self.position = self._read = self._source.load(state)
+        self._read = self._source.load(state)
 
     def place(self, position: int) -> tuple[int, int]:
         """The shard of an item that was read, by name, and its place within the shard."""
-        start, number = next(one for one in reversed(self._shard_starts) if one[0] <= position)
-        return self._names[number], position - start
+        number = bisect_right(self._starts, position) - 1
+        return self._names[number], position - self._starts[number]
 
     def _some(self, n: int) -> list[Any]:
         """Up to n next items of this shard; if there are fewer, go to the next shard."""
-        shard = self._shards[self._number]
+        shard = self._shards[len(self._starts) - 1]
         self._find_place()
         with self._reading():
             if self._items is None:
@@ -221,9 +222,7 @@ class ShardReader:
 
     def _next_shard(self) -> None:
         self._items = None
-        self._number += 1
-        self._shard_starts.append((self._read, self._number))
-        self._over = self._number == len(self._shards)
+        self._starts.append(self._read)
 
 
 Reader: TypeAlias = IndexReader | ShardReader
