@@ -58,12 +58,12 @@ class StreamCursor(NamedTuple):
         """Where the source starts over."""
         return self._replace(number=self.number + 1, start=0, rounds=0, source=None)
 
-    def within(self, epoch: int, rounds: int, to_come: int | None) -> StreamCursor:
+    def within(
+        self, epoch: int, rounds: int, to_come: int | None, *, finished: bool
+    ) -> StreamCursor:
         """After so many rounds of these samples, in an epoch that has so many batches to come."""
         _, start, _, first_epoch, number, _, _, source = self
-        return StreamCursor(
-            epoch, start, rounds, first_epoch, number, to_come, to_come == 0, source
-        )
+        return StreamCursor(epoch, start, rounds, first_epoch, number, to_come, finished, source)
 
     def window(self, length: int) -> int:
         """The number of the window that it is in, counted over passes."""

@@ -39,7 +39,7 @@ class _MicroBatch(NamedTuple):
 
 
 # Where it stands after a micro-batch: samples cut together, and how many of their rounds are done.
-_Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
+_Found: TypeAlias = tuple[tuple[StreamCursor, int], _MicroBatch]
 
 
 @dataclass  # without slots, since readers refer to it weakly: they end where it is dropped
@@ -66,7 +66,7 @@ class EpochReader(Iterator[Any]):
     Attributes:
         slot: of this process.
         began: the cursor at which the epoch's first micro-batch was read.
-        cursor: after the last micro-batch.
+        finished: whether the epoch's last micro-batch was read.
         stamps: yield each batch with the cursor after it.
         loops: a weak reference to those among which it is the present one when it is asked for a
             batch.
@@ -89,14 +89,21 @@ class EpochReader(Iterator[Any]):
 
     def go_on(self, cursor: StreamCursor) -> None:
         """Begin the next epoch where this one ended, with the samples that are in memory."""
-        self.began = self.cursor = cursor
+        self.began, self._place = cursor, (cursor, cursor.rounds)
+        self._to_come, self.finished = cursor.to_come, cursor.finished
         # A worker may come to the end when the loop that it reads for was broken off.
         self._opened = None if get_worker_info() is None else self._progress.opened
 
     @property
     def goes_on(self) -> bool:
         """Whether the next epoch begins where this one has ended."""
-        return self.cursor.finished and self.cursor.to_come is not None
+        return self.finished and self._to_come is not None
+
+    @property
+    def cursor(self) -> StreamCursor:
+        """After the last micro-batch."""
+        samples, rounds = self._place
+        return samples.within(self.began.epoch, rounds, self._to_come, finished=self.finished)
 
     def __next__(self) -> Any:
         loops = self.loops()
@@ -106,18 +113,17 @@ class EpochReader(Iterator[Any]):
         if found is None:
             self._end_epoch()
             raise StopIteration
-        samples, rounds, micro_batch = found
+        place, micro_batch = found
         try:
             batch = self._collated(micro_batch)
         except BaseException:
             self._batches = None  # the next call meets the same error, and not the next batch
             raise
-        self.windows.empty_passes = 0
-        to_come = self.cursor.to_come
-        to_come = None if to_come is None else to_come - 1
-        self.cursor = samples.within(self.cursor.epoch, rounds, to_come)
-        if self.cursor.finished:
-            self._end_epoch()
+        self._place, self.windows.empty_passes = place, 0
+        if self._to_come is not None:
+            self._to_come -= 1
+            if not self._to_come:
+                self._end_epoch()
         return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
 
     def find_end(self) -> None:
@@ -133,7 +139,7 @@ class EpochReader(Iterator[Any]):
     def _take(self) -> _Found | None:
         """The next micro-batch, and where it stands after it; `None`: the epoch has no more."""
         found, self._found = self._found, None
-        if found is not None or self.cursor.finished:
+        if found is not None or self.finished:
             return found
         if self._batches is None:
             self._batches = self._read(self.cursor)
@@ -151,9 +157,9 @@ class EpochReader(Iterator[Any]):
         return batch
 
     def _end_epoch(self) -> None:
-        self.cursor, slot = self.cursor._replace(finished=True), self.slot
-        self._progress.end(self.cursor.epoch, slot.worker, slot.workers, opened=self._opened)
-        if self.cursor.to_come is None:
+        self.finished, slot = True, self.slot
+        self._progress.end(self.began.epoch, slot.worker, slot.workers, opened=self._opened)
+        if self._to_come is None:
             self.close()
 
     def close(self) -> None:
@@ -189,19 +195,19 @@ class EpochReader(Iterator[Any]):
             if not rounds:
                 continue
             if last:
-                yield buffered.cursor, 0, last[rank]
+                yield (buffered.cursor, 0), last[rank]
                 last = []
             begun, before = buffered.cursor, len(rounds) // ranks - 1
             for done in range(1 + _done(begun, start), before + 1):
-                yield begun, done, rounds[(done - 1) * ranks + rank]
+                yield (begun, done), rounds[(done - 1) * ranks + rank]
             if ranks > 1:
                 last = rounds[-ranks:]
             else:
-                yield buffered.following, 0, rounds[-1]
+                yield (buffered.following, 0), rounds[-1]
             rounds.clear()
         if uneven is None or self._settings.drop_last:
             if last:
-                yield start.next_pass(), 0, last[rank]
+                yield (start.next_pass(), 0), last[rank]
             return
         if last:
             samples = [sample for batch in last for sample in batch.samples]
@@ -210,7 +216,7 @@ class EpochReader(Iterator[Any]):
             begun, before = uneven.cursor, 0
         for done, batch in enumerate(self._rounds(uneven)[rank::ranks], before + 1):
             if done > _done(begun, start):
-                yield begun, done, batch
+                yield (begun, done), batch
 
     def _rounds(self, buffered: BufferedSamples) -> list[_MicroBatch]:
         """The micro-batches: those of a round's ranks, then those of the next round.

@@ -99,7 +99,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             if unused and state is not None:
                 warn_of_discarded_state(self.epoch, epoch, within=not state.is_beginning)
             self._begin_at(epoch, None)
-        elif reader is not None and reader.cursor.epoch == epoch:
+        elif reader is not None and reader.began.epoch == epoch:
             self._loops = Loops(self._reader_at(reader.slot, reader.began))
         self._tracked = None
         self._progress.last_loop = 0
@@ -144,7 +144,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             reader = self.reader_of(self._slots(workers)[(number + turn) % workers])
             if state is None:
                 self._warn_of_start_over(reader)
-        elif known.epoch == reader.cursor.epoch:
+        elif known.epoch == reader.began.epoch:
             reader = self._reader_at(reader.slot, known)
         else:
             reader.go_on(known)
@@ -219,9 +219,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
     def _known_beginning(self, epoch: int) -> StreamCursor | None:
         """Where this process begins an epoch, if it has read it, or the one before it."""
         reader = self._loops.present
-        if reader is not None and reader.cursor.epoch == epoch:
+        if reader is not None and reader.began.epoch == epoch:
             return reader.began
-        if reader is not None and reader.goes_on and reader.cursor.epoch == epoch - 1:
+        if reader is not None and reader.goes_on and reader.began.epoch == epoch - 1:
             return self._following(reader.cursor, reader.slot)
         return None
 
