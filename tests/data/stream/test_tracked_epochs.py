@@ -94,3 +94,5 @@ def test_new_workers_that_start_over_say_so() -> None:
     assert list(loader_of(plain, 1)) == whole
     with pytest.warns(RepeatedSamplesWarning, match="persistent_workers"):
         iter(copy.deepcopy(plain))
+    with pytest.warns(RepeatedSamplesWarning, match="persistent_workers"):
+        plain.tracked(loader_of(plain, 1))

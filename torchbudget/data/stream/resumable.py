@@ -45,7 +45,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def __init__(self, settings: Settings, ranks: AskedRanks) -> None:
         super().__init__()
-        self._settings_before, self._ranks = settings, ranks
+        self._settings_now, self._ranks = settings, ranks
         self._progress = Progress()
         self._changes = 0  # of the epoch or the state, as far as this copy knows them
         self._state: StreamState | None = None  # at which its epoch begins
@@ -71,10 +71,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         # By this process: a loop's workers asked for themselves when it began.
         mine = self._process == os.getpid()
         begun = mine and (self._loops.present is not None or self._tracked is not None)
-        self._settings_before = self._settings_before.for_ranks(
-            self.num_replicas, begun=begun, loaded=self._loaded() is not None
-        )
-        return self._settings_before
+        ranks, loaded = self.num_replicas, self._loaded() is not None
+        self._settings_now = self._settings_now.for_ranks(ranks, begun=begun, loaded=loaded)
+        return self._settings_now
 
     @property
     def epoch(self) -> int:
@@ -142,8 +141,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             state = self._loaded()
             turn = 0 if state is None else state.turn
             reader = self.reader_of(self._slots(workers)[(number + turn) % workers])
-            if state is None:
-                self._warn_of_start_over(reader)
+            self._warn_of_start_over(reader.began, reader.slot)
         elif known.epoch == reader.began.epoch:
             reader = self._reader_at(reader.slot, known)
         else:
@@ -232,12 +230,12 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             return state.cursor_of(slot, settings.dealing(slot))
         return StreamCursor.beginning(self.epoch, slot.share(settings.batches_per_epoch))
 
-    def _warn_of_start_over(self, reader: EpochReader) -> None:
-        epoch, to_come = reader.cursor.epoch, reader.cursor.to_come
-        if to_come is not None and self._progress.was_read(epoch - 1, reader.slot.worker):
+    def _warn_of_start_over(self, began: StreamCursor, slot: WorkerSlot) -> None:
+        several = self._loaded() is None and began.to_come is not None
+        if several and self._progress.was_read(began.epoch - 1, slot.worker):
             warn(
-                f"epoch {epoch} starts over at the source's beginning, since workers that have "
-                "just started do not know where the last epoch ended: use "
+                f"epoch {began.epoch} starts over at the source's beginning, since workers that "
+                "have just started do not know where the last epoch ended: use "
                 "persistent_workers=True, or loop over stream.tracked(loader)",
                 RepeatedSamplesWarning,
             )
@@ -274,6 +272,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         goes_on = live and state is None and self._settings.batches_per_epoch is not None
         known = None if loader.num_workers else self._known_beginning(self.epoch)
         cursors = list(map(self._beginning, slots)) if known is None else [known]
+        if loader.num_workers and not goes_on:
+            self._warn_of_start_over(cursors[0], slots[0])
         began = self._state_at(slots, cursors, turn=0 if state is None else state.turn)
         progress, number = self._progress, time.monotonic_ns()
         self._tracked = loop = TrackedLoop(number, began, unknown=goes_on and self.epoch > 0)
