@@ -72,7 +72,7 @@ def oversized(
     """
     if oversize == "alone":
         return _NONE
-    if sizes.ndim == 1 and rules.exceeded_alone(sizes.max(initial=0)) < 0:
+    if sizes.ndim == 1 and rules.fits_alone(int(sizes.max(initial=0))):
         return _NONE  # along one axis the cost is monotone
     found = [
         first + np.flatnonzero(rules.exceeded_alone(sizes[first : first + _CHUNK]) >= 0)

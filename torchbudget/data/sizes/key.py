@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
@@ -85,12 +86,22 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
-        found = np.asarray(quick_lengths(samples, key))
+        found = _array_of(quick_lengths(samples, key))
     except Exception:  # noqa: BLE001  (the sample is found one by one, below)
         found = np.empty(0)
     if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
         found = _one_by_one(enumerate(samples, first), key)
     return found.astype(np.int64, copy=False)
+
+
+def _array_of(sizes: list[Any]) -> npt.NDArray[Any]:
+    """What they are all alike as, in half of NumPy's time where they are ints."""
+    try:
+        found = np.frombuffer(array("q", sizes), np.int64)
+    except (TypeError, OverflowError):
+        return np.asarray(sizes)
+    # Truth values would be taken for ints.
+    return found if len(found) and found.max() > 1 else np.asarray(sizes)
 
 
 def _one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.NDArray[np.int64]:

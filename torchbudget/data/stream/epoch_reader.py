@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import get_worker_info
@@ -25,19 +25,8 @@ from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.solver import WindowKey
 from torchbudget.units import format_bytes
 
-
-class _MicroBatch(NamedTuple):
-    """Samples of one batch.
-
-    Attributes:
-        samples: of it.
-        padded_size: that was planned; `None` where none was.
-    """
-
-    samples: list[Any]
-    padded_size: list[int] | None
-
-
+# Samples of one batch, and the padded size that was planned; `None` where none was.
+_MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
 # Where it stands after a micro-batch: samples cut together, and how many of their rounds are done.
 _Found: TypeAlias = tuple[tuple[StreamCursor, int], _MicroBatch]
 
@@ -113,9 +102,11 @@ class EpochReader(Iterator[Any]):
         if found is None:
             self._end_epoch()
             raise StopIteration
-        place, micro_batch = found
+        place, (samples, padded_size) = found
         try:
-            batch = self._collated(micro_batch)
+            batch = collated(self._settings.collate_fn, samples)
+            if padded_size is not None:
+                self._padded_sizes.compare(batch, padded_size, len(samples))
         except BaseException:
             self._batches = None  # the next call meets the same error, and not the next batch
             raise
@@ -148,13 +139,6 @@ class EpochReader(Iterator[Any]):
         except BaseException:
             self._batches = None  # the next call meets the same error, and not the epoch's end
             raise
-
-    def _collated(self, micro_batch: _MicroBatch) -> Any:
-        samples, padded_size = micro_batch
-        batch = collated(self._settings.collate_fn, samples)
-        if padded_size is not None:
-            self._padded_sizes.compare(batch, padded_size, len(samples))
-        return batch
 
     def _end_epoch(self) -> None:
         self.finished, slot = True, self.slot
@@ -210,7 +194,7 @@ class EpochReader(Iterator[Any]):
                 yield (start.next_pass(), 0), last[rank]
             return
         if last:
-            samples = [sample for batch in last for sample in batch.samples]
+            samples = [sample for batch, _ in last for sample in batch]
             uneven = BufferedSamples(begun, samples + uneven.samples, start)
         else:
             begun, before = uneven.cursor, 0
@@ -244,12 +228,12 @@ class EpochReader(Iterator[Any]):
             drop_last=settings.drop_last and buffered.last,
         )
         # An array of objects picks several times as fast as a list.
-        arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places].tolist()
+        arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
         padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
-        return [
-            _MicroBatch(arranged[start:stop], padded_size)
-            for start, stop, padded_size in zip(rounds.starts, rounds.stops, padded, strict=False)
-        ]
+        cuts = map(slice, rounds.starts, rounds.stops)
+        return list(
+            zip(map(np.ndarray.tolist, map(arranged.__getitem__, cuts)), padded, strict=False)
+        )
 
     def _joined(self, uneven: BufferedSamples, following: BufferedSamples) -> BufferedSamples:
         """Samples that cannot be dealt evenly, with those after them."""

@@ -119,7 +119,8 @@ class ShardReader:
         items = self._ahead[:n]
         del self._ahead[:n]
         while len(items) < n and not self._over:
-            items += self._some(n - len(items))
+            more = self._some(n - len(items))
+            items = items + more if items else more  # most often all at once, and not copied
         return items
 
     def peek(self, n: int) -> int:
