@@ -159,8 +159,11 @@ class _Runs:
         # The ends early: nothing is vouched for beyond them. Then what tells the axes apart.
         corners = [domain.between((0.0, 1.0)), domain.between((1.0, 0.0))]
         fitted = list(dict.fromkeys([middle, largest, smallest, *corners]))
-        for size in (*fitted, largest):  # at first its guess may have been far too high
-            if size != largest or all(size != probe.size for probe in self.probes):
+        for size in fitted:
+            self._reach_for(_NEAR, size)
+        # At first the guess may have been far too high, or climbing from the floor took long.
+        for size in [largest] if self.traced else fitted:
+            if self._can_reach_more(size):
                 self._reach_for(_NEAR, size)
         if all(probe.size != largest for probe in self.probes):
             self.subject.notes.append(
@@ -231,6 +234,13 @@ class _Runs:
             probe = self._run(n, size, held_out=held_out)
             if probe is None or probe.peak_bytes - floor >= _REACHED * (target - floor):
                 return
+
+    def _can_reach_more(self, size: Size) -> bool:
+        """Whether no batch of a size was run, or, without a trace, none that is nearly full."""
+        floor = self._floor_bytes
+        above = [probe.peak_bytes - floor for probe in self.probes if probe.size == size]
+        full = _REACHED * _NEAR * (self.room - floor)
+        return not above or (not self.traced and max(above) < full)
 
     def _run(self, n: int, size: Size, *, held_out: bool = False) -> Probe | None:
         """Run a batch; `None` where memory ran out."""
