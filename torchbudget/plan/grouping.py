@@ -59,7 +59,12 @@ class ByCost:
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """Places of the samples that are to be skipped; raises where that is the policy."""
-        return oversized(sizes, self.rules, self.oversize, lambda place: f"number {first + place}")
+
+        # What items became: transforms make several samples of one, or none.
+        def called(place: int) -> str:
+            return f"sample {place} of those that begin with item {first}"
+
+        return oversized(sizes, self.rules, self.oversize, called)
 
     def rounds(
         self,

@@ -37,7 +37,7 @@ def given_size(sample: Any) -> Any:
 @example([2.0, 3])
 @example([(2, 3), (2, True)])
 def test_sizes_of_many_samples_are_those_of_each(samples: list[Any]) -> None:
-    """What a function says of a sample alone is its size among others; or an error, alone or not."""
+    """What a function says of a sample alone is its size among others; or it is an error."""
     try:
         each = np.array([size_of(one, given_size, 0) for one in samples], np.int64)
     except (SizesError, ValueError):  # of other axes than those before it

@@ -314,7 +314,10 @@ def test_oversize() -> None:
             Numbered([3, 50, 4]), TOKENS, 18, size=size_of, oversize=oversize, collate_fn=list
         )
 
-    with pytest.raises(OversizeError, match="the first at number 1: size 50 needs 50 B of 18 B"):
+    with pytest.raises(
+        OversizeError,
+        match="at sample 1 of those that begin with item 0: size 50 needs 50 B of 18 B",
+    ):
         list(stream("raise"))
     skipping = stream("skip")
     assert numbers(list(skipping)) == [0, 2]
