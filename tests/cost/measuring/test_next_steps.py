@@ -107,10 +107,10 @@ def test_an_open_autocast(method: str, inner: str, warm: bool) -> None:
 @pytest.mark.parametrize("compiled", ["module", "in place", "function"])
 def test_what_is_compiled(method: str, compiled: str) -> None:
     """It is compiled after measuring too, and so is anything else; its trace is of eager code."""
-    graphs: list[int] = []
+    graphs: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(1)
+        graphs.append(object())  # numbers would be put back
         return graph.forward
 
     def trained(measured: bool) -> list[torch.Tensor]:
@@ -292,6 +292,84 @@ def test_what_a_step_refers_to(method: str) -> None:
     assert all(map(torch.equal, measured, never))
 
 
+class Mean:
+    """A running mean in Python's numbers."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = 1.0, 0
+        self.least: float | None = None
+        self.lately: deque[float] = deque(maxlen=3)
+        self.by_name: dict[str, float] = {}
+        self.seen: set[float] = set()
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) / self.count
+        self.least = value if self.least is None else min(self.least, value)
+        self.lately.append(value)
+        self.by_name[f"step {self.count}"] = value
+        self.seen.add(value)
+
+    def numbers(self) -> list[Any]:
+        return [self.mean, self.count, self.least, *self.lately, self.by_name, sorted(self.seen)]
+
+
+counted = 0
+
+
+@METHODS
+def test_what_a_step_counts(method: str) -> None:
+    """Numbers and texts in plain objects, containers and names, by which later steps may differ."""
+
+    def trained(measured: bool) -> list[Any]:
+        global counted  # noqa: PLW0603
+        model, optimizer = network()
+        mean, total, losses = Mean(), 0.0, [3.0]
+        counted = 0
+
+        def step(batch: torch.Tensor) -> None:
+            nonlocal total
+            global counted
+            loss = model(batch).square().mean()
+            (loss / (mean.mean + counted + len(losses))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean.update(loss.item())
+            losses.append(loss.item())
+            total, counted = total + loss.item(), counted + 1
+
+        if measured:
+            measure(step, method)
+        found: list[Any] = []
+        for _ in range(10):
+            step(make_batch(2, 4))
+            found += [*mean.numbers(), total, *losses, counted, model.first.weight.tolist()]
+        return found
+
+    assert trained(True) == trained(False)
+
+
+@METHODS
+def test_what_counts_what_it_keeps(method: str) -> None:
+    """Where something else came that is kept, the number of them is not put back alone."""
+    model, optimizer = network()
+
+    class Kept:
+        def __init__(self) -> None:
+            self.blocks: list[object] = []
+            self.count = 0
+
+    kept = Kept()
+
+    def step(batch: torch.Tensor) -> None:
+        full_step(model, optimizer)(batch)
+        kept.blocks.append(object())
+        kept.count += 1
+
+    measure(step, method)
+    assert kept.count == len(kept.blocks) > 0
+
+
 def on_meta(model: nn.Module) -> None:
     model.second = nn.Linear(8, 8, device="meta")
 
@@ -326,10 +404,10 @@ def test_a_model_that_cannot_be_measured(
     """The parameter or buffer is named before the step is called."""
     model, _ = network()
     change(model)
-    calls: list[int] = []
+    calls: list[object] = []
 
     def step(batch: torch.Tensor) -> None:
-        calls.append(1)
+        calls.append(object())  # numbers would be put back
         model(batch)
 
     for method in methods:

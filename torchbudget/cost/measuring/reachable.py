@@ -130,5 +130,10 @@ def names_of(function: types.FunctionType) -> Iterator[Name]:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
+def is_of_torch(one: object) -> bool:
+    """Whether torch has made its class."""
+    return type(one).__module__.partition(".")[0] == "torch"
+
+
 def _is_foreign(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] in _FOREIGN

@@ -9,6 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -23,6 +24,7 @@ from torchbudget.cost.measuring.reachable import (
     CONTAINERS,
     GENERATORS,
     HELPERS,
+    is_of_torch,
     names_of,
     reachable,
     values_of,
@@ -35,6 +37,8 @@ from torchbudget.warn import warn
 _MEASURED: Final = ("cpu", "cuda", "meta")
 # How deep containers inside an object's own are restored, such as an optimizer's state.
 _NESTED: Final = 4
+# What a user's object counts or averages with: it has no state of its own, or is restored anyway.
+_VALUES: Final = (int, float, complex, str, bytes, type(None), np.generic, torch.Tensor)
 
 
 @runtime_checkable
@@ -77,6 +81,9 @@ class TrainingState:
         self.stepped: set[int] = set()
         self.loose = [one for one in found if isinstance(one, torch.Tensor)]
         self.containers = [one for one in found if isinstance(one, CONTAINERS)]
+        # Those that torch, or an accumulator, keeps its own books in.
+        of_libraries = [one for one in found if is_of_torch(one) or _accumulates(one)]
+        self._libraries = {id(one) for owner in of_libraries for one in _own_containers(owner)}
         self.generators = [one for one in found if isinstance(one, GENERATORS)]
         self.functions = [one for one in found if isinstance(one, types.FunctionType)]
 
@@ -263,7 +270,11 @@ class TrainingState:
         written = {id(one): one for one in [*self.tensors(), *self.loose] if contents}
         gradients = [(p, p.grad) for p in self.parameters()]
         containers = self._saved()
-        others = [(one, copy.copy(one)) for one in self.containers]
+        # An accumulator forgets by itself what it counts.
+        own = [vars(one) for one in self.accumulators]
+        others = [
+            (one, copy.copy(one)) for one in self.containers if not any(one is its for its in own)
+        ]
         names = [(one, one.value) for function in self.functions for one in names_of(function)]
         with copied([*written.values()]) as put_back, ExitStack() as stack:
             stack.enter_context(autocast_cache_kept())
@@ -275,11 +286,15 @@ class TrainingState:
             try:
                 yield
             finally:
-                containers += [saved for saved in others if _changed(*saved)]
+                bound = [([name.value], [value]) for name, value in names]
+                users = [saved for saved in others if id(saved[0]) not in self._libraries]
+                is_changed = _which_changes([*users, *bound])
+                containers += [saved for saved in users if is_changed(*saved)]
+                containers += [saved for saved in others if _has_other_tensors(*saved)]
                 for container, items in containers:
                     _refill(container, items)
-                for name, value in names:
-                    if _changed([name.value], [value]):
+                for (name, value), both in zip(names, bound, strict=True):
+                    if is_changed(*both):
                         name.value = value
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
@@ -316,6 +331,14 @@ def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
                 parameter._backward_hooks = None  # as before, no empty dictionary
 
 
+def _own_containers(owner: object) -> list[Any]:
+    """The attributes of an object, and the containers among them."""
+    attributes = getattr(owner, "__dict__", None)
+    if attributes is None:
+        return []
+    return [attributes, *(one for one in attributes.values() if isinstance(one, CONTAINERS))]
+
+
 def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
     # Of the type: an object that is found in a step may answer to any name in its __getattr__.
     return issubclass(type(one), AccumulatesGradients)
@@ -341,8 +364,39 @@ def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
             yield from _containers(value, nested + 1)
 
 
-def _changed(container: Any, items: Any) -> bool:
-    """Whether other tensors are in the container than before."""
+def _which_changes(saved: Sequence[tuple[Any, Any]]) -> Callable[[Any, Any], bool]:
+    """What tells which containers of a user's objects are restored: those that changed.
+
+    But where other values than numbers, texts and tensors came or went, those with other tensors
+    alone: what an object counts, put back beside what it keeps, would contradict it.
+    """
+    for container, items in saved:
+        if any(not isinstance(one, _VALUES) for one in _differences(container, items)):
+            return _has_other_tensors
+    return lambda container, items: any(True for _ in _differences(container, items))
+
+
+def _differences(container: Any, items: Any) -> Iterator[Any]:
+    """The values that came to a container, that went, or that were replaced."""
+    if isinstance(container, set):
+        yield from container ^ items
+        return
+    if isinstance(container, dict):
+        keys = container.keys() | items.keys()
+        same = container.keys() == items.keys()
+        pairs: Any = ((container.get(key), items.get(key)) for key in keys)
+    else:
+        same = len(container) == len(items)
+        pairs = zip_longest(container, items)
+    if not same:
+        yield None  # which may be what came or went
+    for now, before in pairs:
+        if now is not before:
+            yield now
+            yield before
+
+
+def _has_other_tensors(container: Any, items: Any) -> bool:
     now, before = (
         [id(one) for one in values_of(some) if isinstance(one, torch.Tensor)]
         for some in (container, items)
