@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from torchbudget.cost.measuring.raising import fitted_bytes, raised, with_missed
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term
 from torchbudget.cost.models.probe import Probe
+from torchbudget.cost.models.protocol import FloatArray
 
 LARGEST = 1000
 FLOOR = Form(terms=(Term(2e4, 0, (0,)),))
@@ -82,6 +84,23 @@ def test_steps_of_other_operations_are_covered(n: int, times: int) -> None:
     assert (covering.fitted_bytes(fewer, 10) >= from_floor - 2).all()
     assert (covering.fitted_bytes(more, 10) >= peak / n * more - 2).all()
     assert with_missed(forms, [], SHORT) == forms
+
+
+@given(st.integers(1, 500), st.integers(2, 30), st.floats(0, 1e6), st.sampled_from([1, 2]))
+def test_between_two_numbers_of_samples(n: int, times: int, least: float, degree: int) -> None:
+    """What grows from below the floor is covered up to the larger batch, and by no more than it."""
+    forms = (Form(terms=(Term(1e6, 0, (0,)),)),)
+    counts = np.unique(np.linspace(n, n * times, 50).astype(int))
+
+    def taken(number: npt.ArrayLike) -> FloatArray:
+        return least + 2e6 * np.asarray(number, float) ** degree
+
+    probes = [Probe(one, (10,), int(taken(one)), False, "trace") for one in (n, n * times)]
+    covering = MeasuredCost(forms=with_missed(forms, probes, SHORT), margin=0)
+    found = covering.fitted_bytes(counts, 10)
+    assert (found >= taken(counts) - 2).all()
+    if degree == 1:
+        assert (found <= (1 + 1e-6) * taken(counts) + (1e6 - least)).all()
 
 
 @given(st.integers(1, 500), st.integers(2, 1000), st.sampled_from([1, 2]))

@@ -41,7 +41,8 @@ def with_missed(
     """The forms, and such as hold what some probes took for batches no larger than those.
 
     Two lines in n for each: bytes grow with n from a floor that is at most the lowest peak, so that
-    fewer samples are below the line from there through the probe, and more below the one through 0.
+    fewer samples are below the line from there through the probe, and more below the one through 0;
+    or, up to a probe of the same size and more samples, below the line through both.
     A sample that is short on one axis alone takes so much for its length on the others: they are
     factors, so that what grows faster with them is below the lines, too.
 
@@ -59,11 +60,22 @@ def with_missed(
             continue
         is_long = np.greater_equal(probe.size, shorter_than)
         powers = tuple(map(int, is_long))
-        units = probe.n * math.prod(np.array(probe.size)[is_long].tolist())
-        each = (probe.peak_bytes - floor) / units
-        forms += (Form(terms=(Term(floor, 0, nothing), Term(each, 1, powers))),)
-        if probe.peak_bytes > _OUTWEIGHS * floor:
-            forms += (Form(terms=(Term(probe.peak_bytes / units, 1, powers),)),)
+        product = math.prod(np.array(probe.size)[is_long].tolist())
+        units = probe.n * product
+        lines = [(floor, (probe.peak_bytes - floor) / units)]
+        larger = [one for one in probes if one.size == probe.size and one.n > probe.n]
+        if larger:
+            other = min(larger, key=lambda one: one.n)
+            slope = (other.peak_bytes - probe.peak_bytes) / (other.n * product - units)
+            start = probe.peak_bytes - slope * units
+            lines.append(
+                (start, slope) if start > 0 else (0.0, other.peak_bytes / other.n / product)
+            )
+        elif probe.peak_bytes > _OUTWEIGHS * floor:
+            lines.append((0.0, probe.peak_bytes / units))
+        forms += tuple(
+            Form(terms=(Term(start, 0, nothing), Term(slope, 1, powers))) for start, slope in lines
+        )
     return forms
 
 
