@@ -7,110 +7,110 @@ models that people train; how many traces and seconds does it take, and when is 
 Command: PYTHONPATH=. python examples/benchmarks/any_model.py [--shapes N] [--models TEXT …]
 
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, transformers 5.24.0;
-`--shapes 30`, on one core beside other work, which shows in the seconds.
+`--shapes 30`, OMP_NUM_THREADS=1, on one core, while the other one had work of its own.
 
-    step                       multiples  axes  forms  traces  fallback  shapes  beyond    under   margin  covered      over  frontier  seconds
-    encoder, padding masked            1     1      3      16                42       0   -0.05%    0.50%   +0.45%     +0.5%     +0.5%      2.8
-    encoder, padding counted           1     1      3      16                42       0   -0.05%    0.50%   +0.45%     +0.5%     +0.5%      3.5
-    encoder, fused and masked          1     1      2      16                42       0   -0.02%    0.50%   +0.48%     +0.5%     +0.5%      2.6
-    decoder, rotary                    1     1      3      16                42       0   -0.06%    0.50%   +0.44%     +0.9%     +0.8%      3.6
-    translator, relative bias          1     2      2      30     peaks      46       0   -8.91%   16.85%   +6.45%   +725.6%    +20.8%     18.5
-    encoder, relative bias             1     1      4      16                41       0   -0.03%    0.50%   +0.47%     +0.5%     +0.5%      2.9
-    encoder, disentangled              1     1      5      16                42       0   -0.00%    0.61%   +0.61%     +3.4%     +0.9%      4.5
-    captioner                          1     2      8      24                46       0   -0.00%    0.50%   +0.50%  +3648.4%  +3747.5%     14.4
-    two towers, contrastive            1     1      5      16                42       0   -0.02%    0.50%   +0.48%     +0.5%     +0.5%      3.7
-    all pairs, contrastive             1     1      2      16                42       0   -0.35%    0.50%   +0.19%     +1.3%     +0.9%      1.3
-    loss in chunks                     1     1      1      16     table      42       0  -27.09%  242.11%   +9.00%   +666.3%   +367.7%      4.9
-    experts, capacity                  1     1      3      16                42       0   -0.21%    0.50%   +0.29%     +1.8%     +3.4%      3.4
-    experts, by value                  1     –      –       –     error       –       –        –        –        –         –         –        –
-    speech                             1     1      2      16                42       0   +0.01%    0.50%   +0.51%     +6.1%     +5.6%      4.2
-    speech                             4     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      2.0
-    speech, CTC                        1     1      2      16                42       0   +0.01%    0.50%   +0.51%     +6.1%     +5.6%      5.6
-    speech, CTC                        4     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      2.0
-    LSTM                               1     1      2      16                42       0   -0.00%    0.99%   +0.99%     +3.0%     +3.4%      1.0
-    GRU                                1     1      2      16                42       0   -0.01%    0.50%   +0.50%     +0.5%     +0.5%      4.5
-    LSTM, packed                       1     –      –       –     error       –       –        –        –        –         –         –        –
-    loop of LSTM cells                 1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      6.2
-    loop of GRU cells                  1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%     10.1
-    additive attention                 1     2      2      30     peaks      46       0   -3.90%   15.92%  +11.41%   +121.5%    +67.9%     33.3
-    many short samples                 1     1      4      16                42       0   -0.02%    0.50%   +0.49%     +0.5%     +1.7%      1.7
-    U-Net                              1     2      3      30                46       0   -0.42%    2.41%   +1.98%     +5.8%     +7.3%      8.4
-    U-Net                              8     2      4      23                46       0   +0.00%    0.50%   +0.50%     +0.5%     +0.5%      6.9
-    pyramid                            1     2      6      30                46       0   -1.16%    3.32%   +2.14%    +26.9%    +18.6%     27.0
-    pyramid                           16     2      4      23                46       0   -0.20%    0.50%   +0.30%     +0.5%     +0.5%     18.0
-    two optimizers                     1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      4.7
-    two networks in turn               1     1      3      16                42       0   -0.23%    0.50%   +0.50%     +3.2%     +9.1%      2.4
-    two networks in turn               4     1      2      16                42       0   -0.02%    0.50%   +0.49%     +0.5%     +0.5%      2.4
-    low rank                           1     1      3      16                42       0   -0.00%    0.59%   +0.59%     +1.8%     +0.6%      3.5
-    autocast                           1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      7.5
-    checkpoint, reentrant              1     1      6      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%     12.0
-    checkpoint, not reentrant          1     1      7      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%     11.4
-    accumulated                        1     1      1      16     table      40       0  -52.83%  224.01%   +9.00%   +225.4%    +54.4%      5.7
-    large parameters                   1     1      2      16                34       0   -0.00%    0.50%   +0.50%     +0.5%         –      2.4
-    conformer                          1     1      3      16                42       0   +0.01%    0.79%   +0.81%    +15.5%    +16.0%      4.2
-    conformer                          4     1      3      16                42       0   -0.00%    1.19%   +1.19%     +4.6%     +1.2%      4.5
-    windows                            1     2      2      30     table      46       0  -11.05%  130.17%   +9.00%   +307.6%   +448.0%     16.9
-    windows                           32     2      1      23                46       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%     11.5
-    volumes                            1     3      2      33                54       0   -0.07%    0.50%   +0.43%     +0.6%     +0.5%      5.5
-    volumes                            2     3      2      33                54       0   -0.08%    0.50%   +0.45%     +0.5%     +0.5%      6.0
-    documents                          1     2      3      24                46       0   -0.02%    0.50%   +0.48%     +0.5%     +0.5%      8.2
-    point cloud                        1     1      1      16                42       0   -0.01%    0.50%   +0.49%     +0.5%     +0.5%      1.4
-    BERT                               1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.6%     +0.5%      4.5
-    BERT, sdpa                         1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.6%     +0.5%      3.6
-    DeBERTa-v2                         1     1      5      16                42       0   -0.02%    0.50%   +0.49%     +0.5%     +0.5%      5.1
-    T5                                 1     2     11      24                46       0   -0.02%    0.50%   +0.48%     +0.6%     +0.5%     12.6
-    T5, encoder                        1     1      4      16                41       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      3.6
-    BART                               1     2      9      24                46       0   -0.03%    0.50%   +0.47%     +0.5%     +0.5%     13.4
-    BART, sdpa                         1     2      5      24                46       0   -0.02%    0.50%   +0.48%     +0.5%     +0.5%     10.0
-    GPT-2                              1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      3.8
-    GPT-2, sdpa                        1     1      2      16                42       0   -0.01%    0.50%   +0.49%     +0.5%     +0.5%      2.8
-    Llama                              1     1      3      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      4.8
-    Llama, sdpa                        1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      3.8
-    Qwen 3                             1     1      3      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      5.3
-    Gemma 3                            1     1      3      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      6.2
-    Gemma 3, sdpa                      1     1      2      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      5.4
-    Mixtral, batched                   1     1      4      16                42       0   -0.01%    0.50%   +0.49%     +0.6%     +0.5%      5.3
-    Mixtral, grouped                   1     1      3      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      4.9
-    Switch                             1     2     10      30                46       0   -0.05%    0.50%   +0.45%     +0.6%    +12.2%     15.4
-    Longformer                         1     1      2      16     table      42       0   -9.18%   33.53%   +9.00%   +385.0%   +116.5%     10.4
-    Longformer                        32     1      2      16                42       0   -0.00%    2.26%   +2.27%     +6.9%     +2.3%      9.6
-    BigBird                            1     1      2      16                42       0   -0.66%    3.90%   +2.49%    +12.6%     +8.3%     14.2
-    BigBird                           16     1      2      16                42       0   -0.00%    3.32%   +3.33%    +11.6%     +3.3%     22.1
-    LED                                1     2      5      30                46       0   -1.50%    0.50%   -1.01%    +48.1%    +76.6%     61.1
-    LED                               32     2      5      30                46       0   -0.06%    1.78%   +1.73%     +7.5%     +1.8%     40.0
-    Whisper                            1     1      3      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%     14.4
-    Wav2Vec2                           1     1      5      16                42       0   +0.01%    1.06%   +1.07%    +19.4%    +18.2%     11.7
-    Wav2Vec2                          80     1      6      16                42       0   -0.01%    0.50%   +0.50%     +0.5%     +0.5%     10.1
-    CLIP                               1     1      4      16                42       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%      6.9
-    Segformer                          1     2      2      30     table      46       0   -3.25%   58.96%   +9.00%   +206.0%    +91.6%     18.2
-    Segformer                         32     2      4      23                46       0   -0.00%    0.50%   +0.50%     +0.5%     +0.5%     17.5
-    Segformer, pixels                  1     2      2      30                46       0   -0.13%   12.72%  +12.75%    +40.8%    +41.5%     41.1
-    Segformer, pixels                 32     2      2      30                46       0   -0.00%    0.97%   +0.98%     +2.9%     +1.0%     17.8
-    Swin                               1     2      2      30     table      46       0  -20.60%   31.88%   +4.78%    +81.1%    +45.4%     26.0
-    Swin                              32     2      1      30                46       0   +0.00%    0.50%   +0.50%     +1.3%     +0.5%     14.3
-    ViT                                1     2      3      30                46       0   -0.53%    6.81%   +6.66%    +51.9%   +490.7%     10.8
-    ViT                               16     2      4      23                46       0   -0.22%    0.50%   +0.28%     +0.5%     +0.5%      5.0
+    step                       multiples  axes  forms  traces  fallback  shapes  beyond    under   margin  covered     over  frontier  seconds
+    encoder, padding masked            1     1      3      15                42       0   -0.05%    0.50%   +0.45%    +0.5%     +0.5%      3.0
+    encoder, padding counted           1     1      3      15                42       0   -0.05%    0.50%   +0.45%    +0.5%     +0.5%      2.7
+    encoder, fused and masked          1     1      2      15                42       0   -0.02%    0.50%   +0.48%    +0.5%     +0.5%      2.3
+    decoder, rotary                    1     1      3      15                42       0   -0.06%    0.50%   +0.44%    +0.9%     +0.8%      2.8
+    translator, relative bias          1     2      9      29                46       0   -0.27%    0.50%   +0.23%    +0.5%     +0.5%     11.4
+    encoder, relative bias             1     1      4      15                41       0   -0.03%    0.50%   +0.47%    +0.5%     +0.5%      2.6
+    encoder, disentangled              1     1      5      15                42       0   -0.01%    0.61%   +0.60%    +3.4%     +0.9%      3.7
+    captioner                          1     2      6      25                46       0   -0.13%    0.50%   +0.37%    +0.5%     +0.5%      6.8
+    two towers, contrastive            1     1      5      16                42       0   -0.02%    0.50%   +0.48%    +0.5%     +0.5%      3.3
+    all pairs, contrastive             1     1      2      16                42       0   -0.35%    0.50%   +0.19%    +1.3%     +0.9%      0.6
+    loss in chunks                     1     1      1      16     table      42       0  -27.09%  242.11%   +9.00%  +666.3%   +367.7%      3.6
+    experts, capacity                  1     1      3      16                42       0   -0.21%    0.50%   +0.29%    +1.8%     +3.4%      2.7
+    experts, by value                  1     –      –       –     error       –       –        –        –        –        –         –        –
+    speech                             1     1      2      15                42       0   +0.01%    2.00%   +0.66%    +7.7%     +5.6%      1.9
+    speech                             4     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      1.5
+    speech, CTC                        1     1      2      15                42       0   +0.01%    2.00%   +0.66%    +7.7%     +5.6%      1.9
+    speech, CTC                        4     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      1.5
+    LSTM                               1     1      2      16                42       0   -0.00%    0.99%   +0.99%    +3.0%     +3.4%      0.8
+    GRU                                1     1      2      16                42       0   -0.01%    0.50%   +0.50%    +0.5%     +0.5%      4.0
+    LSTM, packed                       1     –      –       –     error       –       –        –        –        –        –         –        –
+    loop of LSTM cells                 1     1      2      16                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.3
+    loop of GRU cells                  1     1      2      16                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      4.9
+    additive attention                 1     2      2      29     peaks      46       0   -3.90%   15.92%  +11.41%  +121.5%    +67.9%     17.6
+    many short samples                 1     1      4      16                42       0   -0.02%    0.50%   +0.49%    +0.5%     +1.7%      1.7
+    U-Net                              1     2      3      30                46       0   -0.42%    4.95%   +2.29%    +8.4%     +7.3%      7.9
+    U-Net                              8     2      4      24                46       0   +0.00%    0.50%   +0.50%    +0.5%     +0.5%      6.3
+    pyramid                            1     2      6      29                46       0   -1.16%    3.32%   +2.14%   +26.9%    +18.6%     14.0
+    pyramid                           16     2      4      23                46       0   -0.20%    0.50%   +0.30%    +0.5%     +0.5%      6.7
+    two optimizers                     1     1      2      16                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      2.3
+    two networks in turn               1     1      3      15                42       0   -0.23%    0.50%   +0.50%    +3.2%     +9.1%      1.1
+    two networks in turn               4     1      2      15                42       0   -0.02%    0.50%   +0.49%    +0.5%     +0.5%      1.0
+    low rank                           1     1      3      15                42       0   -0.00%    0.59%   +0.59%    +1.8%     +0.6%      2.4
+    autocast                           1     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      3.0
+    checkpoint, reentrant              1     1      6      16                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.7
+    checkpoint, not reentrant          1     1      7      16                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.6
+    accumulated                        1     1      1      16     table      40       0  -52.83%  224.01%   +9.00%  +225.4%    +54.4%      5.1
+    large parameters                   1     1      2      16                34       0   -0.00%    0.50%   +0.50%    +0.5%         –      1.9
+    conformer                          1     1      3      15                42       0   +0.01%    2.00%   +1.29%   +16.9%    +16.0%      4.3
+    conformer                          4     1      3      15                42       0   -0.00%    1.19%   +1.19%    +4.6%     +1.2%      3.8
+    windows                            1     2      2      30     table      46       0  -11.05%  130.17%   +9.00%  +307.6%   +448.0%     12.6
+    windows                           32     2      1      23                46       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.2
+    volumes                            1     3      2      33                54       0   -0.07%    0.50%   +0.43%    +0.6%     +0.5%      2.5
+    volumes                            2     3      2      33                54       0   -0.08%    0.50%   +0.45%    +0.5%     +0.5%      2.9
+    documents                          1     2      3      24                46       0   -0.02%    0.50%   +0.48%    +0.5%     +0.5%      5.2
+    point cloud                        1     1      1      15                42       0   -0.01%    0.50%   +0.49%    +0.5%     +0.5%      1.2
+    BERT                               1     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.6%     +0.5%      3.6
+    BERT, sdpa                         1     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.6%     +0.5%      2.8
+    DeBERTa-v2                         1     1      5      16                42       0   -0.05%    0.50%   +0.45%    +0.5%     +0.5%      4.6
+    T5                                 1     2     11      24                46       0   -0.02%    0.50%   +0.48%    +0.6%     +0.5%     10.1
+    T5, encoder                        1     1      4      15                41       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      2.8
+    BART                               1     2      9      24                46       0   -0.03%    0.50%   +0.47%    +0.5%     +0.5%      9.9
+    BART, sdpa                         1     2      5      24                46       0   -0.02%    0.50%   +0.48%    +0.5%     +0.5%      9.2
+    GPT-2                              1     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      3.5
+    GPT-2, sdpa                        1     1      2      15                42       0   -0.01%    0.50%   +0.49%    +0.5%     +0.5%      2.9
+    Llama                              1     1      3      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      3.5
+    Llama, sdpa                        1     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      2.8
+    Qwen 3                             1     1      3      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      3.7
+    Gemma 3                            1     1      3      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      4.1
+    Gemma 3, sdpa                      1     1      2      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      3.7
+    Mixtral, batched                   1     1      4      15                42       0   -0.01%    0.50%   +0.49%    +0.6%     +0.5%      3.7
+    Mixtral, grouped                   1     1      3      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      4.1
+    RWKV                               1     1      2      16                42       0   -1.86%    4.00%   +0.50%    +5.7%     +2.4%      7.3
+    Switch                             1     2     10      30                46       0   -0.05%    0.50%   +0.45%    +0.6%     +2.6%     10.3
+    Longformer                         1     1      2      16     table      42       0   -9.18%   33.53%   +9.00%  +385.0%   +116.5%      7.9
+    Longformer                        32     1      2      15                42       0   -0.00%    2.26%   +2.27%    +6.9%     +2.3%      6.7
+    BigBird                            1     1      2      15                42       0   -1.19%    2.98%   +1.75%    +9.9%     +8.3%     10.8
+    BigBird                           16     1      2      15                42       0   -0.00%    3.32%   +3.33%   +11.6%     +3.3%     12.2
+    LED                                1     2      5      29                46       0   -1.50%    2.00%   +0.47%   +50.3%    +76.6%     33.7
+    LED                               32     2      5      29                46       0   -0.06%    1.78%   +1.73%    +7.5%     +1.8%     22.1
+    Whisper                            1     1      3      15                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.8
+    Wav2Vec2                           1     1      5      16                42       0   +0.01%    2.00%   +1.25%   +20.5%    +18.2%      4.9
+    Wav2Vec2                          80     1      6      16                42       0   -0.01%    0.50%   +0.50%    +0.5%     +0.5%      4.1
+    CLIP                               1     1      4      16                42       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      5.7
+    Segformer                          1     2      2      29     table      46       0   -3.25%   58.96%   +9.00%  +206.0%    +91.6%     13.7
+    Segformer                         32     2      4      24                46       0   -0.00%    0.50%   +0.50%    +0.5%     +0.5%      7.4
+    Segformer, pixels                  1     2      2      30                46       0   -0.13%   12.72%  +12.75%   +40.8%    +41.5%     15.7
+    Segformer, pixels                 32     2      2      29                46       0   -0.00%    0.97%   +0.98%    +2.9%     +1.0%     10.3
+    Swin                               1     2      2      30     table      46       0  -20.60%   31.88%   +4.78%   +81.1%    +45.4%     19.4
+    Swin                              32     2      1      29                46       0   +0.00%    0.50%   +0.50%    +1.3%     +0.5%     13.6
+    ViT                                1     2      3      30                46       0   -0.53%    6.81%   +6.66%   +51.9%   +490.7%     11.2
+    ViT                               16     2      4      24                46       0   -0.22%    0.50%   +0.28%    +0.5%     +0.5%      5.0
     classes that cannot be traced ≤ 3: 2, holds
     least covered ≥ 0: 0.0019478, holds
-    most over on the frontier ≤ 0.05: 37.475, DOES NOT HOLD
-    most over in the box ≤ 0.15: 36.484, DOES NOT HOLD
-    fallbacks ≤ 3: 4, DOES NOT HOLD
+    most over on the frontier ≤ 0.05: 0.034, holds
+    most over in the box ≤ 0.15: 0.1164, holds
+    fallbacks ≤ 3: 3, holds
     traces, 1 axes ≤ 16: 16, holds
     traces, 2 axes ≤ 30: 30, holds
-    seconds to measure ≤ 30: 39.966, DOES NOT HOLD
-    least covered, sizes that layers round ≥ 0: -0.010064, DOES NOT HOLD
+    seconds to measure ≤ 30: 22.12, holds
+    least covered, sizes that layers round ≥ 0: 0.0042997, holds
     most over on the frontier, sizes that layers round ≤ 0.05: 4.907, DOES NOT HOLD
     most over in the box, sizes that layers round ≤ 0.15: 0.51887, DOES NOT HOLD
     fallbacks, sizes that layers round ≤ 3: 4, DOES NOT HOLD
     traces, 1 axes, sizes that layers round ≤ 16: 16, holds
     traces, 2 axes, sizes that layers round ≤ 30: 30, holds
-    seconds to measure, sizes that layers round ≤ 30: 61.071, DOES NOT HOLD
-    experts, by value: ValueDependentError: the shapes in the step depend on values of tensors (aten.nonzero.defau …
-    LSTM, packed: ValueDependentError: the shapes in the step depend on values of tensors (aten._pack_padded_seque …
+    seconds to measure, sizes that layers round ≤ 30: 33.686, DOES NOT HOLD
+    experts, by value: ValueDependentError: the shapes in the step depend on values of tensors (aten.nonzero.default …
+    LSTM, packed: ValueDependentError: the shapes in the step depend on values of tensors (aten._pack_padded_sequenc …
 
-What this table showed was mended after it: that a sample short on one axis counted for all lengths on
-the other ("captioner", "translator, relative bias"), which are within 15 % anywhere in the tests of
-classes since; and that LED was under by 1 %, where the margin is at least 2 % now. "RWKV" is new.
+"Switch" is of a run of its own, after what its steps of other operations take of many samples was
+bounded by the line between two of them: before, it was 28 % too high on the frontier.
 
 `under` is the lowest fitted / traced − 1 without the margin, `covered` the lowest with it, and
 `over` the highest with it: over the box, and on the frontier, which is the batches of eight
