@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import logging
 import random
 from collections import deque
 from collections.abc import Callable
@@ -301,9 +303,12 @@ class Mean:
         self.lately: deque[float] = deque(maxlen=3)
         self.by_name: dict[str, float] = {}
         self.seen: set[float] = set()
+        self.sums, self.replaced = np.zeros(2), np.zeros(0)
 
     def update(self, value: float) -> None:
         self.count += 1
+        self.sums += value
+        self.replaced = np.append(self.replaced, value)
         self.mean += (value - self.mean) / self.count
         self.least = value if self.least is None else min(self.least, value)
         self.lately.append(value)
@@ -311,10 +316,12 @@ class Mean:
         self.seen.add(value)
 
     def numbers(self) -> list[Any]:
-        return [self.mean, self.count, self.least, *self.lately, self.by_name, sorted(self.seen)]
+        kept = [*self.lately, self.by_name, sorted(self.seen)]
+        return [self.mean, self.count, self.least, *kept, *self.sums, *self.replaced]
 
 
 counted = 0
+log = logging.getLogger(__name__)  # whose handlers keep what they like
 
 
 @METHODS
@@ -334,7 +341,7 @@ def test_what_a_step_counts(method: str) -> None:
             (loss / (mean.mean + counted + len(losses))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            mean.update(loss.item())
+            log.debug("a loss of %s", mean.update(loss.item()))
             losses.append(loss.item())
             total, counted = total + loss.item(), counted + 1
 
@@ -349,25 +356,49 @@ def test_what_a_step_counts(method: str) -> None:
     assert trained(True) == trained(False)
 
 
+class Kept:
+    """Objects that came with the steps, and the number of steps."""
+
+    def __init__(self) -> None:
+        self.blocks: list[object] = []
+        self.count = 0
+
+    def add(self) -> None:
+        self.blocks.append(object())
+        self.count += 1
+
+    def number(self) -> int:
+        return len(self.blocks)
+
+
+class Drawn:
+    """What an iterator yields, and how much of it."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.count = 0
+
+    def add(self) -> None:
+        next(self.numbers)
+        self.count += 1
+
+    def number(self) -> int:
+        return next(self.numbers)
+
+
 @METHODS
-def test_what_counts_what_it_keeps(method: str) -> None:
-    """Where something else came that is kept, the number of them is not put back alone."""
+@pytest.mark.parametrize("kind", [Kept, Drawn])
+def test_what_counts_what_it_keeps(method: str, kind: type[Kept] | type[Drawn]) -> None:
+    """Where something else came or went, the number of it is not put back alone."""
     model, optimizer = network()
-
-    class Kept:
-        def __init__(self) -> None:
-            self.blocks: list[object] = []
-            self.count = 0
-
-    kept = Kept()
+    kept = kind()
 
     def step(batch: torch.Tensor) -> None:
         full_step(model, optimizer)(batch)
-        kept.blocks.append(object())
-        kept.count += 1
+        kept.add()
 
     measure(step, method)
-    assert kept.count == len(kept.blocks) > 0
+    assert kept.count == kept.number() > 0
 
 
 def on_meta(model: nn.Module) -> None:

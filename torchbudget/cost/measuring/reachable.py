@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import types
 from collections import deque
@@ -31,6 +32,10 @@ GENERATORS: Final = (
 )
 CONTAINERS: Final = (dict, list, set, deque)
 _STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *HELPERS, *GENERATORS)
+_NOT_SEARCHED: Final = (
+    *(types.ModuleType, type, logging.Logger),
+    *(torch.Tensor, torch.optim.Optimizer),
+)
 # What the step reads: tensors in them are not saved.
 _DATA: Final = (Dataset, DataLoader)
 
@@ -66,7 +71,7 @@ def _references(one: Any) -> list[Any]:
         return [one.__self__]
     if isinstance(one, (*CONTAINERS, tuple, frozenset)):
         return list(values_of(one)) if len(one) <= _MOST_ITEMS else []
-    if isinstance(one, (types.ModuleType, type, torch.Tensor, torch.optim.Optimizer)):
+    if isinstance(one, _NOT_SEARCHED):
         return []
     slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
     values = [getattr(one, name, None) for name in slots if not name.startswith("__")]

@@ -38,7 +38,12 @@ _MEASURED: Final = ("cpu", "cuda", "meta")
 # How deep containers inside an object's own are restored, such as an optimizer's state.
 _NESTED: Final = 4
 # What a user's object counts or averages with: it has no state of its own, or is restored anyway.
-_VALUES: Final = (int, float, complex, str, bytes, type(None), np.generic, torch.Tensor)
+_VALUES: Final = (
+    *(int, float, complex, str, bytes, type(None)),
+    *(np.generic, np.ndarray, torch.Tensor),
+)
+# A larger array is data, and not what a step sums up.
+_ARRAY_BYTES: Final = 2**20
 
 
 @runtime_checkable
@@ -84,6 +89,10 @@ class TrainingState:
         # Those that torch, or an accumulator, keeps its own books in.
         of_libraries = [one for one in found if is_of_torch(one) or _accumulates(one)]
         self._libraries = {id(one) for owner in of_libraries for one in _own_containers(owner)}
+        # What a step counts with is put back unless that might contradict what else it keeps.
+        arrays = [one for one in found if isinstance(one, np.ndarray) and one.flags.writeable]
+        self._arrays = [one for one in arrays if one.nbytes <= _ARRAY_BYTES]
+        self._has_iterators = any(issubclass(type(one), Iterator) for one in found)
         self.generators = [one for one in found if isinstance(one, GENERATORS)]
         self.functions = [one for one in found if isinstance(one, types.FunctionType)]
 
@@ -270,11 +279,8 @@ class TrainingState:
         written = {id(one): one for one in [*self.tensors(), *self.loose] if contents}
         gradients = [(p, p.grad) for p in self.parameters()]
         containers = self._saved()
-        # An accumulator forgets by itself what it counts.
-        own = [vars(one) for one in self.accumulators]
-        others = [
-            (one, copy.copy(one)) for one in self.containers if not any(one is its for its in own)
-        ]
+        others = [(one, copy.copy(one)) for one in self.containers]
+        arrays = [(one, one.copy()) for one in self._arrays]
         names = [(one, one.value) for function in self.functions for one in names_of(function)]
         with copied([*written.values()]) as put_back, ExitStack() as stack:
             stack.enter_context(autocast_cache_kept())
@@ -288,7 +294,11 @@ class TrainingState:
             finally:
                 bound = [([name.value], [value]) for name, value in names]
                 users = [saved for saved in others if id(saved[0]) not in self._libraries]
-                is_changed = _which_changes([*users, *bound])
+                is_changed = _has_other_tensors
+                if not self._has_iterators and _are_values([*users, *bound]):
+                    is_changed = _differ
+                    for array, values in arrays:
+                        array[...] = values
                 containers += [saved for saved in users if is_changed(*saved)]
                 containers += [saved for saved in others if _has_other_tensors(*saved)]
                 for container, items in containers:
@@ -364,16 +374,17 @@ def _containers(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
             yield from _containers(value, nested + 1)
 
 
-def _which_changes(saved: Sequence[tuple[Any, Any]]) -> Callable[[Any, Any], bool]:
-    """What tells which containers of a user's objects are restored: those that changed.
+def _are_values(saved: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether only numbers, texts, tensors and arrays came to a user's containers, or went."""
+    return all(
+        isinstance(one, _VALUES)
+        for container, items in saved
+        for one in _differences(container, items)
+    )
 
-    But where other values than numbers, texts and tensors came or went, those with other tensors
-    alone: what an object counts, put back beside what it keeps, would contradict it.
-    """
-    for container, items in saved:
-        if any(not isinstance(one, _VALUES) for one in _differences(container, items)):
-            return _has_other_tensors
-    return lambda container, items: any(True for _ in _differences(container, items))
+
+def _differ(container: Any, items: Any) -> bool:
+    return any(True for _ in _differences(container, items))
 
 
 def _differences(container: Any, items: Any) -> Iterator[Any]:
