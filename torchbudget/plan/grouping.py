@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -52,10 +52,16 @@ class ByCost:
 
     rules: BatchRules
     oversize: Oversize
+    _checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
-        """Raise a `CostError` where the cost does not compute what it should for such sizes."""
-        check_cost(self.rules, sizes, sizes.max(axis=0))
+        """Raise a `CostError` where the cost does not compute what it should for such sizes.
+
+        In each process once.
+        """
+        if not self._checked:
+            check_cost(self.rules, sizes, sizes.max(axis=0))
+            self._checked.append(True)
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
         """Places of the samples that are to be skipped; raises where that is the policy."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -71,11 +72,17 @@ def shuffled_keys(seed: int, *key: int, numbers: IntArray) -> WordArray:
     generators", 2014) over the numbers as its counter.
     """
     words = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    words += random_words(seed, *key, count=1)[0]
+    words += _first_word(seed, *key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words ^= words >> np.uint64(shift)
         words *= np.uint64(factor)
     return words ^ (words >> np.uint64(31))
+
+
+@lru_cache(maxsize=64)  # windows of one pass have one key, and a stream asks window by window
+def _first_word(seed: int, *key: int) -> np.uint64:
+    word: np.uint64 = random_words(seed, *key, count=1)[0]
+    return word
 
 
 class Permutation:

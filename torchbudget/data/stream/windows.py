@@ -74,7 +74,6 @@ class Windows:
         self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.describe)
         self._generators = ReadingGenerators()
         self._warned = False
-        self._checked = False  # the cost, on the sizes of the first window
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._any_left = False  # of the items since the stream's beginning
         self.empty_passes = 0
@@ -250,9 +249,7 @@ class Windows:
             if buffered.samples:
                 self._measure(buffered)
             return
-        if not self._checked:
-            settings.grouping.check(sizes)
-            self._checked = True
+        settings.grouping.check(sizes)
         if not self._has_checked_axes and len(sizes) >= _FEWEST:
             check_first_axis_of(buffered.samples, settings.size, sizes, "size")
             self._has_checked_axes = True
