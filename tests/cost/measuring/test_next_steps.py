@@ -386,9 +386,29 @@ class Drawn:
         return next(self.numbers)
 
 
+class Slots:
+    """A number that is no item of a container, and one beside it."""
+
+    __slots__ = ("beside", "slot")
+
+    def __init__(self) -> None:
+        self.slot, self.beside = 0, {"count": 0}
+
+    def add(self) -> None:
+        self.slot += 1
+        self.beside["count"] += 1
+
+    @property
+    def count(self) -> int:
+        return self.slot
+
+    def number(self) -> int:
+        return self.beside["count"]
+
+
 @METHODS
-@pytest.mark.parametrize("kind", [Kept, Drawn])
-def test_what_counts_what_it_keeps(method: str, kind: type[Kept] | type[Drawn]) -> None:
+@pytest.mark.parametrize("kind", [Kept, Drawn, Slots])
+def test_what_counts_what_it_keeps(method: str, kind: type[Kept | Drawn | Slots]) -> None:
     """Where something else came or went, the number of it is not put back alone."""
     model, optimizer = network()
     kept = kind()

@@ -45,6 +45,12 @@ def values_of(container: Any) -> Any:
     return container.values() if isinstance(container, dict) else container
 
 
+def values_of_slots(one: object) -> list[Any]:
+    """The values of the attributes that an object's classes name in `__slots__`."""
+    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [getattr(one, name, None) for name in slots if not name.startswith("__")]
+
+
 def reachable(step: object) -> Iterator[Any]:
     """Everything that `step` (or a batch) refers to, directly or not, each once, breadth first."""
     seen: dict[int, Any] = {}  # which keeps them, so that no other gets the same id
@@ -73,8 +79,7 @@ def _references(one: Any) -> list[Any]:
         return list(values_of(one)) if len(one) <= _MOST_ITEMS else []
     if isinstance(one, _NOT_SEARCHED):
         return []
-    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
-    values = [getattr(one, name, None) for name in slots if not name.startswith("__")]
+    values = values_of_slots(one)
     attributes = getattr(one, "__dict__", {})
     if isinstance(one, _DATA):
         return [value for value in attributes.values() if isinstance(value, _STATEFUL + _DATA)]

@@ -28,6 +28,7 @@ from torchbudget.cost.measuring.reachable import (
     names_of,
     reachable,
     values_of,
+    values_of_slots,
 )
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.random_state import RandomState
@@ -92,6 +93,7 @@ class TrainingState:
         # What a step counts with is put back unless that might contradict what else it keeps.
         arrays = [one for one in found if isinstance(one, np.ndarray) and one.flags.writeable]
         self._arrays = [one for one in arrays if one.nbytes <= _ARRAY_BYTES]
+        self._slotted = [one for one in found if not is_of_torch(one) and values_of_slots(one)]
         self._has_iterators = any(issubclass(type(one), Iterator) for one in found)
         self.generators = [one for one in found if isinstance(one, GENERATORS)]
         self.functions = [one for one in found if isinstance(one, types.FunctionType)]
@@ -281,6 +283,7 @@ class TrainingState:
         containers = self._saved()
         others = [(one, copy.copy(one)) for one in self.containers]
         arrays = [(one, one.copy()) for one in self._arrays]
+        slots = list(map(values_of_slots, self._slotted))
         names = [(one, one.value) for function in self.functions for one in names_of(function)]
         with copied([*written.values()]) as put_back, ExitStack() as stack:
             stack.enter_context(autocast_cache_kept())
@@ -295,7 +298,11 @@ class TrainingState:
                 bound = [([name.value], [value]) for name, value in names]
                 users = [saved for saved in others if id(saved[0]) not in self._libraries]
                 is_changed = _has_other_tensors
-                if not self._has_iterators and _are_values([*users, *bound]):
+                # Attributes in slots are not put back, and so nothing that may count with them.
+                moved = self._has_iterators or any(
+                    map(_differ, map(values_of_slots, self._slotted), slots)
+                )
+                if not moved and _are_values([*users, *bound]):
                     is_changed = _differ
                     for array, values in arrays:
                         array[...] = values
