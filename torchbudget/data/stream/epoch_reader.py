@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from types import NoneType
 from typing import Any, TypeAlias
 
@@ -71,8 +71,8 @@ class EpochReader(Iterator[Any]):
         self._settings = settings
         self._progress = progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
-        self._batches: Generator[_Found] | None = None
-        self._found: _Found | None = None  # read, not asked for yet
+        self._collate_fn = settings.collate_fn
+        self._batches: Iterator[_Found] | None = None
         self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
         self.go_on(cursor)
 
@@ -98,15 +98,15 @@ class EpochReader(Iterator[Any]):
         loops = self.loops()
         if loops is not None:
             loops.present = self
-        found = self._take()
-        if found is None:
-            self._end_epoch()
-            raise StopIteration
-        place, (samples, padded_size) = found
         try:
-            batch = collated(self._settings.collate_fn, samples)
-            if padded_size is not None:
-                self._padded_sizes.compare(batch, padded_size, len(samples))
+            place, (batch, padded_size) = next(self._left())
+            if self._collate_fn is not list:  # else the batch is the samples themselves
+                number, batch = len(batch), collated(self._collate_fn, batch)
+                if padded_size is not None:
+                    self._padded_sizes.compare(batch, padded_size, number)
+        except StopIteration:
+            self._end_epoch()
+            raise
         except BaseException:
             self._batches = None  # the next call meets the same error, and not the next batch
             raise
@@ -123,22 +123,17 @@ class EpochReader(Iterator[Any]):
         `StatefulDataLoader` saves a finished epoch as it stood after its last batch. It then has
         workers that load that state begin the next loop at once, or starts new ones.
         """
-        self._found = self._take()
-        if self._found is None:
-            self._end_epoch()
+        left = self._left()
+        for first in left:
+            self._batches = chain([first], left)
+            return
+        self._end_epoch()
 
-    def _take(self) -> _Found | None:
-        """The next micro-batch, and where it stands after it; `None`: the epoch has no more."""
-        found, self._found = self._found, None
-        if found is not None or self.finished:
-            return found
+    def _left(self) -> Iterator[_Found]:
+        """The micro-batches of the epoch that are left."""
         if self._batches is None:
             self._batches = self._read(self.cursor)
-        try:
-            return next(self._batches, None)
-        except BaseException:
-            self._batches = None  # the next call meets the same error, and not the epoch's end
-            raise
+        return iter(()) if self.finished else self._batches
 
     def _end_epoch(self) -> None:
         self.finished, slot = True, self.slot
@@ -148,9 +143,7 @@ class EpochReader(Iterator[Any]):
 
     def close(self) -> None:
         """End the threads, and drop the samples in memory."""
-        if self._batches is not None:
-            self._batches.close()
-        self._batches = self._found = None
+        self._batches = None
         self.windows.close()
 
     def _read(self, start: StreamCursor) -> Generator[_Found]:
@@ -182,8 +175,11 @@ class EpochReader(Iterator[Any]):
                 yield (buffered.cursor, 0), last[rank]
                 last = []
             begun, before = buffered.cursor, len(rounds) // ranks - 1
-            for done in range(1 + _done(begun, start), before + 1):
-                yield (begun, done), rounds[(done - 1) * ranks + rank]
+            done = _done(begun, start)
+            places = zip(repeat(begun), range(done + 1, before + 1))
+            yield from zip(
+                places, rounds[done * ranks + rank : before * ranks : ranks], strict=True
+            )
             if ranks > 1:
                 last = rounds[-ranks:]
             else:

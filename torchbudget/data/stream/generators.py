@@ -86,11 +86,11 @@ class ReadingGenerators:
     _lock = threading.Lock()
     _inside = 0
     _process: _Place
+    _samples = np.random.MT19937(0)  # seeded for each of them
+    of_source_now: _Place  # from `open_source` on
 
     def __init__(self) -> None:
         self._entered = False
-        self.of_source_now = _Place.seeded(0)
-        self._samples = np.random.MT19937(0)
 
     def enter(self) -> None:
         """Put the numbers of the process aside."""
