@@ -74,7 +74,7 @@ def seed_generators(word: int) -> None:
 
 
 class ReadingGenerators:
-    """What the global generators are while one process reads and transforms.
+    """What the global generators are inside, while one process reads and transforms.
 
     Streams that threads of one process read at a time have them together: the process gets its
     numbers back, but theirs depend on timing.
@@ -89,28 +89,19 @@ class ReadingGenerators:
     _samples = np.random.MT19937(0)  # seeded for each of them
     of_source_now: _Place  # from `open_source` on
 
-    def __init__(self) -> None:
-        self._entered = False
-
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         """Put the numbers of the process aside."""
-        if self._entered:
-            return
         kind = ReadingGenerators
         with kind._lock:
             if not kind._inside:
                 kind._process = _Place.now()
             kind._inside += 1
-            self._entered = True
             mtrand.set_bit_generator(self._samples)
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Go on with them."""
-        if not self._entered:
-            return
         kind = ReadingGenerators
         with kind._lock:
-            self._entered = False
             kind._inside -= 1
             if not kind._inside:
                 kind._process.restore()

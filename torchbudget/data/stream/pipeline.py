@@ -16,13 +16,11 @@ class Item(NamedTuple):
     """An item that was read.
 
     Attributes:
-        position: in what this process reads.
         name: its shard and its place there, the same in every process.
         seed: of what its transforms draw.
         value: the item itself.
     """
 
-    position: int
     name: tuple[int, int]
     seed: int
     value: Any
@@ -51,8 +49,8 @@ class Pipeline:
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def __call__(self, items: Iterator[Item]) -> Iterator[tuple[int, list[Any] | SampleError]]:
-        """The position and the samples of each item, or the error of its transforms, in order.
+    def __call__(self, items: Iterator[Item]) -> Iterator[list[Any] | SampleError]:
+        """The samples of each item, or the error of its transforms, in order.
 
         With threads, `2 · threads` items are read, then transformed: a source is never read while a
         transform runs, and what draws from a global generator meanwhile is a transform.
@@ -64,14 +62,14 @@ class Pipeline:
             for item in items:
                 if self._transforms:
                     seed_generators(item.seed)
-                yield item.position, self._transform(item)
+                yield self._transform(item)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
         while some := list(islice(items, 2 * self._threads)):
             with refuse_draws():
                 made = list(self._pool.map(self._transform, some))
-            yield from zip((item.position for item in some), made, strict=True)
+            yield from made
 
     def _transform(self, item: Item) -> list[Any] | SampleError:
         token = sample_random.set(SampleRandom(item.seed))

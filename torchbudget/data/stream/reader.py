@@ -4,68 +4,53 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Final
+from weakref import WeakValueDictionary
 
 import torch.utils.data._utils.worker as torch_worker
 
 from torchbudget.data.stream.generators import ReadingGenerators
-from torchbudget.data.stream.seeking import SourcePlace
 from torchbudget.errors import SampleError
 from torchbudget.plan.permutation import Permutation, Stream
 
+_CHUNK: Final = 4096
 
-class IndexReader:
-    """The indices of a map-style data set; skipping is O(1), so it needs no state.
+
+class Indices:
+    """The indices of a map-style data set, from any of them on.
 
     Args:
         length: of the data set.
         key: of the order; `None`: ascending.
-
-    Attributes:
-        position: of the next item.
     """
-
-    position = 0
 
     def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
         self._length = length
         self._order = None if key is None else Permutation(length, *key, Stream.INDEX)
 
-    def place(self, position: int) -> tuple[int, int]:
-        """There are no shards."""
-        return 0, position
+    def __len__(self) -> int:
+        return self._length
 
-    @property
-    def ended(self) -> bool:
-        """Whether the last index was taken."""
-        return self.position == self._length
+    def __iter__(self) -> Iterator[int]:
+        return self.after(0)
 
-    def take(self, n: int) -> list[Any]:
-        """The next n indices, or those that are left."""
-        start, self.position = self.position, min(self.position + n, self._length)
+    def after(self, start: int) -> Iterator[int]:
+        """Those from a place on, in O(1)."""
         if self._order is None:
-            return list(range(start, self.position))
-        indices: list[Any] = self._order.stretch(start, self.position).tolist()
-        return indices
-
-    def peek(self, n: int) -> int:
-        """How many indices follow, up to n."""
-        return min(self._length - self.position, n)
-
-    def state(self) -> None:
-        """It needs none."""
-
-    def skip(self, n: int) -> None:
-        """Go past n indices."""
-        self.position = min(self.position + n, self._length)
+            yield from range(start, self._length)
+            return
+        for begin in range(start, self._length, _CHUNK):
+            yield from self._order.stretch(begin, min(begin + _CHUNK, self._length)).tolist()
 
 
-class ShardReader:
+class Reader:
     """The items of shards, one after the other.
+
+    The state of a source is that of all that read it in a process: a loop within another one moves
+    it.
 
     Args:
         shards: iterables, or functions that return one.
@@ -73,8 +58,13 @@ class ShardReader:
         generators: that the source may draw from.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
-        source: where this reader stands in a source that has a state of its own.
+        source: that has a state of its own, the only shard.
+
+    Attributes:
+        drawn: where the generators of the source stood when its state was asked for.
     """
+
+    _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source
 
     def __init__(
         self,
@@ -83,7 +73,7 @@ class ShardReader:
         generators: ReadingGenerators,
         *,
         worker: int | None = None,
-        source: SourcePlace | None = None,
+        source: Any = None,
     ) -> None:
         self._shards = shards
         self._names = names
@@ -95,6 +85,14 @@ class ShardReader:
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []  # read by `peek`
         self._state_before_ahead: dict[str, Any] | None = None
+        self.drawn = generators.of_source_now
+        if source is not None:
+            self._last[id(source)] = self
+
+    @property
+    def was_moved(self) -> bool:
+        """Whether another one has opened the source since."""
+        return self._source is not None and self._last[id(self._source)] is not self
 
     @property
     def position(self) -> int:
@@ -132,16 +130,18 @@ class ShardReader:
         return min(len(self._ahead), n)
 
     def skip(self, n: int) -> None:
-        """Go past n items, whole shards at once where they know their lengths."""
+        """Go past n items: at once in indices, and over shards that know their lengths."""
         stop = self.position + n
-        while self.position < stop and not self.ended:
-            begins = self._items is None and not self._ahead
-            shard = self._shards[len(self._starts) - 1] if begins else None
-            if isinstance(shard, Sequence) and self._read + len(shard) <= stop:
-                self._read += len(shard)
+        self.take(min(n, len(self._ahead)))
+        while self._read < stop and not self._over:
+            shard, begun = self._shards[len(self._starts) - 1], self._starts[-1]
+            if isinstance(shard, (Sequence, Indices)) and begun + len(shard) <= stop:
+                self._read = begun + len(shard)
                 self._next_shard()
+            elif isinstance(shard, Indices):
+                self._read, self._items = stop, shard.after(stop)
             else:
-                self.take(min(stop - self.position, 1024))
+                self._some(min(stop - self._read, 1024))
 
     def state(self) -> dict[str, Any] | None:
         """The position, and the source's own state there, if it has one.
@@ -152,13 +152,14 @@ class ShardReader:
             return self._state_before_ahead
         if self._source is None or self._over or self._items is None:
             return None
-        self._find_place()
-        return self._source.state(self.position)
+        self.drawn = self._generators.of_source_now
+        return {"position": self._read, "source": copy.deepcopy(self._source.state_dict())}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go to the position of a state, before anything is read."""
-        assert self._source is not None  # noqa: S101  (else there is no state)
-        self._read = self._source.load(state)
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go to the position of a state, if there is one, before anything is read."""
+        if self._source is not None and state is not None:
+            self._source.load_state_dict(copy.deepcopy(state["source"]))
+            self._read = state["position"]
 
     def place(self, position: int) -> tuple[int, int]:
         """The shard of an item that was read, by name, and its place within the shard."""
@@ -168,7 +169,6 @@ class ShardReader:
     def _some(self, n: int) -> list[Any]:
         """Up to n next items of this shard; if there are fewer, go to the next shard."""
         shard = self._shards[len(self._starts) - 1]
-        self._find_place()
         with self._reading():
             if self._items is None:
                 opens = callable(shard) and not hasattr(shard, "__iter__")
@@ -177,9 +177,7 @@ class ShardReader:
         self._read += len(items)
         if len(items) < n:
             if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
-                raise SampleError(
-                    f"{self._describe_next()} ended, {len(shard)} items were expected"
-                )
+                raise SampleError(f"{self._next} ended, {len(shard)} items were expected")
             self._next_shard()
         return items
 
@@ -200,30 +198,16 @@ class ShardReader:
             with self._generators.of_source():
                 yield
         except Exception as error:
-            raise SampleError(
-                f"{self._describe_next()} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
+            raise SampleError(text) from error
         finally:
             torch_worker._worker_info = before
 
-    def _find_place(self) -> None:
-        """Go back to where this reader stood, if another one has moved the source meanwhile."""
-        if self._source is None or not self._source.was_moved:
-            return
-        self._items = None  # an iterator may change its source where it ends
-        self._source.take_over()
-        with self._reading():
-            iterable, position = self._source.go_back()
-            self._items = iter(iterable)
-            deque(islice(self._items, self._read - position), maxlen=0)
-
-    def _describe_next(self) -> str:
+    @property
+    def _next(self) -> str:
         shard, offset = self.place(self._read)
         return f"item {offset} or one soon after it, of shard {shard},"
 
     def _next_shard(self) -> None:
         self._items = None
         self._starts.append(self._read)
-
-
-Reader: TypeAlias = IndexReader | ShardReader

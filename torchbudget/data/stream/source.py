@@ -15,8 +15,7 @@ from torchbudget.data.map_style import MapStyle
 from torchbudget.data.stream.adapters import adapter_of
 from torchbudget.data.stream.adapters.plain import PlainSource
 from torchbudget.data.stream.generators import ReadingGenerators
-from torchbudget.data.stream.reader import IndexReader, Reader, ShardReader
-from torchbudget.data.stream.seeking import SourcePlace
+from torchbudget.data.stream.reader import Indices, Reader
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
@@ -90,24 +89,25 @@ class Source:
     ) -> Reader:
         """Start a pass over what this process reads."""
         data, (part, parts) = self.data, slot.part(self.split)
-        if is_indexed(data):
-            return IndexReader(len(data), (self.seed, epoch, number) if self.shuffle else None)
         generators.open_source(self.seed, epoch, number, part)
+        if is_indexed(data):
+            indices = Indices(len(data), (self.seed, epoch, number) if self.shuffle else None)
+            return Reader([indices], [0], generators)
         if isinstance(data, (list, tuple)):
             order = np.arange(len(data))
             if self.shuffle:
                 keys = shuffled_keys(self.seed, epoch, number, Stream.SHARDS, numbers=order)
                 order = order[np.argsort(keys)]
             order = order[part::parts]
-            return ShardReader([data[i] for i in order], order.tolist(), generators)
+            return Reader([data[i] for i in order], order.tolist(), generators)
         if callable(data) and not self.adapter.is_iterable:
-            return ShardReader([partial(data, part, parts)], [part], generators)
+            return Reader([partial(data, part, parts)], [part], generators)
         if self.split == "ranks":
             self.adapter.check_ranks(slot)
-        opens = partial(self.adapter.open, slot, epoch=epoch + number)
-        iterable, worker = opens(), None if self.split == "none" else slot.worker
-        place = SourcePlace(data, opens, generators) if self.adapter.seeks else None
-        return ShardReader([iterable], [part], generators, worker=worker, source=place)
+        iterable = self.adapter.open(slot, epoch=epoch + number)
+        worker = None if self.split == "none" else slot.worker
+        source = data if self.adapter.seeks else None
+        return Reader([iterable], [part], generators, worker=worker, source=source)
 
     @property
     def has_states(self) -> bool:

@@ -17,14 +17,18 @@ from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import ReadingGenerators, SampleSeeds
 from torchbudget.data.stream.pipeline import Item, Pipeline
 from torchbudget.data.stream.progress import Progress
-from torchbudget.data.stream.reader import Reader, ShardReader
-from torchbudget.data.stream.sample_bytes import without_rest
+from torchbudget.data.stream.reader import Reader
+from torchbudget.data.stream.sample_bytes import held_bytes, without_rest
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import SampleError, SizesError, StateMismatchError
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
+# Items are read several at once, since a source's random generators take 0.1 ms to exchange: up to
+# so many, and to this part of the look-ahead.
+_MOST_AT_ONCE: Final = 1024
+_PART_AT_ONCE: Final = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +80,7 @@ class Windows:
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._any_left = False  # of the items since the stream's beginning
+        self._at_once = self._item_bytes = 1  # items that are read, and the largest one so far
         self.empty_passes = 0
         self.largest_buffered_bytes = 0
 
@@ -90,75 +95,87 @@ class Windows:
             SampleError: an item cannot be read, or the source has none.
             StateMismatchError: the source ends before `cursor`.
         """
-        for buffered in self._read(cursor):
-            self._generators.leave()
+        parts, buffered = self._parts(cursor), None
+        while True:
+            with self._generators:
+                if buffered is not None and self._reader.was_moved:
+                    drawn = self._reader.drawn if buffered.following.start else None
+                    parts = self._parts(buffered.following, drawn)
+                buffered = next(parts, None)
+            if buffered is None:
+                return
             yield buffered
-            self._generators.enter()
 
-    def _read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
+    def _parts(self, cursor: StreamCursor, drawn: Any = None) -> Iterator[BufferedSamples]:
+        """Those of the passes from a cursor on; see `_open`."""
+        while self._endless or not cursor.number:
+            following = cursor.next_pass()
+            reader = self._open(cursor, drawn)
+            none_left, drawn = False, None
+            while not reader.ended:
+                left = self._settings.window - cursor.start % self._settings.window
+                if self._is_mine(cursor):
+                    yield from self._window(reader, cursor, left)
+                    none_left = not self._any_left
+                else:
+                    reader.skip(left)
+                    reader.skip(self._tail(reader))
+                cursor = self._after(reader, cursor)
+            self._check_pass(reader.position, none_left=none_left)
+            cursor = following
+
+    def _check_pass(self, items: int, *, none_left: bool) -> None:
+        """A pass over so many items has ended.
+
+        Raises:
+            SampleError: there were none, or none of them became a sample, and others would not be
+                read.
+        """
+        slot, ranks = self._slot, self._settings.ranks
+        alone = slot.part(self._settings.source.split)[1] == 1
+        if alone and not items:
+            raise SampleError(
+                "the source has no samples: are its files missing, or is an iterator inside it "
+                "used up after one epoch? Open it in __iter__, or in the function"
+            )
+        self.empty_passes += 1
         # The same number of micro-batches in each pass can be dealt to so many ranks after as many
         # passes. Until a batch comes, that may be needed three times: a state has done the first
         # ones already, and the last round of the next ones waits for those after them.
-        most_empty = 3 * self._slot.workers * (self._settings.ranks + 1) + 1
-        try:
-            while self._endless or not cursor.number:
-                self._generators.enter()
-                begun, reader = cursor, self._open(cursor)
-                none_left = False
-                while not reader.ended:
-                    left = self._settings.window - cursor.start % self._settings.window
-                    if self._is_mine(cursor):
-                        yield from self._window(reader, cursor, left)
-                        none_left = not self._any_left
-                    else:
-                        reader.skip(left)
-                        reader.skip(self._tail(reader))
-                    cursor = self._after(reader, cursor)
-                if not reader.position and self._slot.part(self._settings.source.split)[1] == 1:
-                    raise SampleError(
-                        "the source has no samples: are its files missing, or is an iterator "
-                        "inside it used up after one epoch? Open it in __iter__, or in the function"
-                    )
-                if none_left and not self._endless:
-                    self._say_that_none_is_left()
-                cursor = begun.next_pass()
-                self.empty_passes += 1
-                if self._endless and (not reader.position or self.empty_passes > most_empty):
-                    raise SampleError(
-                        f"the source has no samples for worker {self._slot.worker} of "
-                        f"{self._slot.workers}, but batches_per_epoch asks for some; use fewer "
-                        "workers"
-                    )
-        finally:
-            self._generators.leave()
+        if self._endless and (not items or self.empty_passes > 3 * slot.workers * (ranks + 1) + 1):
+            raise SampleError(
+                f"the source has no samples for worker {slot.worker} of {slot.workers}, but "
+                "batches_per_epoch asks for some; use fewer workers"
+            )
+        if none_left and not self._endless:
+            text = (
+                "none of the items that were read became a sample: transforms dropped them, or "
+                "they were skipped; see skipped_samples, oversize= and on_error="
+            )
+            if alone and slot.workers == 1:
+                raise SampleError(text)
+            _log.warning("worker %d of %d, rank %d: %s", slot.worker, slot.workers, slot.rank, text)
 
-    def _say_that_none_is_left(self) -> None:
-        """Log it; what other processes read may have become samples.
+    def _open(self, cursor: StreamCursor, drawn: Any) -> Reader:
+        """Start a pass at a cursor.
 
-        Raises:
-            SampleError: there are no others.
+        Args:
+            cursor: in the pass.
+            drawn: where the source's generators stood at the cursor's state; `None`: not known.
         """
-        slot = self._slot
-        text = (
-            "none of the items that were read became a sample: transforms dropped them, or they "
-            "were skipped; see skipped_samples, oversize= and on_error="
-        )
-        if slot.workers == 1 and slot.part(self._settings.source.split)[1] == 1:
-            raise SampleError(text)
-        _log.warning("worker %d of %d, rank %d: %s", slot.worker, slot.workers, slot.rank, text)
-
-    def _open(self, cursor: StreamCursor) -> Reader:
         self._any_left |= cursor.start > 0
         source, epoch, number = self._settings.source, cursor.first_epoch, cursor.number
         reader = source.open(self._slot, self._generators, epoch=epoch, number=number)
-        if isinstance(reader, ShardReader) and cursor.source is not None:
-            reader.load(cursor.source)
+        reader.load(cursor.source)
+        if drawn is not None:
+            self._generators.of_source_now = drawn
         reader.skip(cursor.start - reader.position)
         if reader.position < cursor.start:
             raise StateMismatchError(
                 f"the state is that after {cursor.start} items of the source, which has "
                 f"{reader.position}: it is another source"
             )
+        self._reader = reader
         return reader
 
     def _is_mine(self, cursor: StreamCursor) -> bool:
@@ -192,10 +209,8 @@ class Windows:
         else:
             stop, buffered_bytes = cursor.start + left, 0
             items = self._items(reader, cursor, left)
-            for position, samples in self._pipeline(items):
+            for position, samples in enumerate(self._pipeline(items), cursor.start):
                 if isinstance(samples, SampleError):
-                    if not settings.skip_failed:
-                        raise samples
                     self._skip_failed(1, samples)
                     continue
                 needed = 0
@@ -216,15 +231,22 @@ class Windows:
     def _items(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[Item]:
         """The items of a window and of its tail."""
         seeds = SampleSeeds(self._settings.source.seed, cursor.first_epoch, cursor.number)
-        # All at once, unless bytes are counted: to change the generators takes 0.1 ms.
-        together = left if self._look_ahead is None else 1
-        stop = cursor.start + left
+        stop, counted = cursor.start + left, self._look_ahead is not None
         while values := reader.take(
-            min(together, max(stop - reader.position, 0)) or self._tail(reader)
+            min(self._at_once if counted else left, max(stop - reader.position, 0))
+            or self._tail(reader)
         ):
+            if counted:
+                self._count(values)
             for position, value in enumerate(values, reader.position - len(values)):
                 name = reader.place(position)
-                yield Item(position, name, seeds(*name), value)
+                yield Item(name, seeds(*name), value)
+
+    def _count(self, items: list[Any]) -> None:
+        """Choose how many items are read at once, by their bytes."""
+        self._item_bytes = max(self._item_bytes, *map(held_bytes, items))
+        fit = (self._look_ahead or 0) // _PART_AT_ONCE // self._item_bytes
+        self._at_once = min(max(fit, 1), _MOST_AT_ONCE)
 
     def _measured(self, buffered: BufferedSamples) -> Iterator[BufferedSamples]:
         """The samples with their sizes, without those that have none or are too large."""
@@ -235,23 +257,22 @@ class Windows:
             yield buffered
 
     def _measure(self, buffered: BufferedSamples) -> None:
-        settings, first = self._settings, buffered.cursor.start
+        settings, samples, first = self._settings, buffered.samples, buffered.cursor.start
         try:
-            sizes = sizes_of_all(buffered.samples, settings.size, first)
+            sizes = sizes_of_all(samples, settings.size, first)
         except SizesError as error:
-            if not settings.skip_failed:
-                raise
-            sized = [self._has_size(one) for one in buffered.samples]
-            if all(sized):
+            sized = [one for one in samples if self._has_size(one)]
+            failed = len(samples) - len(sized)
+            if not failed:
                 raise  # each has one, but of other axes
-            self._skip_failed(sized.count(False), error)
-            buffered.samples = list(compress(buffered.samples, sized))
-            if buffered.samples:
+            self._skip_failed(failed, error)
+            buffered.samples = sized
+            if sized:
                 self._measure(buffered)
             return
         settings.grouping.check(sizes)
         if not self._has_checked_axes and len(sizes) >= _FEWEST:
-            check_first_axis_of(buffered.samples, settings.size, sizes, "size")
+            check_first_axis_of(samples, settings.size, sizes, "size")
             self._has_checked_axes = True
         over = settings.grouping.oversized(sizes, first)
         if over.size:
@@ -259,7 +280,7 @@ class Windows:
             stays = np.ones(len(sizes), np.bool_)
             stays[over] = False
             sizes = sizes[stays]
-            buffered.samples = list(compress(buffered.samples, stays.tolist()))
+            buffered.samples = list(compress(samples, stays.tolist()))
         buffered.sizes = sizes
 
     def _has_size(self, sample: Any) -> bool:
@@ -270,6 +291,9 @@ class Windows:
         return True
 
     def _skip_failed(self, number: int, error: Exception) -> None:
+        """Count samples that failed, or raise where none may be skipped."""
+        if not self._settings.skip_failed:
+            raise error
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", error)
             self._warned = True
