@@ -82,8 +82,9 @@ class BudgetedIterableDataset(ResumableStream):
         window: samples that are read, sorted and cut together, over all ranks that share them.
             Default: 4,096 for each of them. A larger one pads less.
         look_ahead: bytes of the samples that wait for their micro-batch in a worker; a window of
-            more is cut in parts. Not counted: the sample that overflowed, two per thread, one
-            prefetched per rank and, with several ranks, the last micro-batch. Default: a quarter of
+            more is cut in parts. Not counted: the sample that overflowed, two per thread, items
+            that are read together (about a 32nd of it), one prefetched per rank and, with several
+            ranks, the last micro-batch. Default: a quarter of
             the budget's `host`, divided among the workers; without one, no limit.
         shuffle: shards, and the micro-batches of a window. Otherwise they come longest first.
         seed: of all randomness, which is a function of (seed, epoch, shard, place within it).

@@ -35,6 +35,7 @@ class Pipeline:
     Args:
         transforms: applied in order.
         threads: that apply them, each to another item; 0: the calling thread does.
+        at_once: items that threads are given together; `None`: all.
         describe: names an item in an error message, by its name and value.
     """
 
@@ -43,8 +44,11 @@ class Pipeline:
         transforms: Sequence[Transform],
         threads: int,
         describe: Callable[[tuple[int, int], Any], str],
+        *,
+        at_once: int | None,
     ) -> None:
         self._transforms = tuple(transforms)
+        self._at_once = at_once
         self._describe = describe
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
@@ -52,8 +56,8 @@ class Pipeline:
     def __call__(self, items: Iterator[Item]) -> Iterator[list[Any] | SampleError]:
         """The samples of each item, or the error of its transforms, in order.
 
-        With threads, `2 · threads` items are read, then transformed: a source is never read while a
-        transform runs, and what draws from a global generator meanwhile is a transform.
+        With threads, items are read, then transformed: a source is never read while a transform
+        runs, and what draws from a global generator meanwhile is a transform.
 
         Raises:
             OptionError: with threads, a transform drew from a global generator.
@@ -66,7 +70,7 @@ class Pipeline:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
-        while some := list(islice(items, 2 * self._threads)):
+        while some := list(islice(items, self._at_once)):
             with refuse_draws():
                 made = list(self._pool.map(self._transform, some))
             yield from made

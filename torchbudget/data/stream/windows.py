@@ -75,12 +75,18 @@ class Windows:
         self._look_ahead = settings.look_ahead_of(slot)
         self._progress = progress
         self._endless = endless
-        self._pipeline = Pipeline(settings.transforms, settings.threads, settings.source.describe)
+        self._pipeline = Pipeline(
+            settings.transforms,
+            settings.threads,
+            settings.source.describe,
+            at_once=None if self._look_ahead is None else 2 * settings.threads,
+        )
         self._generators = ReadingGenerators()
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self._any_left = False  # of the items since the stream's beginning
-        self._at_once = self._item_bytes = 1  # items that are read, and the largest one so far
+        self._item_bytes = 0  # of the largest one so far, or of what became of it
+        self._run = 1  # items that were read at once
         self.empty_passes = 0
         self.largest_buffered_bytes = 0
 
@@ -224,6 +230,7 @@ class Windows:
                         begun, waiting, buffered_bytes = following, [], 0
                 waiting += samples
                 buffered_bytes += needed
+                self._item_bytes = max(self._item_bytes, needed)
                 self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
         following = self._after(reader, cursor)
         yield from self._measured(BufferedSamples(begun, waiting, following, last=reader.ended))
@@ -231,22 +238,25 @@ class Windows:
     def _items(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[Item]:
         """The items of a window and of its tail."""
         seeds = SampleSeeds(self._settings.source.seed, cursor.first_epoch, cursor.number)
-        stop, counted = cursor.start + left, self._look_ahead is not None
+        counted = self._look_ahead is not None and self._settings.transforms
+        stop = cursor.start + left
         while values := reader.take(
-            min(self._at_once if counted else left, max(stop - reader.position, 0))
-            or self._tail(reader)
+            min(self._next_run(left), max(stop - reader.position, 0)) or self._tail(reader)
         ):
             if counted:
-                self._count(values)
+                self._item_bytes = max(self._item_bytes, *map(held_bytes, values))
             for position, value in enumerate(values, reader.position - len(values)):
                 name = reader.place(position)
                 yield Item(name, seeds(*name), value)
 
-    def _count(self, items: list[Any]) -> None:
-        """Choose how many items are read at once, by their bytes."""
-        self._item_bytes = max(self._item_bytes, *map(held_bytes, items))
-        fit = (self._look_ahead or 0) // _PART_AT_ONCE // self._item_bytes
-        self._at_once = min(max(fit, 1), _MOST_AT_ONCE)
+    def _next_run(self, left: int) -> int:
+        """How many items are read at once, of those that are left."""
+        if self._look_ahead is None:
+            return left
+        fit = self._look_ahead // (_PART_AT_ONCE * self._item_bytes) if self._item_bytes else 1
+        # The larger ones may still come.
+        self._run = min(max(fit, 1), 2 * self._run, _MOST_AT_ONCE)
+        return self._run
 
     def _measured(self, buffered: BufferedSamples) -> Iterator[BufferedSamples]:
         """The samples with their sizes, without those that have none or are too large."""
