@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -78,6 +79,18 @@ def test_a_loop_within_another_one(source: Any, look_ahead: int | None) -> None:
     assert begun + rest == whole
     if source is not Drawing:  # what it drew is not in its state
         assert list(resumed) == rest
+
+
+@pytest.mark.parametrize("batches", [1, 6, 99])
+def test_a_loop_after_another_stream_is_gone(batches: int) -> None:
+    """It has moved the source, and nothing of it is left."""
+    source = Counting()
+    whole, outer = list(make(Counting())), iter(make(source))
+    begun = [next(outer)]
+    for _ in islice(make(source), batches):
+        pass
+    gc.collect()
+    assert begun + list(outer) == whole
 
 
 def test_streams_that_share_a_source() -> None:

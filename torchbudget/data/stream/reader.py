@@ -92,7 +92,7 @@ class Reader:
     @property
     def was_moved(self) -> bool:
         """Whether another one has opened the source since."""
-        return self._source is not None and self._last[id(self._source)] is not self
+        return self._source is not None and self._last.get(id(self._source)) is not self
 
     @property
     def position(self) -> int:
