@@ -15,18 +15,13 @@ from torchbudget.data.resumed_by_host import check_not_resumed
 from torchbudget.data.same_on_ranks import agreed
 from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.resumable import ResumableStream
-from torchbudget.data.stream.settings import (
-    Settings,
-    ShouldAdd,
-    callables_of,
-    grouping_of,
-    reading,
-)
+from torchbudget.data.stream.settings import Settings, ShouldAdd, grouping_of, readings_of
 from torchbudget.data.stream.slot import Split
-from torchbudget.data.stream.source import Source
+from torchbudget.data.stream.source_of import source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
+from torchbudget.plan.fingerprint import Plain
 from torchbudget.plan.oversize import Oversize
 from torchbudget.units import parse_bytes
 
@@ -172,36 +167,39 @@ class BudgetedIterableDataset(ResumableStream):
             if not isinstance(cost, CostModel) or self.budget is None:
                 raise OptionError("agree=True needs a cost and a budget: ranks take one of each")
             cost, self.budget, _ = agreed(cost, self.budget, None)
+        if on_error not in ("raise", "skip"):
+            raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         self.cost = cost
         self.size_multiple = at_least_one("size_multiple", size_multiple)
-        checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
-        grouping, rules = grouping_of(
-            cost,
-            self.budget,
-            oversize,
-            size_multiple=self.size_multiple,
-            max_batch_size=optional("max_batch_size", max_batch_size),
-            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
-        )
+        options: Plain = {
+            "max_batch_size": optional("max_batch_size", max_batch_size),
+            "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
+            "size_multiple": self.size_multiple,
+        }
+        read = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
+        device, host = getattr(self.budget, "device", None), getattr(self.budget, "host", None)
         settings = Settings(
-            source=checked,
-            transforms=(*reading(checked), *transforms),
+            source=read,
+            transforms=(*read.first_transforms, *transforms),
             threads=natural("threads", threads),
-            grouping=grouping,
+            grouping=grouping_of(cost, self.budget, oversize, options),
             size=size,
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
-            host_bytes=None if self.budget is None else self.budget.host,
+            host_bytes=host if look_ahead is None else None,
             given_window=optional("window", window),
             num_replicas=asked.now()[0],
             uneven=uneven,
             drop_last=drop_last,
-            on_error=on_error,
+            skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
             collate_fn=of_sized_field(
                 collate_fn or PadCollate(size_multiple=self.size_multiple), field_of(size)
             ),
             size_multiple=self.size_multiple,
-            rules=rules | callables_of(size, transforms),
+            rules=options
+            | readings_of(cost, size, transforms)
+            | {"budget": device, "oversize": oversize}
+            | {"drop_last": drop_last, "on_error": on_error},
         )
         super().__init__(settings, asked)
 
