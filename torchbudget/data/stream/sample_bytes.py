@@ -45,16 +45,14 @@ def without_rest(sample: Any) -> tuple[Any, int]:
     >>> held_bytes(crop) > 4_000_000 > 1000 > without_rest(crop)[1]
     True
     """
-    held, has_part = _counted(sample)
-    if has_part:
-        sample = tree_map(_copied_part, sample)
+    held, parts = _counted(sample)
+    if parts:
+        sample = tree_map(lambda value: _copied(value) if id(value) in parts else value, sample)
         held = held_bytes(sample)
     return sample, held
 
 
-def _copied_part(value: Any) -> Any:
-    if not isinstance(value, (torch.Tensor, np.ndarray)) or not _whole(value)[2]:
-        return value
+def _copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     copied = value.clone()
@@ -62,8 +60,8 @@ def _copied_part(value: Any) -> Any:
     return copied
 
 
-def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int, bool]:
-    """What a strided tensor or an array is a part of, its bytes, and whether it is much larger."""
+def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int]:
+    """What a strided tensor or an array is a part of, and the bytes of that."""
     whole: Any = value
     if isinstance(value, torch.Tensor):
         whole = value.untyped_storage()
@@ -78,12 +76,12 @@ def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int, bool]:
             whole = whole.base
             with suppress(TypeError):  # it has no buffer
                 kept_bytes = max(kept_bytes, memoryview(whole).nbytes)
-    return whole, kept_bytes, kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES
+    return whole, kept_bytes
 
 
-def _counted(sample: Any) -> tuple[int, bool]:
-    """Bytes that are kept alive, and whether an array is a part of something much larger."""
-    total, has_part = 0, False
+def _counted(sample: Any) -> tuple[int, set[int]]:
+    """Bytes that are kept alive, and the identities of parts of something much larger."""
+    total, parts = 0, set()
     # With the objects: some are made here, and another may have the identity of one that is gone.
     seen: dict[int, Any] = {}
     wholes: dict[int, tuple[Any, int]] = {}
@@ -96,9 +94,10 @@ def _counted(sample: Any) -> tuple[int, bool]:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             waiting.append(value.__reduce_ex__(2))  # of a sparse or a nested one, its parts
         elif isinstance(value, (torch.Tensor, np.ndarray)):
-            whole, kept_bytes, is_part = _whole(value)
+            whole, kept_bytes = _whole(value)
             wholes[id(whole)] = whole, kept_bytes
-            has_part |= is_part
+            if kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES:
+                parts.add(id(value))
             total += _OBJECT_BYTES
             if value.dtype == object:
                 waiting.append(value.tolist())
@@ -108,9 +107,9 @@ def _counted(sample: Any) -> tuple[int, bool]:
                 total += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
             elif isinstance(value, dict):
                 waiting += value  # its keys: those that are text are no referents
-        parts = value if type(value) in _LISTS else gc.get_referents(value)
-        if _NUMBERS.issuperset(map(type, parts)):  # a text's tokens: not one by one
-            total += _NUMBER_BYTES * len(parts)
+        referents = value if type(value) in _LISTS else gc.get_referents(value)
+        if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
+            total += _NUMBER_BYTES * len(referents)
         else:
-            waiting += parts
-    return total + sum(kept_bytes for _, kept_bytes in wholes.values()), has_part
+            waiting += referents
+    return total + sum(kept_bytes for _, kept_bytes in wholes.values()), parts

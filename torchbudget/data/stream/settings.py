@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
-import numpy as np
-
-from torchbudget.budget import MemoryBudget
-from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.callables import callable_fingerprint
 from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.data.stream.source import Source
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.errors import BudgetError, OptionError, StateMismatchError
-from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
-from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
-from torchbudget.plan.oversize import Oversize, check_oversize
-from torchbudget.plan.rules import BatchRules
+from torchbudget.errors import OptionError, StateMismatchError
+from torchbudget.plan.fingerprint import Plain
+from torchbudget.plan.grouping import ByCost, Grouping
 from torchbudget.plan.solver import default_window
 
-_LARGEST: Final = 2**16  # the largest size at which the fingerprint of a cost asks it
-_AXES: Final = ((), 2, 3, 4)  # the shapes of such a size: those of the samples are not known yet
 _HOST_SHARE: Final = 4  # a quarter of the host's bytes is for samples that wait
-
-ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +97,10 @@ class Settings:
     @property
     def order(self) -> Plain:
         """What must be the same for positions to mean the same samples."""
-        return {
-            "window": self.window,
-            "seed": self.source.seed,
-            "shuffle": self.source.shuffle,
-            "split": self.source.split,
-            "sized": self.sized,
-            "batches_per_epoch": self.batches_per_epoch,
-        }
+        source = self.source
+        read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
+        number = self.batches_per_epoch
+        return read | {"window": self.window, "sized": self.sized, "batches_per_epoch": number}
 
     @property
     def shared(self) -> Plain:
@@ -162,62 +147,7 @@ class Settings:
     def dealing(self, slot: WorkerSlot) -> Plain:
         """What must be the same for the samples in memory to be cut and dealt the same way."""
         split = self.source.split
-        return self.rules | {
-            "look_ahead": self.look_ahead_of(slot),
-            "split": split,
-            "worker": slot.worker,
-            "workers": slot.workers,
-            "rank": slot.rank if split == "ranks" else None,  # all ranks stand in one place
-            "ranks": slot.ranks,
-        }
-
-
-def grouping_of(
-    cost: CostModel | ShouldAdd, budget: MemoryBudget | None, oversize: Oversize, options: Plain
-) -> Grouping:
-    """How windows are cut.
-
-    Args:
-        cost: a cost, or a predicate.
-        budget: of the device.
-        oversize: what becomes of a sample that alone is over the budget.
-        options: of `BatchRules`.
-
-    Raises:
-        OptionError: an option is invalid, or does not go with a predicate.
-        BudgetError: there is a cost, and the budget does not limit the device.
-    """
-    check_oversize(oversize)
-    if isinstance(cost, type) or not (isinstance(cost, CostModel) or callable(cost)):
-        raise OptionError(f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}")
-    if isinstance(cost, CostModel):
-        if budget is None:
-            raise BudgetError("with a cost, the budget must limit the device, got None")
-        return ByCost(BatchRules.of(cost, budget, **options), oversize)
-    others = options | {"oversize": oversize, "device": budget and budget.device}
-    if list(others.values()) != [None, 1, 1, "raise", None]:
-        raise OptionError(
-            "a predicate alone decides what a batch contains, and no batch would be compared with "
-            "the device's bytes: give None as the budget, or MemoryBudget(host=…) for the "
-            f"look-ahead, and leave out oversize and the sizes of batches, got {others}"
-        )
-    return ByPredicate(cost)
-
-
-def readings_of(
-    cost: CostModel | ShouldAdd, size: SizeKey, transforms: Sequence[Transform]
-) -> Plain:
-    """What must be the same for a window's items to become the same samples, cut the same way.
-
-    It is found once, before anything is read: a transform may change itself.
-    """
-    models = (
-        [cost_fingerprint(cost, np.full(axes, _LARGEST)) for axes in _AXES]
-        if isinstance(cost, CostModel)
-        else []
-    )
-    return {
-        "cost": fingerprint(*models) if models else callable_fingerprint(cost),
-        "size": callable_fingerprint(size) if callable(size) else repr(size),
-        "transforms": callable_fingerprint(tuple(transforms)) if transforms else None,
-    }
+        place: Plain = asdict(slot)
+        if split != "ranks":
+            place["rank"] = None  # all ranks stand in one place
+        return self.rules | place | {"split": split, "look_ahead": self.look_ahead_of(slot)}
