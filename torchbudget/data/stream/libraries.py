@@ -28,17 +28,13 @@ class DatasetsSource(Source):
         It does not contain a shuffle buffer, and may be a batch off where tables are mapped in
         batches, as its documentation says.
         """
-        if getattr(getattr(self.data, "_formatting", None), "is_table", False):
-            return False
-        waiting = [getattr(self.data, "_ex_iterable", None)]
-        while waiting:
-            stage = waiting.pop()
-            if stage is None or "Buffer" in type(stage).__name__:
-                return False
-            if hasattr(stage, "ex_iterable"):
-                waiting.append(stage.ex_iterable)
-            waiting += getattr(stage, "ex_iterables", [])
-        return True
+        stages = [getattr(self.data, "_ex_iterable", None)]
+        for stage in stages:  # it grows meanwhile
+            one = getattr(stage, "ex_iterable", None)
+            stages += getattr(stage, "ex_iterables", []) if one is None else [one]
+        is_table = getattr(getattr(self.data, "_formatting", None), "is_table", False)
+        is_exact = all(stage and "Buffer" not in type(stage).__name__ for stage in stages)
+        return is_exact and not is_table
 
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """The samples of a pass.

@@ -63,20 +63,17 @@ def _copied(value: Any) -> Any:
 def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int]:
     """What a strided tensor or an array is a part of, and the bytes of that."""
     whole: Any = value
-    if isinstance(value, torch.Tensor):
-        whole = value.untyped_storage()
-        kept_bytes = whole.nbytes()
-    else:
-        while isinstance(whole.base, np.ndarray):
-            whole = whole.base
-        kept_bytes = whole.nbytes
-        if isinstance(whole.base, mmap):  # a file's pages can be given back
-            whole, kept_bytes = value, value.nbytes
-        elif whole.base is not None:
-            whole = whole.base
-            with suppress(TypeError):  # it has no buffer
-                kept_bytes = max(kept_bytes, memoryview(whole).nbytes)
-    return whole, kept_bytes
+    while isinstance(getattr(whole, "base", None), (np.ndarray, torch.Tensor)):
+        whole = whole.base
+    if isinstance(whole, torch.Tensor):
+        storage = whole.untyped_storage()
+        return storage, storage.nbytes()
+    if isinstance(whole.base, mmap):  # a file's pages can be given back
+        return value, value.nbytes
+    if whole.base is not None:
+        with suppress(TypeError):  # it may have no buffer
+            return whole.base, max(memoryview(whole.base).nbytes, whole.nbytes)
+    return whole, whole.nbytes
 
 
 def _counted(sample: Any) -> tuple[int, set[int]]:
@@ -92,22 +89,21 @@ def _counted(sample: Any) -> tuple[int, set[int]]:
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            waiting.append(value.__reduce_ex__(2))  # of a sparse or a nested one, its parts
+            referents: Any = [value.__reduce_ex__(2)]  # of a sparse or a nested one, its parts
         elif isinstance(value, (torch.Tensor, np.ndarray)):
             whole, kept_bytes = _whole(value)
             wholes[id(whole)] = whole, kept_bytes
             if kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES:
                 parts.add(id(value))
             total += _OBJECT_BYTES
-            if value.dtype == object:
-                waiting.append(value.tolist())
+            referents = [value.tolist()] if value.dtype == object else ()
         else:
             total += sys.getsizeof(value, _OBJECT_BYTES)
             if callable(getattr(value, "getbands", None)):
                 total += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
             elif isinstance(value, dict):
                 waiting += value  # its keys: those that are text are no referents
-        referents = value if type(value) in _LISTS else gc.get_referents(value)
+            referents = value if type(value) in _LISTS else gc.get_referents(value)
         if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
             total += _NUMBER_BYTES * len(referents)
         else:

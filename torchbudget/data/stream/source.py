@@ -50,10 +50,9 @@ class Source:
         part, _ = slot.part(self.split)
         generators.open_source(self.seed, epoch, number, part)
         opens = partial(self.samples, slot, epoch + number)
-        samples = opens()
         worker = slot.worker if self.sees_worker and self.split != "none" else None
         place = SourcePlace(self.data, opens, generators) if self.has_states else None
-        return ShardReader([samples], [part], generators, worker=worker, source=place)
+        return ShardReader([opens()], [part], generators, worker=worker, source=place)
 
     @property
     def has_states(self) -> bool:
