@@ -264,9 +264,9 @@ def _grouping_of(
     others = options | {"oversize": oversize, "device": budget and budget.device}
     if list(others.values()) != [None, 1, 1, "raise", None]:
         raise OptionError(
-            "a predicate alone decides what a batch contains, and no batch would be compared with "
-            "the device's bytes: give None as the budget, or MemoryBudget(host=…) for the "
-            f"look-ahead, and leave out oversize and the sizes of batches, got {others}"
+            "a predicate alone decides what a batch contains: give None as the budget, or "
+            "MemoryBudget(host=…) for the look-ahead, and leave out oversize and what shapes "
+            f"batches otherwise, got {others}"
         )
     return ByPredicate(cost)
 

@@ -30,12 +30,10 @@ class Source:
 
     Attributes:
         default_split: the processes by which it splits itself, or has to be split.
-        sees_worker: it splits itself by the worker that it is opened in.
         first_transforms: what makes samples of its items.
     """
 
     default_split: Split = "none"
-    sees_worker = True
     first_transforms: Sequence[Transform] = ()
     _first_to_open: ClassVar[WeakValueDictionary[int, Source]] = WeakValueDictionary()
 
@@ -49,8 +47,13 @@ class Source:
         """Start a pass over what this process reads."""
         part, _ = slot.part(self.split)
         generators.open_source(self.seed, epoch, number, part)
-        opens = partial(self.samples, slot, epoch + number)
-        worker = slot.worker if self.sees_worker and self.split != "none" else None
+        return self.reader(slot, generators, epoch, number)
+
+    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+        """What reads a pass; `key` is its epoch and its number."""
+        part, _ = slot.part(self.split)
+        opens = partial(self.samples, slot, sum(key))
+        worker = None if self.split == "none" else slot.worker
         place = SourcePlace(self.data, opens, generators) if self.has_states else None
         return ShardReader([opens()], [part], generators, worker=worker, source=place)
 
@@ -90,11 +93,11 @@ class ShardFunction(Source):
     """A function `(shard, num_shards)` that returns an iterator."""
 
     default_split: Split = "ranks"
-    sees_worker = False
 
-    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
-        """What opens the shard of a process."""
-        return partial(self.data, *slot.part(self.split))
+    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *_: int) -> Reader:
+        """See `Source.reader`."""
+        part, parts = slot.part(self.split)
+        return ShardReader([partial(self.data, part, parts)], [part], generators)
 
 
 class ShardList(Source):
@@ -102,15 +105,12 @@ class ShardList(Source):
 
     default_split: Split = "workers"
 
-    def open(
-        self, slot: WorkerSlot, generators: ReadingGenerators, *, epoch: int, number: int
-    ) -> Reader:
-        """Start a pass over the shards of this process."""
+    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+        """See `Source.reader`."""
         part, parts = slot.part(self.split)
-        generators.open_source(self.seed, epoch, number, part)
         order = np.arange(len(self.data))
         if self.shuffle:
-            keys = shuffled_keys(self.seed, epoch, number, Stream.SHARDS, numbers=order)
+            keys = shuffled_keys(self.seed, *key, Stream.SHARDS, numbers=order)
             order = order[np.argsort(keys)]
         names = order[part::parts].tolist()
         return ShardReader([self.data[name] for name in names], names, generators)
@@ -122,12 +122,9 @@ class Indexed(Source):
     A sample that is skipped is not read.
     """
 
-    def open(
-        self, slot: WorkerSlot, generators: ReadingGenerators, *, epoch: int, number: int
-    ) -> Reader:
-        """Start a pass over the indices."""
-        key = (self.seed, epoch, number) if self.shuffle else None
-        return IndexReader(len(self.data), key)
+    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+        """See `Source.reader`."""
+        return IndexReader(len(self.data), (self.seed, *key) if self.shuffle else None)
 
     @property
     def has_states(self) -> bool:
