@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
@@ -30,8 +28,8 @@ from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import parse_bytes
 
-_LARGEST: Final = 2**16  # the largest size at which the fingerprint of a cost asks it
-_AXES: Final = ((), 2, 3, 4)  # the shapes of such a size: those of the samples are not known yet
+# Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
+_LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
 
 ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
 
@@ -261,12 +259,12 @@ def _grouping_of(
         if budget is None:
             raise BudgetError("with a cost, the budget must limit the device, got None")
         return ByCost(BatchRules.of(cost, budget, **options), oversize)
-    others = options | {"oversize": oversize, "device": budget and budget.device}
-    if list(others.values()) != [None, 1, 1, "raise", None]:
+    shapes = options != {"max_batch_size": None, "batch_size_multiple": 1, "size_multiple": 1}
+    if shapes or oversize != "raise" or getattr(budget, "device", None) is not None:
         raise OptionError(
             "a predicate alone decides what a batch contains: give None as the budget, or "
             "MemoryBudget(host=…) for the look-ahead, and leave out oversize and what shapes "
-            f"batches otherwise, got {others}"
+            f"batches otherwise, got {options}, {budget!r}, oversize={oversize!r}"
         )
     return ByPredicate(cost)
 
@@ -274,4 +272,4 @@ def _grouping_of(
 def _fingerprint_of(cost: CostModel | ShouldAdd) -> str:
     if not isinstance(cost, CostModel):
         return callable_fingerprint(cost)
-    return fingerprint(*(cost_fingerprint(cost, np.full(axes, _LARGEST)) for axes in _AXES))
+    return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))

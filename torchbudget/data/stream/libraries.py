@@ -98,14 +98,11 @@ class RaySource(Source):
         Raises:
             OptionError: samples would be read several times.
         """
-        if get_worker_info() is not None:
+        is_part = slot.ranks == 1 or "Split" in type(self.data).__name__
+        if get_worker_info() is not None or not is_part:
             raise OptionError(
-                "Ray reads ahead in its own processes, and each worker of a DataLoader would get "
-                "all samples: use num_workers=0"
-            )
-        if slot.ranks > 1 and "Split" not in type(self.data).__name__:
-            raise OptionError(
-                f"each of {slot.ranks} ranks would get all samples of a Ray data set: pass "
-                f"data.streaming_split({slot.ranks})[rank], or Ray Train's get_dataset_shard"
+                "Ray reads ahead in its own processes, and each worker and rank would get all "
+                f"samples: use num_workers=0, and pass data.streaming_split({slot.ranks})[rank], "
+                "or Ray Train's get_dataset_shard, on several ranks"
             )
         return self.data.iter_rows()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -34,7 +33,7 @@ class Source:
     """
 
     default_split: Split = "none"
-    first_transforms: Sequence[Transform] = ()
+    first_transforms: tuple[Transform, ...] = ()
     _first_to_open: ClassVar[WeakValueDictionary[int, Source]] = WeakValueDictionary()
 
     def __init__(self, data: Any, split: Split | None, *, shuffle: bool, seed: int) -> None:
@@ -132,7 +131,7 @@ class Indexed(Source):
         return True
 
     @property
-    def first_transforms(self) -> Sequence[Transform]:  # type: ignore[override]  # of its data
+    def first_transforms(self) -> tuple[Transform, ...]:  # type: ignore[override]  # of its data
         """What reads the sample of an index, in threads too."""
         return (self.data.__getitem__,)
 
