@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -321,6 +322,10 @@ HOLDERS: dict[str, tuple[Any, int]] = {
         7_200_000,
     ),
     "tokens": (list(range(1000, 30_000)), 29_000 * 28),
+    "keys": ({"a" * 800_000: 1}, 800_000),
+    "part of a tensor, as an array": (torch.zeros(200_000)[:5].numpy(), 800_000),
+    "what an object refers to": (iter([np.zeros(100_000)]), 800_000),
+    "what is the program's": ({"module": np, "kind": Slotted, "method": logging.info}, 0),
 }
 
 

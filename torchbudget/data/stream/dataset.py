@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
+from torchbudget.data.callables import callable_fingerprint
 from torchbudget.data.collate.options import of_sized_field
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.resumed_by_host import check_not_resumed
 from torchbudget.data.same_on_ranks import agreed
 from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.resumable import ResumableStream
-from torchbudget.data.stream.settings import (
-    Settings,
-    ShouldAdd,
-    callables_of,
-    grouping_of,
-    reading,
-)
+from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import Split
-from torchbudget.data.stream.source import Source
+from torchbudget.data.stream.source_of import source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
-from torchbudget.errors import OptionError
-from torchbudget.plan.oversize import Oversize
+from torchbudget.errors import BudgetError, OptionError
+from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
+from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
+from torchbudget.plan.oversize import Oversize, check_oversize
+from torchbudget.plan.rules import BatchRules
 from torchbudget.units import parse_bytes
+
+# Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
+_LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
+
+ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,36 +176,45 @@ class BudgetedIterableDataset(ResumableStream):
             if not isinstance(cost, CostModel) or self.budget is None:
                 raise OptionError("agree=True needs a cost and a budget: ranks take one of each")
             cost, self.budget, _ = agreed(cost, self.budget, None)
+        if on_error not in ("raise", "skip"):
+            raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         self.cost = cost
         self.size_multiple = at_least_one("size_multiple", size_multiple)
-        checked = Source.of(source, split, shuffle=shuffle, seed=natural("seed", seed))
-        grouping, rules = grouping_of(
-            cost,
-            self.budget,
-            oversize,
-            size_multiple=self.size_multiple,
-            max_batch_size=optional("max_batch_size", max_batch_size),
-            batch_size_multiple=at_least_one("batch_size_multiple", batch_size_multiple),
-        )
+        rules: Plain = {
+            "max_batch_size": optional("max_batch_size", max_batch_size),
+            "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
+            "size_multiple": self.size_multiple,
+        }
+        grouping = _grouping_of(cost, self.budget, oversize, rules)
+        # Found once, before anything is read: a transform may change itself.
+        rules |= {
+            "budget": getattr(self.budget, "device", None),
+            "cost": _fingerprint_of(cost),
+            "oversize": oversize,
+            "size": callable_fingerprint(size) if callable(size) else repr(size),
+            "transforms": callable_fingerprint(tuple(transforms)) if transforms else None,
+            "drop_last": drop_last,
+            "on_error": on_error,
+        }
+        checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
+        collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
         settings = Settings(
             source=checked,
-            transforms=(*reading(checked), *transforms),
+            transforms=(*checked.first_transforms, *transforms),
             threads=natural("threads", threads),
             grouping=grouping,
             size=size,
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
-            host_bytes=None if self.budget is None else self.budget.host,
+            host_bytes=getattr(self.budget, "host", None) if look_ahead is None else None,
             given_window=optional("window", window),
             num_replicas=asked.now()[0],
             uneven=uneven,
             drop_last=drop_last,
-            on_error=on_error,
+            skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
-            collate_fn=of_sized_field(
-                collate_fn or PadCollate(size_multiple=self.size_multiple), field_of(size)
-            ),
+            collate_fn=of_sized_field(collate, field_of(size)),
             size_multiple=self.size_multiple,
-            rules=rules | callables_of(size, transforms),
+            rules=rules,
         )
         super().__init__(settings, asked)
 
@@ -224,3 +236,41 @@ class BudgetedIterableDataset(ResumableStream):
         """How many samples were skipped."""
         oversize, failed = self._progress.skipped()
         return SkippedSamples(oversize=oversize, failed=failed)
+
+
+def _grouping_of(
+    cost: CostModel | ShouldAdd, budget: MemoryBudget | None, oversize: Oversize, options: Plain
+) -> Grouping:
+    """How windows are cut.
+
+    Args:
+        cost: a cost, or a predicate.
+        budget: of the device.
+        oversize: what becomes of a sample that alone is over the budget.
+        options: of `BatchRules`.
+
+    Raises:
+        OptionError: an option is invalid, or does not go with a predicate.
+        BudgetError: there is a cost, and the budget does not limit the device.
+    """
+    check_oversize(oversize)
+    if isinstance(cost, type) or not (isinstance(cost, CostModel) or callable(cost)):
+        raise OptionError(f"expected a cost model such as PaddedCost, or a predicate, got {cost!r}")
+    if isinstance(cost, CostModel):
+        if budget is None:
+            raise BudgetError("with a cost, the budget must limit the device, got None")
+        return ByCost(BatchRules.of(cost, budget, **options), oversize)
+    shapes = options != {"max_batch_size": None, "batch_size_multiple": 1, "size_multiple": 1}
+    if shapes or oversize != "raise" or getattr(budget, "device", None) is not None:
+        raise OptionError(
+            "a predicate alone decides what a batch contains: give None as the budget, or "
+            "MemoryBudget(host=…) for the look-ahead, and leave out oversize and what shapes "
+            f"batches otherwise, got {options}, {budget!r}, oversize={oversize!r}"
+        )
+    return ByPredicate(cost)
+
+
+def _fingerprint_of(cost: CostModel | ShouldAdd) -> str:
+    if not isinstance(cost, CostModel):
+        return callable_fingerprint(cost)
+    return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))

@@ -21,16 +21,12 @@ class SampleForever(IterableDataset[Any]):
     """See `sample_forever`."""
 
     def __init__(self, dataset: MapStyle, order: Order) -> None:
-        super().__init__()
-        self._dataset = dataset
-        self._order = order
-        self._epoch = 0
-        self._position = 0
+        self._dataset, self._order = dataset, order
+        self._epoch = self._position = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next `iter()`, and so its samples."""
-        self._epoch = natural("epoch", epoch)
-        self._position = 0
+        self._epoch, self._position = natural("epoch", epoch), 0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield samples, from the beginning or from the loaded position."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import sys
-from collections import deque
-from collections.abc import Mapping
-from itertools import chain
+from contextlib import suppress
 from mmap import mmap
+from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -15,9 +14,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
+_LISTS: Final = frozenset({list, tuple})
 _NUMBER_BYTES: Final = 28
 _OBJECT_BYTES: Final = 100
 _MUCH_LARGER: Final = 2
+# Pillow's pixels are no Python objects. Several bands, and wide ones, are stored in 4 bytes.
+_BYTES_OF_PIXELS: Final = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
+# What these refer to is the program's, not the sample's.
+_OF_PROGRAM: Final = (type, ModuleType, FunctionType, MethodType, TracebackType)
 
 
 def held_bytes(sample: Any) -> int:
@@ -41,16 +45,14 @@ def without_rest(sample: Any) -> tuple[Any, int]:
     >>> held_bytes(crop) > 4_000_000 > 1000 > without_rest(crop)[1]
     True
     """
-    held, is_part = _counted(sample)
-    if is_part:
-        sample = tree_map(_copied_part, sample)
+    held, parts = _counted(sample)
+    if parts:
+        sample = tree_map(lambda value: _copied(value) if id(value) in parts else value, sample)
         held = held_bytes(sample)
     return sample, held
 
 
-def _copied_part(value: Any) -> Any:
-    if not isinstance(value, (torch.Tensor, np.ndarray)) or not _is_part(value, _kept_by(value)[1]):
-        return value
+def _copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     copied = value.clone()
@@ -58,83 +60,52 @@ def _copied_part(value: Any) -> Any:
     return copied
 
 
-def _is_part(value: torch.Tensor | np.ndarray[Any, Any], kept_bytes: int) -> bool:
-    return kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES
-
-
-def _kept_by(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The identity of what a strided tensor or an array is a part of, and the bytes of that."""
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        return storage._cdata, storage.nbytes()
+def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int]:
+    """What a strided tensor or an array is a part of, and the bytes of that."""
     whole: Any = value
-    while isinstance(whole.base, np.ndarray):
+    while isinstance(getattr(whole, "base", None), (np.ndarray, torch.Tensor)):
         whole = whole.base
-    owner = whole.base
-    if isinstance(owner, mmap):  # a file's pages can be given back
-        return id(value), value.nbytes
-    if owner is None:
-        return id(whole), whole.nbytes
-    try:
-        return id(owner), max(memoryview(owner).nbytes, whole.nbytes)
-    except TypeError:  # it has no buffer
-        return id(owner), whole.nbytes
+    if isinstance(whole, torch.Tensor):
+        storage = whole.untyped_storage()
+        return storage, storage.nbytes()
+    if isinstance(whole.base, mmap):  # a file's pages can be given back
+        return value, value.nbytes
+    if whole.base is not None:
+        with suppress(TypeError):  # it may have no buffer
+            return whole.base, max(memoryview(whole.base).nbytes, whole.nbytes)
+    return whole, whole.nbytes
 
 
-def _counted(sample: Any) -> tuple[int, bool]:
-    """Bytes that are kept alive, and whether an array is a part of something much larger."""
-    total, is_part = 0, False
-    # With the objects: parts are made here, and another may have the identity of one that is gone.
+def _counted(sample: Any) -> tuple[int, set[int]]:
+    """Bytes that are kept alive, and the identities of parts of something much larger."""
+    total, parts = 0, set()
+    # With the objects: some are made here, and another may have the identity of one that is gone.
     seen: dict[int, Any] = {}
-    owners: set[int] = set()
+    wholes: dict[int, tuple[Any, int]] = {}
     waiting = [sample]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:
+        if id(value) in seen or isinstance(value, _OF_PROGRAM):
             continue
         seen[id(value)] = value
-        if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
-            waiting += [value._indices(), value._values()]
-        elif isinstance(value, torch.Tensor) and value.layout is torch.jagged:
-            waiting += [value.values(), value.__dict__]
-        elif isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            waiting += [value.values(), value.detach().to_sparse_coo()._indices()]
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            referents: Any = [value.__reduce_ex__(2)]  # of a sparse or a nested one, its parts
         elif isinstance(value, (torch.Tensor, np.ndarray)):
+            whole, kept_bytes = _whole(value)
+            wholes[id(whole)] = whole, kept_bytes
+            if kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES:
+                parts.add(id(value))
             total += _OBJECT_BYTES
-            owner, kept_bytes = _kept_by(value)
-            is_part = is_part or _is_part(value, kept_bytes)
-            if owner not in owners:
-                owners.add(owner)
-                total += kept_bytes
-            if value.dtype == object:
-                waiting.append(value.tolist())
+            referents = [value.tolist()] if value.dtype == object else ()
         else:
             total += sys.getsizeof(value, _OBJECT_BYTES)
-            if isinstance(value, Mapping):
-                waiting.extend(value)
-                waiting.extend(value.values())
-            elif isinstance(value, (list, tuple, set, frozenset, deque)):
-                if _NUMBERS.issuperset(map(type, value)):  # a text's tokens: not one by one
-                    total += _NUMBER_BYTES * len(value)
-                else:
-                    waiting.extend(value)
-            elif dataclasses.is_dataclass(value):
-                waiting.extend(getattr(value, one.name) for one in dataclasses.fields(value))
-            elif isinstance(value, memoryview):
-                waiting.append(value.obj)
-            elif callable(getattr(value, "getbands", None)):
-                total += value.width * value.height * _pixel_bytes(value)
-            elif not isinstance(value, (type, type(sys))):
-                waiting.extend(getattr(value, "__dict__", {}).values())
-                slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-                names = chain.from_iterable([one] if isinstance(one, str) else one for one in slots)
-                waiting.extend(getattr(value, name, None) for name in names)
-    return total, is_part
-
-
-def _pixel_bytes(image: Any) -> int:
-    """Of an image of Pillow, which stores several bands, and wide ones, in 4 bytes."""
-    mode = getattr(image, "mode", "")
-    if len(image.getbands()) > 1 or mode in ("F", "I"):
-        return 4
-    return 2 if mode.startswith("I;16") else 1
+            if callable(getattr(value, "getbands", None)):
+                total += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
+            elif isinstance(value, dict):
+                waiting += value  # its keys: those that are text are no referents
+            referents = value if type(value) in _LISTS else gc.get_referents(value)
+        if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
+            total += _NUMBER_BYTES * len(referents)
+        else:
+            waiting += referents
+    return total + sum(kept_bytes for _, kept_bytes in wholes.values()), parts

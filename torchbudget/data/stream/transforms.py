@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,18 +35,13 @@ class SampleRandom:
         seed: its numbers are a function of it.
     """
 
-    __slots__ = ("_generator", "_seed")
-
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._generator: np.random.Generator | None = None
 
-    @property
+    @cached_property
     def generator(self) -> np.random.Generator:
         """Made at its first use, since most samples use no random numbers."""
-        if self._generator is None:
-            self._generator = np.random.Generator(np.random.Philox(self._seed))
-        return self._generator
+        return np.random.Generator(np.random.Philox(self._seed))
 
 
 sample_random: ContextVar[SampleRandom] = ContextVar("sample_random")
@@ -89,38 +84,27 @@ def _then(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> A
     return function(value, *args, **kwargs)
 
 
-def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Transform:
-    """`function` with further arguments after the sample, picklable."""
-    return partial(_then, function, args, kwargs)
-
-
-def _unpack(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Any:
+def _unpacked(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return function(*args, **value, **kwargs)
     return function(*value, *args, **kwargs)
 
 
-def _at(places: tuple[Any, ...], function: Transform, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {**value, **{place: function(value[place]) for place in places}}
-    fields = list(value)
-    for place in places:
-        fields[place] = function(fields[place])
-    return _like(value, fields)
-
-
-def _zipped(functions: tuple[Transform | None, ...], value: Any) -> Any:
-    fields = list(value.values() if isinstance(value, Mapping) else value)
-    if len(fields) != len(functions):
-        raise ValueError(f"zip_apply has {len(functions)} functions for {len(fields)} fields")
-    new = [one if f is None else f(one) for f, one in zip(functions, fields, strict=True)]
-    return dict(zip(value, new, strict=True)) if isinstance(value, Mapping) else _like(value, new)
-
-
-def _each(function: Transform, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: function(one) for name, one in value.items()}
-    return _like(value, list(map(function, value)))
+def _fields_replaced(functions: Any, places: Sequence[Any] | None, value: Any) -> Any:
+    """The sample with other fields: a tuple's functions one by one, or one for all `places`."""
+    fields: Any = dict(value) if isinstance(value, Mapping) else list(value)
+    if places is None:
+        places = list(fields) if isinstance(fields, dict) else range(len(fields))
+    if not isinstance(functions, tuple):
+        functions = [functions] * len(places)
+    elif len(functions) != len(places):
+        raise ValueError(f"zip_apply has {len(functions)} functions for {len(places)} fields")
+    for place, function in zip(places, functions, strict=True):
+        if function is not None:
+            fields[place] = function(fields[place])
+    if isinstance(value, (list, Mapping)):
+        return fields
+    return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
 
 
 def _sometimes(probability: float, function: Transform, value: Any) -> Any:
@@ -133,14 +117,8 @@ def _with_sampled(function: Callable[..., Any], args: Any, kwargs: Any, value: A
     return function(value, *args, **kwargs)
 
 
-def _kept(predicate: Transform, value: Any) -> list[Any]:
+def _if_kept(predicate: Transform, value: Any) -> list[Any]:
     return [value] if predicate(value) else []
-
-
-def _like(value: Any, fields: list[Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*fields)
-    return fields if isinstance(value, list) else tuple(fields)
 
 
 def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
@@ -149,7 +127,7 @@ def unpack_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tran
     >>> unpack_args(max)((3, 5))
     5
     """
-    return partial(_unpack, function, args, kwargs)
+    return partial(_unpacked, function, args, kwargs)
 
 
 def apply_at(
@@ -161,7 +139,7 @@ def apply_at(
     (3, 'd')
     """
     several = (places,) if isinstance(places, (int, str)) else tuple(places)
-    return partial(_at, several, _call(function, args, kwargs))
+    return partial(_fields_replaced, partial(_then, function, args, kwargs), several)
 
 
 def zip_apply(*functions: Transform | None) -> Transform:
@@ -170,7 +148,7 @@ def zip_apply(*functions: Transform | None) -> Transform:
     >>> zip_apply(len, None)(("abc", "d"))
     (3, 'd')
     """
-    return partial(_zipped, functions)
+    return partial(_fields_replaced, functions, None)
 
 
 def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
@@ -179,7 +157,7 @@ def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transfo
     >>> multiply(len)({"source": "abc", "target": "de"})
     {'source': 3, 'target': 2}
     """
-    return partial(_each, _call(function, args, kwargs))
+    return partial(_fields_replaced, partial(_then, function, args, kwargs), None)
 
 
 def random_apply(
@@ -192,7 +170,7 @@ def random_apply(
     """
     if not 0 <= probability <= 1:
         raise OptionError(f"expected a probability between 0 and 1, got {probability!r}")
-    return partial(_sometimes, probability, _call(function, args, kwargs))
+    return partial(_sometimes, probability, partial(_then, function, args, kwargs))
 
 
 def sample_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
@@ -208,9 +186,9 @@ def expand(function: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any) ->
 
     A text or a mapping is one sample, and an error: return it in a list.
     """
-    return Expanded(_call(function, args, kwargs))
+    return Expanded(partial(_then, function, args, kwargs))
 
 
 def keep_if(predicate: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
     """Keep only samples for which `predicate(sample, *args, **kwargs)` is true."""
-    return Expanded(partial(_kept, _call(predicate, args, kwargs)))
+    return Expanded(partial(_if_kept, partial(_then, predicate, args, kwargs)))

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from torchbudget.data.stream.adapters.plain import PlainSource
 from torchbudget.data.stream.slot import Split, WorkerSlot
+from torchbudget.data.stream.source import Source
 
 
-class DatasetsSource(PlainSource):
+class DatasetsSource(Source):
     """A `datasets.IterableDataset`: it splits itself by worker, and by node if it was told to."""
 
     @property
-    def split(self) -> Split:  # type: ignore[override]  # computed here, a class attribute there
+    def default_split(self) -> Split:  # type: ignore[override]  # of its data
         """By rank after `split_dataset_by_node`."""
         return "workers" if getattr(self.data, "_distributed", None) is None else "ranks"
 
     @property
-    def seeks(self) -> bool:
+    def has_states(self) -> bool:
         """Whether its state is exact.
 
         It does not contain a shuffle buffer, and may be a batch off where tables are mapped in
         batches, as its documentation says.
         """
-        if getattr(getattr(self.data, "_formatting", None), "is_table", False):
-            return False
-        waiting = [getattr(self.data, "_ex_iterable", None)]
-        while waiting:
-            stage = waiting.pop()
-            if stage is None or "Buffer" in type(stage).__name__:
-                return False
-            if hasattr(stage, "ex_iterable"):
-                waiting.append(stage.ex_iterable)
-            waiting += getattr(stage, "ex_iterables", [])
-        return True
+        stages = [getattr(self.data, "_ex_iterable", None)]
+        for stage in stages:  # it grows meanwhile
+            one = getattr(stage, "ex_iterable", None)
+            stages += getattr(stage, "ex_iterables", []) if one is None else [one]
+        is_table = getattr(getattr(self.data, "_formatting", None), "is_table", False)
+        is_exact = all(stage and "Buffer" not in type(stage).__name__ for stage in stages)
+        return is_exact and not is_table
 
-    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:
+    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """The samples of a pass.
 
         Its `set_epoch` adds the difference to a number that all workers share. Of two that do so at
@@ -49,8 +45,9 @@ class DatasetsSource(PlainSource):
         shared = getattr(self.data, "_epoch", None)
         if get_worker_info() is not None and isinstance(shared, Tensor):
             self.data._epoch = shared.clone()
-        return super().open(slot, epoch=epoch)
+        return super().samples(slot, epoch)
 
+    @cached_property
     def first_state(self) -> Any:
         """Its `state_dict` is up to date only after it is read; epoch -1 makes it start over."""
-        return {**self.data.state_dict(), "epoch": -1}
+        return {**super().first_state, "epoch": -1}

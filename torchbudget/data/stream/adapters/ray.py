@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from torchbudget.data.stream.adapters.plain import PlainSource
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.slot import Split, WorkerSlot
+from torchbudget.data.stream.source import Source
 from torchbudget.errors import OptionError
 
 
-class RaySource(PlainSource):
+class RaySource(Source):
     """A Ray Data set, or one of the parts that `streaming_split` makes."""
 
-    split = "ranks"
+    default_split: Split = "ranks"
 
-    @property
-    def is_iterable(self) -> bool:
-        """By its rows."""
-        return hasattr(self.data, "iter_rows")
-
-    def open(self, slot: WorkerSlot, *, epoch: int) -> Iterable[Any]:
+    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """Its rows.
 
         Raises:
             OptionError: samples would be read several times.
         """
-        if get_worker_info() is not None:
+        is_part = slot.ranks == 1 or "Split" in type(self.data).__name__
+        if get_worker_info() is not None or not is_part:
             raise OptionError(
-                "Ray reads ahead in its own processes, and each worker of a DataLoader would get "
-                "all samples: use num_workers=0"
+                "Ray reads ahead in its own processes, and each worker and rank would get all "
+                f"samples: use num_workers=0, and pass data.streaming_split({slot.ranks})[rank], "
+                "or Ray Train's get_dataset_shard, on several ranks"
             )
-        if slot.ranks > 1 and "Split" not in type(self.data).__name__:
-            raise OptionError(
-                f"each of {slot.ranks} ranks would get all samples of a Ray data set: pass "
-                f"data.streaming_split({slot.ranks})[rank], or Ray Train's get_dataset_shard"
-            )
-        rows: Iterable[Any] = self.data.iter_rows()
-        return rows
+        return self.data.iter_rows()
