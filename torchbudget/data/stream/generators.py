@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -122,28 +123,23 @@ class ReadingGenerators:
             mtrand.set_bit_generator(self._samples)
 
 
-class SampleSeeds:
-    """A random word for each item of a pass: a function of (seed, epoch, pass, shard, place).
+def sample_seed(shard: int, place: int, *key: int) -> int:
+    """A random word for an item: a function of the seed, the epoch and the pass, and of its place.
 
     Args:
+        shard: of the item.
+        place: there.
         key: the seed, the epoch and the pass.
     """
+    chunk, number = divmod(place, _CHUNK)
+    return _words(chunk, *key, shard)[number]
 
-    def __init__(self, *key: int) -> None:
-        self._key = key
-        self._chunk = (-1, -1)
-        self._words: list[int] = []
 
-    def __call__(self, shard: int, place: int) -> int:
-        """The word of an item."""
-        chunk, number = divmod(place, _CHUNK)
-        if self._chunk != (shard, chunk):
-            self._chunk = shard, chunk
-            numbers = np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK)
-            seed, *path = self._key
-            words = shuffled_keys(seed, *path, shard, Stream.SAMPLES, numbers=numbers)
-            self._words = words.tolist()
-        return self._words[number]
+@lru_cache(maxsize=8)
+def _words(chunk: int, *key: int) -> list[int]:
+    numbers = np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK)
+    words: list[int] = shuffled_keys(*key, Stream.SAMPLES, numbers=numbers).tolist()
+    return words
 
 
 @contextmanager

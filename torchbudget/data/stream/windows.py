@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torchbudget.data.sizes.first_axis import check_first_axis_of
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor
-from torchbudget.data.stream.generators import ReadingGenerators, SampleSeeds
+from torchbudget.data.stream.generators import ReadingGenerators, sample_seed
 from torchbudget.data.stream.pipeline import Item, Pipeline
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
@@ -134,31 +134,28 @@ class Windows:
         """A pass over so many items has ended.
 
         Raises:
-            SampleError: there were none, or none of them became a sample, and others would not be
-                read.
+            SampleError: there were none, or none of them became a sample, and nobody else reads.
         """
-        slot, ranks = self._slot, self._settings.ranks
-        alone = slot.part(self._settings.source.split)[1] == 1
-        if alone and not items:
-            raise SampleError(
-                "the source has no samples: are its files missing, or is an iterator inside it "
-                "used up after one epoch? Open it in __iter__, or in the function"
-            )
+        slot = self._slot
+        parts = slot.part(self._settings.source.split)[1]
         self.empty_passes += 1
         # The same number of micro-batches in each pass can be dealt to so many ranks after as many
         # passes. Until a batch comes, that may be needed three times: a state has done the first
         # ones already, and the last round of the next ones waits for those after them.
-        if self._endless and (not items or self.empty_passes > 3 * slot.workers * (ranks + 1) + 1):
+        most_empty = 3 * slot.workers * (self._settings.ranks + 1) + 1
+        missing = self._endless and (not items or self.empty_passes > most_empty)
+        if missing or (parts == 1 and not items):
             raise SampleError(
-                f"the source has no samples for worker {slot.worker} of {slot.workers}, but "
-                "batches_per_epoch asks for some; use fewer workers"
+                f"the source has no samples for worker {slot.worker} of {slot.workers}: are its "
+                "files missing, or is an iterator inside it used up after one epoch? Open it in "
+                "__iter__, or in the function. With batches_per_epoch each worker needs some"
             )
         if none_left and not self._endless:
             text = (
                 "none of the items that were read became a sample: transforms dropped them, or "
                 "they were skipped; see skipped_samples, oversize= and on_error="
             )
-            if alone and slot.workers == 1:
+            if parts == slot.workers == 1:
                 raise SampleError(text)
             _log.warning("worker %d of %d, rank %d: %s", slot.worker, slot.workers, slot.rank, text)
 
@@ -237,7 +234,7 @@ class Windows:
 
     def _items(self, reader: Reader, cursor: StreamCursor, left: int) -> Iterator[Item]:
         """The items of a window and of its tail."""
-        seeds = SampleSeeds(self._settings.source.seed, cursor.first_epoch, cursor.number)
+        key = self._settings.source.seed, cursor.first_epoch, cursor.number
         counted = self._look_ahead is not None and self._settings.transforms
         stop = cursor.start + left
         while values := reader.take(
@@ -247,7 +244,7 @@ class Windows:
                 self._item_bytes = max(self._item_bytes, *map(held_bytes, values))
             for position, value in enumerate(values, reader.position - len(values)):
                 name = reader.place(position)
-                yield Item(name, seeds(*name), value)
+                yield Item(name, sample_seed(*name, *key), value)
 
     def _next_run(self, left: int) -> int:
         """How many items are read at once, of those that are left."""
