@@ -26,10 +26,9 @@ class WorkerSlot:
 
     def share(self, batches: int | None) -> int | None:
         """This worker's number of `batches`: a loader takes one from each worker in turn."""
-        if batches is None:
-            return None
-        each, more = divmod(batches, self.workers)
-        return each + (self.worker < more)
+        return (
+            None if batches is None else (batches + self.workers - 1 - self.worker) // self.workers
+        )
 
     def part(self, split: Split) -> tuple[int, int]:
         """The number of the part of the source that it reads, and the number of parts."""
