@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torchbudget.checks import is_int
@@ -74,9 +73,10 @@ class StreamCursor(NamedTuple):
         return self.start // length + self.number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
+class StreamState(NamedTuple):
     """Where the processes stand that read a stream on one rank.
+
+    A tuple, since a tracked loop makes one with each batch.
 
     Attributes:
         cursors: of each worker, by number; or of one process alone.

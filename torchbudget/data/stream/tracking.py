@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,7 +107,7 @@ def after(state: StreamState, batch: Any) -> StreamState:
             "set_epoch between loops, not within one"
         )
     cursors[worker] = cursor
-    return replace(state, cursors=cursors, turn=(worker + 1) % len(cursors))
+    return StreamState(cursors, state.dealing, (worker + 1) % len(cursors))
 
 
 def check_loader(loader: Any, stream: Any) -> None:
