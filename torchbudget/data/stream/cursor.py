@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torchbudget.checks import is_int
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.slot import WorkerSlot, share_of
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.cursor import VERSION, check_meaning
 from torchbudget.plan.fingerprint import Plain
@@ -97,24 +97,19 @@ class StreamState(NamedTuple):
     @property
     def is_beginning(self) -> bool:
         """Whether nothing of the source was read before."""
-        return not any(
-            one.start or one.rounds or one.number or one.finished for one in self.cursors
-        )
+        return not any(at.start or at.rounds or at.number or at.finished for at in self.cursors)
 
-    def following(
-        self, slots: Iterable[WorkerSlot], batches: int | None, *, ended: bool = False
-    ) -> StreamState:
+    def following(self, batches: int | None, *, ended: bool = False) -> StreamState:
         """The next epoch's beginning if this one has no more, else the same.
 
         Args:
-            slots: of the processes.
             batches: of the next epoch.
-            ended: it has no more, though the cursors do not say so.
+            ended: this one has no more, though the cursors do not say so.
         """
         if not (ended or all(cursor.finished for cursor in self.cursors)):
             return self
-        pairs = zip(self.cursors, slots, strict=True)
-        cursors = [cursor.following(slot.share(batches)) for cursor, slot in pairs]
+        shares = [share_of(batches, n, len(self.cursors)) for n in range(len(self.cursors))]
+        cursors = [one.following(share) for one, share in zip(self.cursors, shares, strict=True)]
         return StreamState(cursors=cursors, dealing=self.dealing)
 
     def to_plain(self, order: Plain, *, seeks: bool) -> dict[str, Any]:
@@ -135,10 +130,12 @@ class StreamState(NamedTuple):
             "turn": self.turn,
             "workers": dict(zip(_COLUMNS, columns, strict=True)),
         }
+        rank, ranks = self.dealing["rank"], self.dealing["ranks"]
+        name = "processes" if rank is None else f"rank {rank} of {ranks}"
         shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
         # In a tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads
         # as many workers as the stream has that loads, and of each value that of any one rank.
-        return shown | {_name_of(self.dealing): (plain,)}
+        return shown | {name: (plain,)}
 
     @classmethod
     def of_plain(cls, state: Any, order: Plain) -> StreamState:
@@ -199,10 +196,5 @@ class StreamState(NamedTuple):
             )
         if cursor.to_come is None or workers == slot.workers:
             return cursor
-        return cursor.limited(slot.share(sum(each.to_come or 0 for each in self.cursors)))
-
-
-def _name_of(dealing: Plain) -> str:
-    """What a state's processes are called: those of one rank, or of all where they stand alike."""
-    rank = dealing["rank"]
-    return "processes" if rank is None else f"rank {rank} of {dealing['ranks']}"
+        to_come = sum(each.to_come or 0 for each in self.cursors)
+        return cursor.limited(share_of(to_come, slot.worker, slot.workers))

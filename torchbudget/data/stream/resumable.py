@@ -19,7 +19,7 @@ from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
 from torchbudget.data.stream.progress import OWN, TRACKED, UNCLEAR, Progress
 from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.slot import WorkerSlot, share_of
 from torchbudget.data.stream.tracking import after, check_loader, collate_beside, stamped
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import RepeatedSamplesWarning, StateError
@@ -85,8 +85,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         """
         # Workers that it starts raise in the one process that reads: the others wait for ever.
         check_framework_loader(self.num_replicas)
-        loops, state = self._loops, self._loaded()
-        reader = loops.present
+        loops, reader, state = self._loops, self._loops.present, self._loaded()
         if natural("epoch", epoch) != self.epoch:
             if state is not None and reader is None and self._progress.last == OWN:
                 warn_of_discarded_state(self.epoch, epoch, within=not state.is_beginning)
@@ -143,8 +142,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         if reader is not None and reader.began.epoch == epoch:
             reader = EpochReader(settings, reader.slot, reader.began, self._progress)
         elif reader is not None and reader.goes_on and reader.began.epoch == epoch - 1:
-            share = reader.slot.share(settings.batches_per_epoch)
-            reader.go_on(reader.cursor.following(share))
+            batches, slot = settings.batches_per_epoch, reader.slot
+            reader.go_on(reader.cursor.following(share_of(batches, slot.worker, slot.workers)))
         else:
             # A loader takes from its first worker first, which reads for the one whose turn it was.
             reader = self.reader_of(self._slots(workers)[(number + self._start().turn) % workers])
@@ -193,8 +192,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         several = self._loaded() is None and began.to_come is not None
         if several and self._progress.was_read(began.epoch - 1, slot.worker):
             warn(
-                f"epoch {began.epoch} starts over at the source's beginning: new workers cannot "
-                "know where the last one ended. Use persistent_workers=True, or tracked(loader)",
+                f"epoch {began.epoch} starts over at the source's beginning, since workers that "
+                "have just started do not know where the last epoch ended: use "
+                "persistent_workers=True, or loop over stream.tracked(loader)",
                 RepeatedSamplesWarning,
             )
 
@@ -246,14 +246,14 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 unknown.discard(batch.worker)
                 self._note(number, None if unknown else state)
                 yield batch.batch
-            state = state.following(slots, batches_per_epoch, ended=True)
+            state = state.following(batches_per_epoch, ended=True)
             self._note(number, state)
         finally:
             batches = iter(())  # ends workers that do not persist
             if progress.tracked == number:  # and no later one has begun
                 progress.tracked = -number
             if self._loops.number == number and progress.last == TRACKED:
-                state = state.following(slots, batches_per_epoch)
+                state = state.following(batches_per_epoch)
                 if state.epoch == start.epoch:
                     progress.opened += 1  # workers may be done with the epoch already
                 elif batches_per_epoch is not None:  # for workers that are started later
@@ -291,8 +291,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         else:
             state = self._start()
         if not in_worker:
-            slots = self._slots(len(state.cursors))
-            state = state.following(slots, settings.batches_per_epoch)
+            state = state.following(settings.batches_per_epoch)
         return state.to_plain(settings.order, seeks=settings.source.has_states)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
