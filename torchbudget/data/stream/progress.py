@@ -17,7 +17,6 @@ WORKERS: Final = 512  # that may read a stream on one rank
 # unclear where workers run ahead of a loop, or one began while a tracked one was open.
 OWN, TRACKED, UNCLEAR = range(3)
 _NUMBERS: Final = 6
-_LAST: Final = 5
 
 
 class _Number:
@@ -40,19 +39,19 @@ class Progress:
         shared: the memory of another one; `None`: new memory.
 
     Attributes:
+        last: one of `OWN`, `TRACKED` and `UNCLEAR`.
         last_begun: the last epoch that was begun, or chosen.
         changes: how often an epoch was chosen or a state loaded.
         was_loaded: whether the last change was a state that was loaded.
         tracked: the number of the last tracked loop; below 0: it is over.
-        last: one of `OWN`, `TRACKED` and `UNCLEAR`.
         opened: how often an epoch was opened again: what workers have done before does not count.
     """
 
-    last_begun, changes, was_loaded, tracked, opened, last = map(_Number, range(_NUMBERS))
+    last, last_begun, changes, was_loaded, tracked, opened = map(_Number, range(_NUMBERS))
 
     def __init__(self, shared: torch.Tensor | None = None) -> None:
         if shared is None:
-            shared = torch.zeros(_NUMBERS + 5 * WORKERS, dtype=torch.int64)
+            shared = torch.zeros(_NUMBERS + 5 * WORKERS, dtype=torch.int64, device="cpu")
         self._shared = shared.share_memory_()
         places = self._shared.numpy()  # torch takes ten times as long to write a number
         self._numbers, rows = places[:_NUMBERS], places[_NUMBERS:].reshape(WORKERS, 5)
@@ -64,7 +63,7 @@ class Progress:
         shared = self._shared
         if get_spawning_popen() is None:
             shared = shared.clone()
-            shared[_LAST] = OWN
+            shared[0] = OWN  # the place of `last`
         return Progress, (shared,)
 
     # ------------------------------------------------------------------ epochs

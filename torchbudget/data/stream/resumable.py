@@ -15,12 +15,12 @@ from torchbudget.checks import natural
 from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
+from torchbudget.data.stream import tracking
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
 from torchbudget.data.stream.progress import OWN, TRACKED, UNCLEAR, Progress
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot, share_of
-from torchbudget.data.stream.tracking import after, check_loader, collate_beside, stamped
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import RepeatedSamplesWarning, StateError
 from torchbudget.protocols import ResumableSource
@@ -42,6 +42,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self._settings_now, self._ranks = settings, ranks
         self._progress = Progress()
         self._last_loops = Loops()
+        # What collates beside it, in the processes that a tracked loop has started.
+        self._beside: tracking.CollateBeside | None = None
         self._readers: weakref.WeakSet[EpochReader] = weakref.WeakSet()
 
     @property
@@ -113,7 +115,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: as in `tracked`.
         """
-        beside, info = collate_beside(sys._getframe(1)), get_worker_info()
+        tracking.check_caller(sys._getframe(1))
+        info = get_worker_info()
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
         try:
             reader = self._begin_loop(number, workers)
@@ -123,7 +126,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             # A worker that persists dies of what `iter` raises, and passes on what `next` does.
             return raising(error)
         running = self._progress.tracked
-        if beside is None or not beside.begin(reader, running):
+        if self._beside is None or not self._beside.begin(reader, running):
             is_clear = info is None and running != self._loops.number
             self._progress.last = OWN if is_clear else UNCLEAR
         return reader
@@ -216,7 +219,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             RankError: ranks that plan from one source differ in what they plan by, or one does not
                 come within its process group's timeout. Untracked workers cannot know.
         """
-        check_loader(loader, self)
+        tracking.check_loader(loader, self)
         self.check_ranks()
         batches: Iterator[Any] = self._track(loader)
         next(batches)  # up to where the loop begins
@@ -236,13 +239,13 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         state = StreamState(cursors=cursors, dealing=dealing, turn=start.turn)
         number = loops.number = progress.tracked = abs(progress.tracked) + 1
         try:
-            batches = stamped(loader)
+            batches = tracking.stamped(loader)
             if loops.present is not None and not loader.num_workers:  # it may have gone on
                 state = StreamState(cursors=[loops.present.began], dealing=dealing)
             self._note(number, None if unknown else state)
             yield None
             for batch in batches:
-                state = after(state, batch)
+                state = tracking.after(state, batch)
                 unknown.discard(batch.worker)
                 self._note(number, None if unknown else state)
                 yield batch.batch

@@ -83,13 +83,17 @@ class CollateBeside:
 
 
 def stamped(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Begin a loop over a loader whose `collate_fn` sees batches alone."""
+    """Begin a loop over a loader of a stream whose `collate_fn` sees batches alone.
+
+    A worker gets the stream and what collates at once: to its stream it is the same object.
+    """
+    stream: Any = loader.dataset
     collate_fn = loader.collate_fn
-    loader.collate_fn = CollateBeside(collate_fn)
+    loader.collate_fn = stream._beside = CollateBeside(collate_fn)
     try:
         return iter(loader)
     finally:
-        loader.collate_fn = collate_fn
+        loader.collate_fn, stream._beside = collate_fn, None
 
 
 def after(state: StreamState, batch: Any) -> StreamState:
@@ -126,15 +130,13 @@ def check_loader(loader: Any, stream: Any) -> None:
         raise StateError("this loader's workers live already: track it from its first loop on")
 
 
-def collate_beside(caller: FrameType) -> CollateBeside | None:
-    """What a tracked loop's `DataLoader` collates by, whose fetcher iterates a stream.
+def check_caller(caller: FrameType) -> None:
+    """Check that the fetcher of a `DataLoader` that iterates a stream leaves its batches alone.
 
     Raises:
-        OptionError: the loader has a `batch_size`, and would collate the stream's batches again.
+        OptionError: the loader has a `batch_size`, and would collate them again.
     """
     # Before Python 3.13 `f_locals` keeps a caller's values alive: a user's are not looked at.
-    found = caller.f_locals if caller.f_globals.get("__name__") == fetch.__name__ else {}
-    if found.get("auto_collation"):
+    is_fetcher = caller.f_globals.get("__name__") == fetch.__name__
+    if is_fetcher and caller.f_locals.get("auto_collation"):
         raise OptionError("a stream yields whole batches: give its DataLoader batch_size=None")
-    collate_fn = found.get("collate_fn")
-    return collate_fn if isinstance(collate_fn, CollateBeside) else None
