@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.data.stream.cursor import StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader
 from torchbudget.data.stream.slot import WorkerSlot
 
@@ -121,7 +122,7 @@ class OneProcess:
     def state_dict(self) -> dict[str, Any]:
         reader = self.stream.reader_of(self.slot) if self.reader is None else self.reader
         settings = self.stream._settings
-        state = self.stream._state_at([reader.slot], [reader.cursor])
+        state = StreamState(cursors=[reader.cursor], dealing=settings.dealing(reader.slot))
         return state.to_plain(settings.order, seeks=settings.source.has_states)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

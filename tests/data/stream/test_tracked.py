@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -93,6 +94,24 @@ def test_foreign_collates_see_the_batch_alone(workers: int, pinned: bool) -> Non
             rest = following.tracked(DataLoader(following, collate_fn=foreign, **options))
             assert [one.numbers for one in rest] == whole[done:]
     assert loader.collate_fn is foreign
+
+
+class Named(BudgetedIterableDataset):
+    """It gives each batch a name, as a loader's `collate_fn` would."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (("named", batch) for batch in super().__iter__())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_changes_its_batches(workers: int) -> None:
+    """It sees the batch alone, too."""
+
+    def named() -> Named:
+        return Named(Numbered(SIZES), TOKENS, 300, size=size_of, window=64, collate_fn=same)
+
+    whole = check_every_stop(named, loop=partial(tracked_loop, workers=workers), every=20)
+    assert whole == [("named", batch) for batch in loader_of(make(), workers)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

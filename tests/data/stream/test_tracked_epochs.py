@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.resuming import as_json
-from tests.support.streams import loader_of
+from tests.support.streams import loader_of, tracked_loop, workers_of
 from tests.support.tracked_streams import SIZES, epochs_of, joined, make, samples_of
 from torchbudget.errors import RepeatedSamplesWarning
 
@@ -96,3 +96,30 @@ def test_new_workers_that_start_over_say_so() -> None:
         iter(copy.deepcopy(plain))
     with pytest.warns(RepeatedSamplesWarning, match="persistent_workers"):
         plain.tracked(loader_of(plain, 1))
+
+
+def test_fewer_batches_are_left_than_workers() -> None:
+    """Those that get none of an epoch's last batches are at its end."""
+    options: dict[str, Any] = {"batches_per_epoch": 9, "window": 10, "max_batch_size": 5}
+    running, done = make(**options), 0
+    for _ in running:
+        done += 1
+        state = running.state_dict()
+        if done > 5 and not workers_of(state)[0]["rounds"]:
+            break
+    assert 0 < 9 - done < 4
+    following = make(**options)
+    following.load_state_dict(as_json(state))
+    assert [len(list(tracked_loop(following, 4))) for _ in range(2)] == [9 - done, 9]
+
+
+def test_the_first_beginning_goes_on_with_any_workers() -> None:
+    """Also one that was saved in a loop of several, before its first batch."""
+    running = make(batches_per_epoch=11)
+    batches = tracked_loop(running, 2)
+    state = as_json(running.state_dict())
+    batches.close()
+    for workers in (0, 1, 3):
+        following, whole = make(batches_per_epoch=11), make(batches_per_epoch=11)
+        following.load_state_dict(state)
+        assert list(loader_of(following, workers)) == list(loader_of(whole, workers))

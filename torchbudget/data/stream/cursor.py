@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torchbudget.checks import is_int
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.slot import WorkerSlot, share_of
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.cursor import VERSION, check_meaning
 from torchbudget.plan.fingerprint import Plain
@@ -46,13 +45,17 @@ class StreamCursor(NamedTuple):
     @classmethod
     def beginning(cls, epoch: int, batches: int | None) -> StreamCursor:
         """Before the first micro-batch of an epoch that has so many."""
-        return cls(epoch, 0, 0, epoch, 0, batches, batches == 0, None)
+        return cls(epoch, 0, 0, epoch, 0, None, False, None).limited(batches)
+
+    def limited(self, batches: int | None) -> StreamCursor:
+        """Where so many micro-batches are to come in this epoch."""
+        return self._replace(to_come=batches, finished=batches == 0)
 
     def following(self, batches: int | None) -> StreamCursor:
         """After the last micro-batch: before the first one of the next epoch."""
         if batches is None:
             return self.beginning(self.epoch + 1, None)
-        return self._replace(epoch=self.epoch + 1, to_come=batches, finished=batches == 0)
+        return self._replace(epoch=self.epoch + 1).limited(batches)
 
     def next_pass(self) -> StreamCursor:
         """Where the source starts over."""
@@ -69,20 +72,11 @@ class StreamCursor(NamedTuple):
         """The number of the window that it is in, counted over passes."""
         return self.start // length + self.number
 
-    @property
-    def position(self) -> Plain:
-        """Where it stands, without the source's own state."""
-        return {"epoch": self.epoch, "start": self.start, "rounds": self.rounds}
 
-    @property
-    def is_beginning(self) -> bool:
-        """Whether nothing of the source was read before it."""
-        return not (self.start or self.rounds or self.number or self.finished)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
+class StreamState(NamedTuple):
     """Where the processes stand that read a stream on one rank.
+
+    A tuple, since a tracked loop makes one with each batch.
 
     Attributes:
         cursors: of each worker, by number; or of one process alone.
@@ -103,7 +97,20 @@ class StreamState:
     @property
     def is_beginning(self) -> bool:
         """Whether nothing of the source was read before."""
-        return all(cursor.is_beginning for cursor in self.cursors)
+        return not any(at.start or at.rounds or at.number or at.finished for at in self.cursors)
+
+    def following(self, batches: int | None, *, ended: bool = False) -> StreamState:
+        """The next epoch's beginning if this one has no more, else the same.
+
+        Args:
+            batches: of the next epoch.
+            ended: this one has no more, though the cursors do not say so.
+        """
+        if not (ended or all(cursor.finished for cursor in self.cursors)):
+            return self
+        shares = [share_of(batches, n, len(self.cursors)) for n in range(len(self.cursors))]
+        cursors = [one.following(share) for one, share in zip(self.cursors, shares, strict=True)]
+        return StreamState(cursors=cursors, dealing=self.dealing)
 
     def to_plain(self, order: Plain, *, seeks: bool) -> dict[str, Any]:
         """In plain JSON types, except for the source's own states; some 30 bytes a worker.
@@ -115,18 +122,20 @@ class StreamState:
         Where each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
-        rows = [cursor[1:] for cursor in self.cursors]
+        columns = map(list, zip(*(cursor[1:] for cursor in self.cursors), strict=True))
         plain = {
             "version": VERSION,
             "order": dict(order),
             "dealing": dict(self.dealing),
             "turn": self.turn,
-            "workers": dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
+            "workers": dict(zip(_COLUMNS, columns, strict=True)),
         }
+        rank, ranks = self.dealing["rank"], self.dealing["ranks"]
+        name = "processes" if rank is None else f"rank {rank} of {ranks}"
         shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
         # In a tuple, since torch.distributed.checkpoint takes lists and mappings apart: it loads
         # as many workers as the stream has that loads, and of each value that of any one rank.
-        return shown | {_name_of(self.dealing): (plain,)}
+        return shown | {name: (plain,)}
 
     @classmethod
     def of_plain(cls, state: Any, order: Plain) -> StreamState:
@@ -136,17 +145,27 @@ class StreamState:
             StateError: it is malformed.
             StateMismatchError: it belongs to another stream or version.
         """
-        plain = _processes_of(state)
-        check_meaning(plain, _KEYS, order)
-        dealing, turn, workers = plain["dealing"], plain["turn"], plain["workers"]
+        names = state if isinstance(state, Mapping) else ()
+        named = [name for name in names if str(name).startswith(("processes", "rank "))]
+        match [state[name] for name in named]:
+            case [[plain]]:
+                check_meaning(plain, _KEYS, order)
+            case _:
+                raise StateError(
+                    "expected what BudgetedIterableDataset.state_dict() returned; of the positions "
+                    f"of several ranks, pass that of one: {named}"
+                )
+        dealing, turn, columns = plain["dealing"], plain["turn"], plain["workers"]
         try:
-            rows = zip(*(workers[name] for name in _COLUMNS), strict=True)
-            cursors = [_checked(StreamCursor(state["epoch"], *row)) for row in rows]
-            if turn not in range(len(cursors)) or not isinstance(dealing, Mapping):
-                raise ValueError(f"turn {turn!r} of {len(cursors)} workers, dealing {dealing!r}")
+            rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
+            cursors = [StreamCursor(state["epoch"], *row) for row in rows]
+            counts = [count for *most, to_come, _, _ in cursors for count in (*most, to_come or 0)]
+            dealt = turn in range(len(cursors)) and len(cursors) in (1, dealing["workers"])
+            if not dealt or not all(is_int(count) and count >= 0 for count in counts):
+                raise ValueError(f"turn {turn!r}, workers {columns!r}, dealing {dealing!r}")
+            return cls(cursors=cursors, dealing=dict(dealing), turn=turn)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
-        return cls(cursors=cursors, dealing=dict(dealing), turn=turn)
 
     def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
         """Where a process goes on.
@@ -155,91 +174,27 @@ class StreamState:
             StateError: the state is malformed.
             StateMismatchError: this process cannot go on from it.
         """
-        several = len(self.cursors) > 1
-        if several and len(self.cursors) != slot.workers:
-            raise StateMismatchError(
-                f"the state is that of {len(self.cursors)} workers, here are {slot.workers}; it "
-                f"goes on with num_workers={len(self.cursors)}"
-            )
-        number = slot.worker if several else 0
-        cursor, saved = self.cursors[number], self.dealing
-        if several:
+        number, saved = slot.worker % len(self.cursors), self.dealing
+        if saved.keys() != dealing.keys():
+            raise StateError(f"the state is malformed: its dealing is {saved!r}")
+        if len(self.cursors) > 1:
             saved = {**saved, "worker": number}
-        _check_dealing(cursor, saved, dealing)
-        if cursor.to_come is not None and saved["workers"] != slot.workers:
-            return cursor._replace(to_come=slot.share(cursor.to_come))
-        return cursor
-
-
-def _name_of(dealing: Plain) -> str:
-    """What a state's processes are called: those of one rank, or of all where they stand alike."""
-    rank = dealing["rank"]
-    return "processes" if rank is None else f"rank {rank} of {dealing['ranks']}"
-
-
-def _processes_of(state: Any) -> Any:
-    """What a state says of its processes.
-
-    Raises:
-        StateError: it is none, or it has those of several ranks.
-    """
-    named = []
-    if isinstance(state, Mapping):
-        named = [name for name in state if name == "processes" or str(name).startswith("rank ")]
-    if len(named) > 1:
-        raise StateError(f"the state has several ranks' positions, pass that of one: {named}")
-    value = state[named[0]] if named else None
-    if not isinstance(value, (list, tuple)) or len(value) != 1:
-        raise StateError("expected what BudgetedIterableDataset.state_dict() returned")
-    return value[0]
-
-
-def _checked(cursor: StreamCursor) -> StreamCursor:
-    """A cursor of values that came from anywhere.
-
-    Raises:
-        TypeError: a number is none.
-        ValueError: one is below 0.
-    """
-    *numbers, to_come, finished, _ = cursor
-    numbers.append(0 if to_come is None else to_come)
-    if not all(map(is_int, numbers)):
-        raise TypeError(f"expected ints, got {numbers}")
-    if min(numbers) < 0:
-        raise ValueError("a number is below 0")
-    return cursor._replace(finished=bool(finished))
-
-
-def _check_dealing(cursor: StreamCursor, saved: object, mine: Plain) -> None:
-    """Whether a process can go on from a cursor that was saved under another dealing.
-
-    Raises:
-        StateError: the state is malformed.
-        StateMismatchError: it cannot.
-    """
-    if not isinstance(saved, Mapping) or set(saved) != set(mine):
-        raise StateError(f"the state is malformed: its dealing is {saved!r}")
-    if saved == mine or cursor.is_beginning:
-        return
-    changed = "; ".join(
-        f"{name}: saved {saved[name]!r}, now {mine[name]!r}"
-        for name in mine
-        if saved[name] != mine[name]
-    )
-    if cursor.rounds:
-        raise StateMismatchError(
-            f"{cursor.rounds} micro-batches of a window are done; another number of ranks or "
-            "workers, budget, cost, predicate, size, transforms, look-ahead or rule needs a "
-            f"window's boundary: {changed}"
-        )
-    same_worker = all(saved[name] == mine[name] for name in ("workers", "worker"))
-    if not same_worker and (mine["split"] != "none" or saved["workers"] != 1):
-        raise StateMismatchError(
-            f"the state is that of worker {saved['worker']} of {saved['workers']}, here is "
-            f"worker {mine['worker']} of {mine['workers']}"
-        )
-    if mine["split"] == "ranks" and any(saved[name] != mine[name] for name in ("ranks", "rank")):
-        raise StateMismatchError(
-            f"each of {saved['ranks']} ranks had a part of the source, and this is the state of "
-            f"rank {saved['rank']}; here is rank {mine['rank']} of {mine['ranks']}"
-        )
+        cursor, workers = self.cursors[number], saved["workers"]
+        # Any process goes on where one has read the whole source alone, others in their own part.
+        alone = workers == 1 and dealing["split"] == "none"
+        part = set() if alone else {"worker", "workers"}
+        if dealing["split"] == "ranks":
+            part |= {"rank", "ranks"}
+        changed = [name for name in dealing if saved[name] != dealing[name]]
+        if not self.is_beginning and changed and (cursor.rounds or part & {*changed}):
+            raise StateMismatchError(
+                f"the state is that of worker {saved['worker']} of {workers}, here is worker "
+                f"{slot.worker} of {slot.workers}; it goes on with num_workers={workers}, in the "
+                f"same part of the source. {cursor.rounds} micro-batches of a window are done, "
+                "and other rules need its boundary: "
+                + "; ".join(f"{one}: saved {saved[one]!r}, now {dealing[one]!r}" for one in changed)
+            )
+        if cursor.to_come is None or workers == slot.workers:
+            return cursor
+        to_come = sum(each.to_come or 0 for each in self.cursors)
+        return cursor.limited(share_of(to_come, slot.worker, slot.workers))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from types import NoneType
 from typing import Any, TypeAlias
@@ -13,12 +14,12 @@ from torch.utils.data import get_worker_info
 
 from torchbudget.data.padded_sizes import PaddedSizes
 from torchbudget.data.sizes.key import sizes_of_all
-from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
-from torchbudget.data.stream.tracking import StampedBatch, collated
+from torchbudget.data.stream.tracking import collated
 from torchbudget.data.stream.windows import BufferedSamples, Windows
 from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.dealing import Ranks
@@ -36,11 +37,21 @@ class Loops:
     """The loops of a process since an epoch was chosen; those before it do not count any more.
 
     Attributes:
+        state: at which the epoch begins: it was loaded, or is the end of a tracked loop.
+        changes: how often an epoch was chosen or a state loaded, in any process, until then.
         present: the reader of the one that was asked for a batch last; of a loop inside another
             one, until that one goes on.
+        number: of the tracked one that began last.
+        tracked: where it stands; `None`: not known yet.
+        process: its number.
     """
 
+    state: StreamState | None = None
+    changes: int = 0
     present: EpochReader | None = None
+    number: int | None = None
+    tracked: StreamState | None = None
+    process: int = field(default_factory=os.getpid)
 
 
 class EpochReader(Iterator[Any]):
@@ -56,7 +67,6 @@ class EpochReader(Iterator[Any]):
         slot: of this process.
         began: the cursor at which the epoch's first micro-batch was read.
         finished: whether the epoch's last micro-batch was read.
-        stamps: yield each batch with the cursor after it.
         loops: a weak reference to those among which it is the present one when it is asked for a
             batch.
         windows: that it reads.
@@ -66,7 +76,6 @@ class EpochReader(Iterator[Any]):
         self, settings: Settings, slot: WorkerSlot, cursor: StreamCursor, progress: Progress
     ) -> None:
         self.slot = slot
-        self.stamps = False
         self.loops: Callable[[], Loops | None] = NoneType
         self._settings = settings
         self._progress = progress
@@ -115,7 +124,7 @@ class EpochReader(Iterator[Any]):
             self._to_come -= 1
             if not self._to_come:
                 self._end_epoch()
-        return StampedBatch(batch, self.slot.worker, self.cursor) if self.stamps else batch
+        return batch
 
     def find_end(self) -> None:
         """End the epoch if nothing is left of it, before a batch is asked for.

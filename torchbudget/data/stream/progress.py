@@ -13,8 +13,10 @@ import torch
 from torchbudget.errors import OptionError
 
 WORKERS: Final = 512  # that may read a stream on one rank
-_NUMBER_OF_WORKERS, _EPOCHS_DONE, _WHEN_OPENED, _OVERSIZE, _FAILED = range(5)
-_DONE: Final = slice(_NUMBER_OF_WORKERS, _OVERSIZE)
+# Where a stream stands: where the last loop of this process does, or the last tracked one; it is
+# unclear where workers run ahead of a loop, or one began while a tracked one was open.
+OWN, TRACKED, UNCLEAR = range(3)
+_NUMBERS: Final = 6
 
 
 class _Number:
@@ -27,42 +29,42 @@ class _Number:
         return int(progress._numbers[self._place])
 
     def __set__(self, progress: Progress, value: int) -> None:
-        progress._numbers.numpy()[self._place] = value  # torch takes ten times as long
+        progress._numbers[self._place] = value
 
 
 class Progress:
     """The epoch of a stream, the loops over it, and what was skipped.
 
+    Args:
+        shared: the memory of another one; `None`: new memory.
+
     Attributes:
+        last: one of `OWN`, `TRACKED` and `UNCLEAR`.
         last_begun: the last epoch that was begun, or chosen.
         changes: how often an epoch was chosen or a state loaded.
         was_loaded: whether the last change was a state that was loaded.
-        tracked: the number of the tracked loop that is running; below 0: it is over.
-        last_loop: of workers: its number if it was tracked, else -1; 0: this process read, or none.
+        tracked: the number of the last tracked loop; below 0: it is over.
         opened: how often an epoch was opened again: what workers have done before does not count.
     """
 
-    last_begun, changes, was_loaded, tracked, last_loop, opened = map(_Number, range(6))
+    last, last_begun, changes, was_loaded, tracked, opened = map(_Number, range(_NUMBERS))
 
-    def __init__(self) -> None:
-        self._numbers = torch.zeros(6, dtype=torch.int64).share_memory_()
-        self._workers = torch.zeros(WORKERS, 5, dtype=torch.int64).share_memory_()
-
-    def passed_on(self) -> Progress:
-        """For a copy of the stream: the same memory for a process that is started, else another."""
-        if get_spawning_popen() is not None:
-            return self
-        other = Progress()
-        other._numbers.copy_(self._numbers)
-        other.tracked = other.last_loop = 0
-        other._workers.copy_(self._workers)
-        return other
-
-    def __deepcopy__(self, memo: object) -> Progress:
-        return self.passed_on()
+    def __init__(self, shared: torch.Tensor | None = None) -> None:
+        if shared is None:
+            shared = torch.zeros(_NUMBERS + 5 * WORKERS, dtype=torch.int64, device="cpu")
+        self._shared = shared.share_memory_()
+        places = self._shared.numpy()  # torch takes ten times as long to write a number
+        self._numbers, rows = places[:_NUMBERS], places[_NUMBERS:].reshape(WORKERS, 5)
+        # Of each worker: the number of workers, of epochs done, and `opened` then; what it skipped.
+        self._done, self._skipped = rows[:, :3], rows[:, 3:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _progress, (self._numbers, self._workers)
+        """The same memory in a process that is started; a copy has epochs and loops of its own."""
+        shared = self._shared
+        if get_spawning_popen() is None:
+            shared = shared.clone()
+            shared[0] = OWN  # the place of `last`
+        return Progress, (shared,)
 
     # ------------------------------------------------------------------ epochs
 
@@ -70,9 +72,9 @@ class Progress:
     def epoch(self) -> int:
         """That the next loop reads: the one after the last one, if all workers are done with it."""
         while True:
-            epoch, workers = self.last_begun, int(self._workers[0, _NUMBER_OF_WORKERS])
-            last = torch.tensor([workers, epoch + 1, self.opened])
-            done = bool(workers) and bool((self._workers[:workers, _DONE] == last).all())
+            epoch, workers = self.last_begun, int(self._done[0, 0])
+            last = workers, epoch + 1, self.opened
+            done = bool(workers) and bool((self._done[:workers] == last).all())
             # Another worker may meanwhile have gone on to the next one, and be done with it, too.
             if epoch == self.last_begun:
                 return epoch + done
@@ -90,8 +92,7 @@ class Progress:
 
     def was_read(self, epoch: int, worker: int) -> bool:
         """Whether this worker, or an earlier one of its number, was done with an epoch."""
-        done = self._workers[worker, [_EPOCHS_DONE, _WHEN_OPENED]].tolist()
-        return epoch >= 0 and done == [epoch + 1, self.opened]
+        return epoch >= 0 and self._done[worker, 1:].tolist() == [epoch + 1, self.opened]
 
     def end(self, epoch: int, worker: int, workers: int, *, opened: int | None = None) -> None:
         """A worker is done with an epoch.
@@ -107,45 +108,24 @@ class Progress:
         """
         if workers > WORKERS:
             raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")
-        opened = self.opened if opened is None else opened
-        self._workers[worker, _DONE] = torch.tensor([workers, epoch + 1, opened])
+        self._done[worker] = workers, epoch + 1, self.opened if opened is None else opened
 
-    def reopen(self) -> None:
-        """A loop was broken off: the epoch is not over, although workers are done with it, or will.
-
-        Those that persist go on with what the loop has asked for, ahead of what it took.
-        """
-        self.opened += 1
-
-    def change(self, epoch: int, *, loaded: bool) -> int:
-        """Another epoch was chosen, or a state loaded: all processes begin there.
-
-        Returns:
-            The number of this change.
-        """
-        self.reopen()
-        self.last_begun, self.was_loaded, self.last_loop = epoch, loaded, 0
-        self.changes += 1
-        return self.changes
+    def change(self, epoch: int, *, loaded: bool) -> None:
+        """Another epoch was chosen, or a state loaded: all processes begin there."""
+        self.last_begun, self.was_loaded, self.last = epoch, loaded, OWN
+        self.changes, self.opened = self.changes + 1, self.opened + 1
 
     # ------------------------------------------------------------------ skipped samples
 
     def count_skipped(self, worker: int, *, oversize: int = 0, failed: int = 0) -> None:
         """Add samples that a worker skipped."""
-        self._workers[worker, _OVERSIZE:] += torch.tensor([oversize, failed])
+        self._skipped[worker] += oversize, failed
 
     def skipped(self) -> tuple[int, int]:
         """How many were oversize, and how many failed."""
-        oversize, failed = self._workers[:, _OVERSIZE:].sum(dim=0).tolist()
+        oversize, failed = self._skipped.sum(axis=0).tolist()
         return oversize, failed
 
     def forget_skipped(self) -> None:
         """Count them anew."""
-        self._workers[:, _OVERSIZE:] = 0
-
-
-def _progress(numbers: torch.Tensor, workers: torch.Tensor) -> Progress:
-    """Of tensors that came through a pipe, shared or not."""
-    progress = Progress()
-    progress._numbers, progress._workers = numbers.share_memory_(), workers.share_memory_()
-    return progress
+        self._skipped[:] = 0

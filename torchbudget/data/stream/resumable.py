@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -15,20 +15,14 @@ from torchbudget.checks import natural
 from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.loaded_state import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
+from torchbudget.data.stream import tracking
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
-from torchbudget.data.stream.progress import Progress
+from torchbudget.data.stream.progress import OWN, TRACKED, UNCLEAR, Progress
 from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.slot import WorkerSlot
-from torchbudget.data.stream.tracking import (
-    TrackedLoop,
-    check_loader,
-    check_not_collated_again,
-    stamped_batches,
-)
+from torchbudget.data.stream.slot import WorkerSlot, share_of
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import RepeatedSamplesWarning, StateError
-from torchbudget.plan.fingerprint import Plain
 from torchbudget.protocols import ResumableSource
 from torchbudget.warn import warn
 
@@ -47,14 +41,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         super().__init__()
         self._settings_now, self._ranks = settings, ranks
         self._progress = Progress()
-        self._changes = 0  # of the epoch or the state, as far as this copy knows them
-        self._state: StreamState | None = None  # at which its epoch begins
-        self._loops = Loops()  # of this process
+        self._last_loops = Loops()
+        # What collates beside it, in the processes that a tracked loop has started.
+        self._beside: tracking.CollateBeside | None = None
         self._readers: weakref.WeakSet[EpochReader] = weakref.WeakSet()
-        self._process = os.getpid()
-        self._tracked: TrackedLoop | None = None  # the last one
-        self._starting = 0  # the number of the tracked loop that starts workers now
-        self._begun: int | None = None  # in a worker: that of the last loop
 
     @property
     def num_replicas(self) -> int:
@@ -68,12 +58,18 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     @property
     def _settings(self) -> Settings:
-        # By this process: a loop's workers asked for themselves when it began.
-        mine = self._process == os.getpid()
-        begun = mine and (self._loops.present is not None or self._tracked is not None)
         ranks, loaded = self.num_replicas, self._loaded() is not None
+        begun = bool(self._loops.present or self._loops.number)
         self._settings_now = self._settings_now.for_ranks(ranks, begun=begun, loaded=loaded)
         return self._settings_now
+
+    @property
+    def _loops(self) -> Loops:
+        """Those of this process, since any process has chosen an epoch."""
+        loops, changes = self._last_loops, self._progress.changes
+        if (loops.changes, loops.process) != (changes, os.getpid()):
+            self._last_loops = Loops(loops.state if loops.changes == changes else None, changes)
+        return self._last_loops
 
     @property
     def epoch(self) -> int:
@@ -91,26 +87,24 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         """
         # Workers that it starts raise in the one process that reads: the others wait for ever.
         check_framework_loader(self.num_replicas)
-        reader = self._loops.present
+        loops, reader, state = self._loops, self._loops.present, self._loaded()
         if natural("epoch", epoch) != self.epoch:
-            state = self._loaded()
-            unused = reader is None and not self._progress.last_loop
-            if unused and state is not None:
+            if state is not None and reader is None and self._progress.last == OWN:
                 warn_of_discarded_state(self.epoch, epoch, within=not state.is_beginning)
             self._begin_at(epoch, None)
         elif reader is not None and reader.began.epoch == epoch:
-            self._loops = Loops(self._reader_at(reader.slot, reader.began))
-        self._tracked = None
-        self._progress.last_loop = 0
+            again = EpochReader(self._settings, reader.slot, reader.began, self._progress)
+            self._last_loops = Loops(loops.state, loops.changes, again)
+        self._loops.number, self._progress.last = None, OWN
         self._progress.forget_skipped()
 
     def _begin_at(self, epoch: int, state: StreamState | None) -> None:
         """Make all processes begin the epoch, or at the state."""
-        self._state, self._loops, self._tracked = state, Loops(), None
         if get_worker_info() is None:
-            self._changes = self._progress.change(epoch, loaded=state is not None)
+            self._progress.change(epoch, loaded=state is not None)
         else:  # of a StatefulDataLoader: each of its workers has a state of its own
             self._progress.last_begun = epoch
+        self._last_loops = Loops(state, self._progress.changes)
 
     # ------------------------------------------------------------------ iteration
 
@@ -121,82 +115,66 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: as in `tracked`.
         """
-        check_not_collated_again(sys._getframe(1))
+        tracking.check_caller(sys._getframe(1))
         info = get_worker_info()
-        if info is None:
-            return self._begin_loop(0, 1)
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
         try:
-            return self._begin_loop(info.id, info.num_workers)
-        except Exception as error:  # noqa: BLE001  (it is raised later)
+            reader = self._begin_loop(number, workers)
+        except Exception as error:
+            if info is None:
+                raise
             # A worker that persists dies of what `iter` raises, and passes on what `next` does.
             return raising(error)
+        running = self._progress.tracked
+        if self._beside is None or not self._beside.begin(reader, running):
+            is_clear = info is None and running != self._loops.number
+            self._progress.last = OWN if is_clear else UNCLEAR
+        return reader
 
     def _begin_loop(self, number: int, workers: int) -> EpochReader:
+        """Begin to read.
+
+        Raises:
+            StateError: another process loaded a state, which this one does not have.
+        """
         self.check_ranks()
-        self._heed_other_processes()
-        progress, reader = self._progress, self._loops.present
-        known = self._known_beginning(progress.advance())
-        if reader is None or known is None:
-            # A loader takes from its first worker first, which reads for the one whose turn it was.
-            state = self._loaded()
-            turn = 0 if state is None else state.turn
-            reader = self.reader_of(self._slots(workers)[(number + turn) % workers])
-            self._warn_of_start_over(reader.began, reader.slot)
-        elif known.epoch == reader.began.epoch:
-            reader = self._reader_at(reader.slot, known)
+        settings, loops, epoch = self._settings, self._loops, self._progress.advance()
+        if self._progress.was_loaded and loops.state is None:
+            raise StateError("a state came after these workers: load it before the first loop")
+        reader = loops.present
+        if reader is not None and reader.began.epoch == epoch:
+            reader = EpochReader(settings, reader.slot, reader.began, self._progress)
+        elif reader is not None and reader.goes_on and reader.began.epoch == epoch - 1:
+            batches, slot = settings.batches_per_epoch, reader.slot
+            reader.go_on(reader.cursor.following(share_of(batches, slot.worker, slot.workers)))
         else:
-            reader.go_on(known)
-        loop, in_worker = self._tracked_loop(), get_worker_info() is not None
-        reader.stamps = bool(loop)
+            # A loader takes from its first worker first, which reads for the one whose turn it was.
+            reader = self.reader_of(self._slots(workers)[(number + self._start().turn) % workers])
+            self._warn_of_start_over(reader.began, reader.slot)
         self._readers.add(reader)
-        reader.loops, self._loops.present = weakref.ref(self._loops), reader
-        if in_worker and self._loaded() is not None:
+        reader.loops, loops.present = weakref.ref(loops), reader
+        if self._loaded() is not None and get_worker_info() is not None:
             reader.find_end()
-        progress.last_loop = loop or (-1 if in_worker else 0)
         return reader
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
-        state, settings = self._loaded(), self._settings
-        at: Plain = {"epoch": self.epoch} if state is None else state.cursors[0].position
+        settings, cursor = self._settings, self._start().cursors[0]
+        at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
         check_framework_loader(self.num_replicas)
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
             check_same_on_ranks(self._ranks, lambda: settings.shared | at)
 
-    def _tracked_loop(self) -> int:
-        """The number of the tracked loop that this process begins; 0: it is not tracked."""
-        if get_worker_info() is None:
-            return self._starting
-        running = self._progress.tracked
-        if self._begun is None:  # its first loop, in which it was started
-            self._begun = self._starting
-        elif self._begun and (running > 0 or -running != self._begun):
-            self._begun = abs(running)  # that one may have been broken off before it came here
-        else:
-            return 0
-        return self._begun
-
-    def _heed_other_processes(self) -> None:
-        """Follow what another process has chosen since this copy of the stream was made.
-
-        Raises:
-            StateError: it loaded a state, which this one does not have.
-        """
-        if self._process != os.getpid():  # of the process from which this one was forked
-            self._loops, self._process = Loops(), os.getpid()
-        if self._changes != self._progress.changes:
-            if self._progress.was_loaded:
-                raise StateError(
-                    "these workers persist, and a state was loaded after they started: load it "
-                    "before the first loop over the DataLoader"
-                )
-            self._state, self._loops = None, Loops()
-            self._changes = self._progress.changes
-
     def _loaded(self) -> StreamState | None:
         """The state at which the next epoch begins, if one was loaded."""
-        state = self._state
+        state = self._loops.state
         return state if state is not None and state.epoch == self.epoch else None
+
+    def _start(self) -> StreamState:
+        """Where new processes begin the present epoch."""
+        settings, [slot] = self._settings, self._slots(1)
+        beginning = StreamCursor.beginning(self.epoch, settings.batches_per_epoch)
+        return self._loaded() or StreamState(cursors=[beginning], dealing=settings.dealing(slot))
 
     def _slots(self, workers: int) -> list[WorkerSlot]:
         """Those that share the source on this rank."""
@@ -209,26 +187,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         Raises:
             StateMismatchError: it cannot go on from the state that was loaded.
         """
-        return self._reader_at(slot, self._beginning(slot))
-
-    def _reader_at(self, slot: WorkerSlot, cursor: StreamCursor) -> EpochReader:
-        return EpochReader(self._settings, slot, cursor, self._progress)
-
-    def _known_beginning(self, epoch: int) -> StreamCursor | None:
-        """Where this process begins an epoch, if it has read it, or the one before it."""
-        reader = self._loops.present
-        if reader is not None and reader.began.epoch == epoch:
-            return reader.began
-        if reader is not None and reader.goes_on and reader.began.epoch == epoch - 1:
-            return self._following(reader.cursor, reader.slot)
-        return None
-
-    def _beginning(self, slot: WorkerSlot) -> StreamCursor:
-        """Where a new process begins the present epoch."""
-        state, settings = self._loaded(), self._settings
-        if state is not None:
-            return state.cursor_of(slot, settings.dealing(slot))
-        return StreamCursor.beginning(self.epoch, slot.share(settings.batches_per_epoch))
+        settings = self._settings
+        cursor = self._start().cursor_of(slot, settings.dealing(slot))
+        return EpochReader(settings, slot, cursor, self._progress)
 
     def _warn_of_start_over(self, began: StreamCursor, slot: WorkerSlot) -> None:
         several = self._loaded() is None and began.to_come is not None
@@ -258,49 +219,53 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             RankError: ranks that plan from one source differ in what they plan by, or one does not
                 come within its process group's timeout. Untracked workers cannot know.
         """
-        check_loader(loader, self)
+        tracking.check_loader(loader, self)
         self.check_ranks()
         batches: Iterator[Any] = self._track(loader)
         next(batches)  # up to where the loop begins
         return batches
 
     def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        self._heed_other_processes()
-        state, slots = self._loaded(), self._slots(max(loader.num_workers, 1))
+        progress, settings, loops = self._progress, self._settings, self._loops
+        start, slots = self._start(), self._slots(max(loader.num_workers, 1))
+        dealing, batches_per_epoch = settings.dealing(slots[0]), settings.batches_per_epoch
+        cursors = [start.cursor_of(slot, settings.dealing(slot)) for slot in slots]
         # Workers that live know where the last epoch ended, also after a loop that was not tracked.
-        live = getattr(loader, "_iterator", None) is not None
-        goes_on = live and state is None and self._settings.batches_per_epoch is not None
-        known = None if loader.num_workers else self._known_beginning(self.epoch)
-        cursors = list(map(self._beginning, slots)) if known is None else [known]
+        live = getattr(loader, "_iterator", None) is not None and self._loaded() is None
+        goes_on = live and batches_per_epoch is not None and start.epoch > 0
+        unknown = set(range(len(slots))) if goes_on else set()
         if loader.num_workers and not goes_on:
             self._warn_of_start_over(cursors[0], slots[0])
-        began = self._state_at(slots, cursors, turn=0 if state is None else state.turn)
-        progress, number = self._progress, time.monotonic_ns()
-        self._tracked = loop = TrackedLoop(number, began, unknown=goes_on and self.epoch > 0)
-        self._starting = progress.tracked = progress.last_loop = number
+        state = StreamState(cursors=cursors, dealing=dealing, turn=start.turn)
+        number = loops.number = progress.tracked = abs(progress.tracked) + 1
         try:
-            batches = stamped_batches(loader)
-            self._starting = 0
+            batches = tracking.stamped(loader)
+            if loops.present is not None and not loader.num_workers:  # it may have gone on
+                state = StreamState(cursors=[loops.present.began], dealing=dealing)
+            self._note(number, None if unknown else state)
             yield None
-            for stamped in batches:
-                batch = loop.note(stamped)
-                if self._tracked is loop:
-                    progress.last_loop = number  # also after a look at the stream within the loop
-                yield batch
-            loop.ended = True
+            for batch in batches:
+                state = tracking.after(state, batch)
+                unknown.discard(batch.worker)
+                self._note(number, None if unknown else state)
+                yield batch.batch
+            state = state.following(batches_per_epoch, ended=True)
+            self._note(number, state)
         finally:
             batches = iter(())  # ends workers that do not persist
             if progress.tracked == number:  # and no later one has begun
-                self._starting, progress.tracked = 0, -number
-            if self._tracked is loop and progress.last_loop == number:
-                self._end(loop)
+                progress.tracked = -number
+            if self._loops.number == number and progress.last == TRACKED:
+                state = state.following(batches_per_epoch)
+                if state.epoch == start.epoch:
+                    progress.opened += 1  # workers may be done with the epoch already
+                elif batches_per_epoch is not None:  # for workers that are started later
+                    loops.state = state
 
-    def _end(self, loop: TrackedLoop) -> None:
-        loop.closed = True
-        if not loop.finished:
-            self._progress.reopen()  # workers may be done with the epoch already
-        elif self._settings.batches_per_epoch is not None:
-            self._state = self._state_after(loop)  # for workers that are started later
+    def _note(self, number: int, state: StreamState | None) -> None:
+        """A tracked loop stands there: what counts, if it is the last one."""
+        if self._loops.number == number:
+            self._loops.tracked, self._progress.last = state, TRACKED
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in plain JSON types, except for the source's own state.
@@ -314,52 +279,23 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             StateError: workers read, and the loop is not tracked; or another loop began within a
                 tracked one.
         """
-        settings = self._settings
-        return self._position().to_plain(settings.order, seeks=settings.source.has_states)
-
-    def _position(self) -> StreamState:
-        in_worker, reader, loop = get_worker_info() is not None, self._loops.present, self._tracked
-        last = 0 if in_worker else self._progress.last_loop
-        if loop is not None and last == loop.number:
-            return self._state_after(loop)
-        if last:
+        settings, loops, last = self._settings, self._loops, self._progress.last
+        in_worker, reader = get_worker_info() is not None, loops.present
+        if (last == UNCLEAR or (last == TRACKED and loops.tracked is None)) and not in_worker:
             raise StateError(
-                "workers read this stream, ahead of what the loop has taken: loop over "
-                "stream.tracked(loader), use a StatefulDataLoader, or set_epoch first"
+                "it is unclear which one counts of several loops, workers read ahead of one that "
+                "is not tracked, or no batch has come yet from some of them: save after the next "
+                "batches of tracked(loader), use a StatefulDataLoader, or set_epoch first"
             )
-        if loop is not None and not loop.closed and not in_worker:
-            raise StateError(
-                "another loop over this stream began while a tracked one was open, so that it is "
-                "unclear which one counts: save after the tracked loop's next batch, or begin a "
-                "tracked loop"
-            )
-        if reader is not None and self._process == os.getpid():
-            cursor = reader.cursor
-            if cursor.finished and not in_worker:
-                cursor = self._following(cursor, reader.slot)
-            return self._state_at([reader.slot], [cursor])
-        return self._loaded() or self._state_at_beginning(self.epoch)
-
-    def _state_after(self, loop: TrackedLoop) -> StreamState:
-        state, several = loop.state, self._settings.batches_per_epoch is not None
-        if loop.finished and several:
-            slots = self._slots(len(state.cursors))
-            return self._state_at(slots, list(map(self._following, state.cursors, slots)))
-        if loop.finished or state.is_beginning:
-            return self._state_at_beginning(state.epoch + loop.finished)
-        return state
-
-    def _following(self, cursor: StreamCursor, slot: WorkerSlot) -> StreamCursor:
-        return cursor.following(slot.share(self._settings.batches_per_epoch))
-
-    def _state_at_beginning(self, epoch: int) -> StreamState:
-        cursor = StreamCursor.beginning(epoch, self._settings.batches_per_epoch)
-        return self._state_at(self._slots(1), [cursor])
-
-    def _state_at(
-        self, slots: Sequence[WorkerSlot], cursors: Sequence[StreamCursor], *, turn: int = 0
-    ) -> StreamState:
-        return StreamState(cursors=cursors, dealing=self._settings.dealing(slots[0]), turn=turn)
+        if loops.tracked is not None and last == TRACKED:
+            state = loops.tracked
+        elif reader is not None:
+            state = StreamState(cursors=[reader.cursor], dealing=settings.dealing(reader.slot))
+        else:
+            state = self._start()
+        if not in_worker:
+            state = state.following(settings.batches_per_epoch)
+        return state.to_plain(settings.order, seeks=settings.source.has_states)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
@@ -375,10 +311,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 go on from it.
         """
         state = StreamState.of_plain(state_dict, self._settings.order)
-        epoch = state.epoch
-        if state.cursors[0].finished:  # of a worker: the next epoch may have been chosen already
-            epoch = max(epoch, self.epoch)
-        self._begin_at(epoch, state)
+        is_over = state.cursors[0].finished  # a worker: the next epoch may have been chosen already
+        self._begin_at(max(state.epoch, self.epoch) if is_over else state.epoch, state)
 
     def close(self) -> None:
         """End all iterations of this process, and their threads."""
@@ -397,8 +331,8 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         # A spawned worker does not see what starts it.
         check_framework_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
-        progress = self._progress.passed_on()
-        kept = {"_loops": Loops(), "_readers": None, "_tracked": None, "_progress": progress}
+        loops = Loops(self._loops.state, self._loops.changes)
+        kept = {"_last_loops": loops, "_readers": None, "_progress": copy.copy(self._progress)}
         return {**self.__dict__, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

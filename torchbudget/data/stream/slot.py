@@ -24,15 +24,13 @@ class WorkerSlot:
     rank: int
     ranks: int
 
-    def share(self, batches: int | None) -> int | None:
-        """This worker's number of `batches`: a loader takes one from each worker in turn."""
-        if batches is None:
-            return None
-        each, more = divmod(batches, self.workers)
-        return each + (self.worker < more)
-
     def part(self, split: Split) -> tuple[int, int]:
         """The number of the part of the source that it reads, and the number of parts."""
         if split == "ranks":
             return self.rank * self.workers + self.worker, self.ranks * self.workers
         return (self.worker, self.workers) if split == "workers" else (0, 1)
+
+
+def share_of(batches: int | None, worker: int, workers: int) -> int | None:
+    """A worker's number of `batches`: a loader takes one from each worker in turn."""
+    return None if batches is None else (batches + workers - 1 - worker) // workers

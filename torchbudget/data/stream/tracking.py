@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
@@ -13,6 +13,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.errors import OptionError, SampleError, StateError
+
+if TYPE_CHECKING:
+    from torchbudget.data.stream.epoch_reader import EpochReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
 
 
 class CollateBeside:
-    """A loader's `collate_fn` that sees the batch alone.
+    """A loader's `collate_fn` that sees the batch alone, and stamps what it has made.
 
     Args:
         collate_fn: of the loader.
@@ -58,87 +61,57 @@ class CollateBeside:
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn: Final = collate_fn
+        self._reader: EpochReader | None = None  # of this process; `None`: the loop is not tracked
+        self._begun = 0  # the number of the last tracked loop
+
+    def begin(self, reader: EpochReader, running: int) -> bool:
+        """Begin a loop: whether it is tracked. The first one is, in which the process was started.
+
+        Args:
+            reader: whose batches come.
+            running: the number of the tracked loop that runs; below 0: it is over, and may have
+                been broken off before it came here.
+        """
+        tracked = running > 0 or -running != self._begun
+        self._reader, self._begun = reader if tracked else None, abs(running)
+        return tracked
 
     def __call__(self, batch: Any) -> Any:
-        """Collate what was stamped, and what was not."""
-        if isinstance(batch, StampedBatch):
-            made = collated(self._collate_fn, batch.batch)
-            return StampedBatch(made, batch.worker, batch.cursor)
-        return collated(self._collate_fn, batch)
+        """Collate it."""
+        made, reader = collated(self._collate_fn, batch), self._reader
+        return made if reader is None else StampedBatch(made, reader.slot.worker, reader.cursor)
 
 
-def stamped_batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Begin a loop over a loader whose `collate_fn` sees batches alone."""
+def stamped(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Begin a loop over a loader of a stream whose `collate_fn` sees batches alone.
+
+    A worker gets the stream and what collates at once: to its stream it is the same object.
+    """
+    stream: Any = loader.dataset
     collate_fn = loader.collate_fn
-    loader.collate_fn = CollateBeside(collate_fn)
+    loader.collate_fn = stream._beside = CollateBeside(collate_fn)
     try:
         return iter(loader)
     finally:
-        loader.collate_fn = collate_fn
+        loader.collate_fn, stream._beside = collate_fn, None
 
 
-class TrackedLoop:
-    """Where the workers of a loader stand after the batches that came in one loop.
+def after(state: StreamState, batch: Any) -> StreamState:
+    """Where the workers of a tracked loop stand after a batch that came.
 
-    It does not keep the loop's own iterator, so that workers end with that one.
-
-    Args:
-        number: of the loop.
-        began: where they begin.
-        unknown: only they know that.
-
-    Attributes:
-        ended: whether the loop came to its end.
-        closed: whether it is over, and was the last one until then.
+    Raises:
+        StateError: it came without a position, or from another epoch.
     """
-
-    def __init__(self, number: int, began: StreamState, *, unknown: bool) -> None:
-        self.number = number
-        self.ended = self.closed = False
-        self._began, self._turn = began, began.turn
-        self._cursors = list(began.cursors)
-        self._unknown = set(range(len(began.cursors))) if unknown else set()
-
-    @property
-    def state(self) -> StreamState:
-        """After the last batch that came.
-
-        Raises:
-            StateError: no batch has come from a worker that went on from a loop not tracked.
-        """
-        if self._unknown:
-            raise StateError(
-                f"no batch has come yet from workers {sorted(self._unknown)}, which went on where "
-                "a loop that was not tracked had ended: track every loop, or save later"
-            )
-        return replace(self._began, cursors=self._cursors.copy(), turn=self._turn)
-
-    def note(self, stamped: Any) -> Any:
-        """A batch came: the batch alone.
-
-        Raises:
-            StateError: it came without a position.
-        """
-        if not isinstance(stamped, StampedBatch):
-            raise StateError(
-                "this batch came without its position: its worker was started by a loop that was "
-                "not tracked; use tracked(loader) in every loop over workers that persist"
-            )
-        epoch = stamped.cursor.epoch
-        if epoch != self._began.epoch:
-            raise StateError(
-                f"worker {stamped.worker} reads epoch {epoch}, and this loop epoch "
-                f"{self._began.epoch}: call set_epoch between loops, not within one"
-            )
-        self._cursors[stamped.worker] = stamped.cursor
-        self._turn = (stamped.worker + 1) % len(self._cursors)
-        self._unknown.discard(stamped.worker)
-        return stamped.batch
-
-    @property
-    def finished(self) -> bool:
-        """Whether the epoch's last batch came."""
-        return self.ended or all(each.finished for each in self._cursors)
+    if not isinstance(batch, StampedBatch):
+        raise StateError("a batch came without its position: use tracked(loader) in every loop")
+    cursors, cursor, worker = list(state.cursors), batch.cursor, batch.worker
+    if cursor.epoch != state.epoch:
+        raise StateError(
+            f"worker {worker} reads epoch {cursor.epoch}, and this loop epoch {state.epoch}: call "
+            "set_epoch between loops, not within one"
+        )
+    cursors[worker] = cursor
+    return StreamState(cursors, state.dealing, (worker + 1) % len(cursors))
 
 
 def check_loader(loader: Any, stream: Any) -> None:
@@ -149,33 +122,21 @@ def check_loader(loader: Any, stream: Any) -> None:
         StateError: its workers live already.
     """
     if getattr(loader, "dataset", None) is not stream or loader.batch_size is not None:
-        raise OptionError(
-            "tracked needs a DataLoader of this stream, with batch_size=None, got "
-            f"{type(loader).__name__}"
-        )
+        raise OptionError(f"tracked needs a loader of this stream, batch_size=None; got {loader}")
     if hasattr(loader, "state_dict"):
-        raise OptionError(
-            f"a {type(loader).__name__} saves its position itself: loop over it, and call its "
-            "state_dict()"
-        )
+        raise OptionError("this loader saves its position itself: call its own state_dict()")
     workers = getattr(loader, "_iterator", None)  # of a loader whose workers persist
     if workers is not None and not isinstance(getattr(workers, "_collate_fn", None), CollateBeside):
-        raise StateError(
-            "the workers of this loader were started by a loop that was not tracked: use "
-            "tracked(loader) from its first loop on"
-        )
+        raise StateError("this loader's workers live already: track it from its first loop on")
 
 
-def check_not_collated_again(caller: FrameType) -> None:
+def check_caller(caller: FrameType) -> None:
     """Check that the fetcher of a `DataLoader` that iterates a stream leaves its batches alone.
 
     Raises:
-        OptionError: the loader has a `batch_size`.
+        OptionError: the loader has a `batch_size`, and would collate them again.
     """
     # Before Python 3.13 `f_locals` keeps a caller's values alive: a user's are not looked at.
     is_fetcher = caller.f_globals.get("__name__") == fetch.__name__
     if is_fetcher and caller.f_locals.get("auto_collation"):
-        raise OptionError(
-            "this stream yields whole batches, which the DataLoader would collate again: pass "
-            "batch_size=None to the DataLoader"
-        )
+        raise OptionError("a stream yields whole batches: give its DataLoader batch_size=None")
