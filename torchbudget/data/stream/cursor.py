@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torchbudget.checks import is_int
@@ -73,10 +74,11 @@ class StreamCursor(NamedTuple):
         return self.start // length + self.number
 
 
-class StreamState(NamedTuple):
+@dataclass(slots=True, kw_only=True)
+class StreamState:
     """Where the processes stand that read a stream on one rank.
 
-    A tuple, since a tracked loop makes one with each batch.
+    Not frozen, since a tracked loop moves it with each batch.
 
     Attributes:
         cursors: of each worker, by number; or of one process alone.
@@ -85,7 +87,7 @@ class StreamState(NamedTuple):
         turn: the worker whose batch comes next.
     """
 
-    cursors: Sequence[StreamCursor]
+    cursors: list[StreamCursor]
     dealing: Plain
     turn: int = 0
 
@@ -93,6 +95,11 @@ class StreamState(NamedTuple):
     def epoch(self) -> int:
         """That they read."""
         return self.cursors[0].epoch
+
+    def move(self, worker: int, cursor: StreamCursor) -> None:
+        """A batch came from a worker, which stands there now."""
+        self.cursors[worker] = cursor
+        self.turn = (worker + 1) % len(self.cursors)
 
     @property
     def is_beginning(self) -> bool:

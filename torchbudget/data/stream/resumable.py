@@ -242,15 +242,16 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             batches = tracking.stamped(loader)
             if loops.present is not None and not loader.num_workers:  # it may have gone on
                 state = StreamState(cursors=[loops.present.began], dealing=dealing)
-            self._note(number, None if unknown else state)
+            self._note(loops, number, None if unknown else state)
             yield None
-            for batch in batches:
-                state = tracking.after(state, batch)
-                unknown.discard(batch.worker)
-                self._note(number, None if unknown else state)
-                yield batch.batch
+            for stamped in batches:
+                tracking.check_stamp(stamped, start.epoch)
+                state.move(stamped.worker, stamped.cursor)
+                unknown.discard(stamped.worker)
+                self._note(loops, number, None if unknown else state)
+                yield stamped.take()
             state = state.following(batches_per_epoch, ended=True)
-            self._note(number, state)
+            self._note(loops, number, state)
         finally:
             batches = iter(())  # ends workers that do not persist
             if progress.tracked == number:  # and no later one has begun
@@ -262,10 +263,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 elif batches_per_epoch is not None:  # for workers that are started later
                     loops.state = state
 
-    def _note(self, number: int, state: StreamState | None) -> None:
+    def _note(self, loops: Loops, number: int, state: StreamState | None) -> None:
         """A tracked loop stands there: what counts, if it is the last one."""
-        if self._loops.number == number:
-            self._loops.tracked, self._progress.last = state, TRACKED
+        if self._last_loops is loops and loops.number == number:
+            loops.tracked, self._progress.last = state, TRACKED
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in plain JSON types, except for the source's own state.

@@ -11,16 +11,16 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import fetch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchbudget.data.stream.cursor import StreamCursor, StreamState
+from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.errors import OptionError, SampleError, StateError
 
 if TYPE_CHECKING:
     from torchbudget.data.stream.epoch_reader import EpochReader
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StampedBatch:
-    """A batch on its way to the process that trains.
+    """A batch on its way to the process that trains. Not frozen: one is made for each batch.
 
     Attributes:
         batch: of any type.
@@ -35,6 +35,11 @@ class StampedBatch:
     def pin_memory(self, device: Any = None) -> StampedBatch:
         """With a batch that is pinned as if it came alone."""
         return StampedBatch(pin_memory(self.batch, device), self.worker, self.cursor)
+
+    def take(self) -> Any:
+        """The batch, which nothing keeps here while the next one is read."""
+        batch, self.batch = self.batch, None
+        return batch
 
 
 def collated(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
@@ -96,22 +101,19 @@ def stamped(loader: DataLoader[Any]) -> Iterator[Any]:
         loader.collate_fn, stream._beside = collate_fn, None
 
 
-def after(state: StreamState, batch: Any) -> StreamState:
-    """Where the workers of a tracked loop stand after a batch that came.
+def check_stamp(stamped: Any, epoch: int) -> None:
+    """Check what came in a tracked loop.
 
     Raises:
-        StateError: it came without a position, or from another epoch.
+        StateError: it has no position, or that of another epoch.
     """
-    if not isinstance(batch, StampedBatch):
+    if not isinstance(stamped, StampedBatch):
         raise StateError("a batch came without its position: use tracked(loader) in every loop")
-    cursors, cursor, worker = list(state.cursors), batch.cursor, batch.worker
-    if cursor.epoch != state.epoch:
+    if stamped.cursor.epoch != epoch:
         raise StateError(
-            f"worker {worker} reads epoch {cursor.epoch}, and this loop epoch {state.epoch}: call "
-            "set_epoch between loops, not within one"
+            f"worker {stamped.worker} reads epoch {stamped.cursor.epoch}, and this loop epoch "
+            f"{epoch}: call set_epoch between loops, not within one"
         )
-    cursors[worker] = cursor
-    return StreamState(cursors, state.dealing, (worker + 1) % len(cursors))
 
 
 def check_loader(loader: Any, stream: Any) -> None:
