@@ -194,11 +194,14 @@ class StreamState:
             part |= {"rank", "ranks"}
         changed = [name for name in dealing if saved[name] != dealing[name]]
         if not self.is_beginning and changed and (cursor.rounds or part & {*changed}):
+            needs = (
+                f"{cursor.rounds} micro-batches of a window are done, and others need its boundary"
+                if cursor.rounds
+                else f"it goes on with num_workers={workers}, in the same part of the source"
+            )
             raise StateMismatchError(
                 f"the state is that of worker {saved['worker']} of {workers}, here is worker "
-                f"{slot.worker} of {slot.workers}; it goes on with num_workers={workers}, in the "
-                f"same part of the source. {cursor.rounds} micro-batches of a window are done, "
-                "and other rules need its boundary: "
+                f"{slot.worker} of {slot.workers}; {needs}: "
                 + "; ".join(f"{one}: saved {saved[one]!r}, now {dealing[one]!r}" for one in changed)
             )
         if cursor.to_come is None or workers == slot.workers:

@@ -140,7 +140,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         self.check_ranks()
         settings, loops, epoch = self._settings, self._loops, self._progress.advance()
         if self._progress.was_loaded and loops.state is None:
-            raise StateError("a state came after these workers: load it before the first loop")
+            raise StateError(
+                "these workers had started before a state was loaded: load it before the first "
+                "loop over the DataLoader"
+            )
         reader = loops.present
         if reader is not None and reader.began.epoch == epoch:
             reader = EpochReader(settings, reader.slot, reader.began, self._progress)
@@ -284,9 +287,10 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         in_worker, reader = get_worker_info() is not None, loops.present
         if (last == UNCLEAR or (last == TRACKED and loops.tracked is None)) and not in_worker:
             raise StateError(
-                "it is unclear which one counts of several loops, workers read ahead of one that "
-                "is not tracked, or no batch has come yet from some of them: save after the next "
-                "batches of tracked(loader), use a StatefulDataLoader, or set_epoch first"
+                "workers read this stream ahead of a loop that is not tracked, or it is unclear "
+                "which one counts of several loops, or no batch has come yet from some workers: "
+                "loop over stream.tracked(loader) and save after its next batch, use a "
+                "StatefulDataLoader, or set_epoch first"
             )
         if loops.tracked is not None and last == TRACKED:
             state = loops.tracked

@@ -108,7 +108,10 @@ def check_stamp(stamped: Any, epoch: int) -> None:
         StateError: it has no position, or that of another epoch.
     """
     if not isinstance(stamped, StampedBatch):
-        raise StateError("a batch came without its position: use tracked(loader) in every loop")
+        raise StateError(
+            "a batch came without its position, from a worker that a loop had started that was not "
+            "tracked: use tracked(loader) in every loop over workers that persist"
+        )
     if stamped.cursor.epoch != epoch:
         raise StateError(
             f"worker {stamped.worker} reads epoch {stamped.cursor.epoch}, and this loop epoch "
@@ -124,12 +127,21 @@ def check_loader(loader: Any, stream: Any) -> None:
         StateError: its workers live already.
     """
     if getattr(loader, "dataset", None) is not stream or loader.batch_size is not None:
-        raise OptionError(f"tracked needs a loader of this stream, batch_size=None; got {loader}")
+        raise OptionError(
+            "tracked needs a DataLoader of this stream, with batch_size=None, got "
+            f"{type(loader).__name__}"
+        )
     if hasattr(loader, "state_dict"):
-        raise OptionError("this loader saves its position itself: call its own state_dict()")
+        raise OptionError(
+            f"a {type(loader).__name__} saves its position itself: loop over it, and call its "
+            "state_dict()"
+        )
     workers = getattr(loader, "_iterator", None)  # of a loader whose workers persist
     if workers is not None and not isinstance(getattr(workers, "_collate_fn", None), CollateBeside):
-        raise StateError("this loader's workers live already: track it from its first loop on")
+        raise StateError(
+            "the workers of this loader were started by a loop that was not tracked: use "
+            "tracked(loader) from its first loop on"
+        )
 
 
 def check_caller(caller: FrameType) -> None:
@@ -141,4 +153,7 @@ def check_caller(caller: FrameType) -> None:
     # Before Python 3.13 `f_locals` keeps a caller's values alive: a user's are not looked at.
     is_fetcher = caller.f_globals.get("__name__") == fetch.__name__
     if is_fetcher and caller.f_locals.get("auto_collation"):
-        raise OptionError("a stream yields whole batches: give its DataLoader batch_size=None")
+        raise OptionError(
+            "this stream yields whole batches, which the DataLoader would collate again: pass "
+            "batch_size=None to it"
+        )
