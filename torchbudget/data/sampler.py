@@ -292,11 +292,14 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         found.came, found.is_open, done = 0, True, 0
         try:
             yield None
-            for done, batch in enumerate(batches, 1):
+            for batch in batches:
+                done += 1
                 loop.compare(batch)
                 found.came = done
                 self._go_on(iterator)  # also after another loop inside this one
-                yield batch
+                given = [batch]
+                del batch  # nothing keeps it here while the next one is made
+                yield given.pop()
             check_end(iterator, done)
             loop.end()
         finally:

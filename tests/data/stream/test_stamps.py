@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -36,33 +35,6 @@ def test_a_loader_that_pins_pins_the_batch() -> None:
     assert found.batch["x"].is_pinned
     assert found.batch["text"] == "a"
     assert (found.worker, found.cursor) == (2, cursor)
-
-
-class Batch:
-    """One that can be referred to weakly."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-
-@pytest.mark.parametrize("tracked", [False, True])
-def test_nothing_keeps_a_batch_while_the_next_one_is_made(tracked: bool) -> None:
-    """A loop that drops its own has the memory of one."""
-    alive: WeakSet[Batch] = WeakSet()
-
-    def collate(samples: list[Any]) -> Batch:
-        assert not alive
-        batch = Batch(samples)
-        alive.add(batch)
-        return batch
-
-    stream = make(collate_fn=collate)
-    loader = loader_of(stream, 0)
-    found = 0
-    for batch in stream.tracked(loader) if tracked else loader:
-        found += len(batch.samples)
-        del batch
-    assert found == len(SIZES)
 
 
 def test_out_of_order_in_workers_that_persist() -> None:
