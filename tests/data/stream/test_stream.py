@@ -354,6 +354,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no budget": (Spent(), {"budget": None}, BudgetError, "must limit the device"),
     "window": (Spent(), {"window": 1, "num_replicas": 2, "rank": 0}, OptionError, "below"),
     "split": (Spent(), {"split": "nodes"}, OptionError, "split"),
+    "a part of what is the same": (range(9), {"split": "ranks"}, OptionError, "map-style"),
     "oversize": (Spent(), {"oversize": "drop"}, OptionError, "oversize"),
     "on_error": (Spent(), {"on_error": "drop"}, OptionError, "on_error"),
     "skip on ranks": (

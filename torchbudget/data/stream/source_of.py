@@ -38,6 +38,11 @@ def source_of(data: Any, split: Split | None, *, shuffle: bool, seed: int) -> So
             raise OptionError("the list of shards is empty")
         for number, shard in enumerate(data):
             _kind_of(f"shard {number}", shard, is_shard=True)
+    if kind is Indexed and split not in (None, "none"):
+        raise OptionError(
+            f"split={split!r} says that each process gets a part of the source, but a map-style "
+            "data set is the same in all: leave it out, and each sample is read once"
+        )
     return kind(data, split, shuffle=shuffle, seed=seed)
 
 
