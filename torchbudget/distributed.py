@@ -75,7 +75,7 @@ class AskedRanks:
     def __init__(self, num_replicas: int | None, rank: int | None) -> None:
         self._given = num_replicas, rank
         self._parent: tuple[int, int] | None = None
-        self._met: Any = None  # in which process group
+        self._met: dict[str, Any] = {}  # for what, and in which process group
         self._seen = ranks_of(num_replicas, rank)
 
     def now(self) -> tuple[int, int]:
@@ -87,23 +87,23 @@ class AskedRanks:
         self._parent = None
         return self._seen
 
-    def have_met(self) -> bool:
-        """Whether nothing is to be compared with other ranks, or was, since their group was made.
+    def have_met(self, what: str) -> bool:
+        """Whether this need not be compared with other ranks, or was, since their group was made.
 
-        Nothing is where their number was given: they may be others than those of the group.
+        Nothing need be where their number was given: they may be others than those of the group.
         """
         number, _ = self.now()
         if self._given != (None, None) or number < 2 or not is_distributed():
             return True
-        return self._met is torch.distributed.group.WORLD
+        return self._met.get(what) is torch.distributed.group.WORLD
 
-    def note_meeting(self) -> None:
-        """The ranks of the process group have compared what they share."""
-        self._met = torch.distributed.group.WORLD
+    def note_meeting(self, what: str) -> None:
+        """The ranks of the process group have compared this."""
+        self._met[what] = torch.distributed.group.WORLD
 
     def __getstate__(self) -> dict[str, Any]:
         seen = self.now()
-        return {"_given": self._given, "_parent": seen, "_met": None, "_seen": seen}
+        return {"_given": self._given, "_parent": seen, "_met": {}, "_seen": seen}
 
 
 _host_groups: dict[Any, Any] = {}  # by the group whose ranks they join

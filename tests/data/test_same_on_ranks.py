@@ -13,7 +13,7 @@ from tests.support.samplers import LENGTHS
 pytestmark = pytest.mark.distributed
 
 START = """
-import json, sys, threading
+import json, random, sys, threading
 from datetime import timedelta
 from pathlib import Path
 import torch
@@ -46,6 +46,23 @@ def part(shard, shards):
     return ([0] * n for n in lengths[shard::shards])
 
 
+class OfRank:
+    # It splits itself by rank, though the ranks of the stream are to share it.
+
+    def __iter__(self):
+        return ([0] * n for n in lengths[rank::2])
+
+
+class Crops:
+    # It has a generator of its own, which is another one on each rank.
+
+    def __init__(self):
+        self.rng = random.Random(rank)
+
+    def __call__(self, sample):
+        return sample[: self.rng.randint(1, len(sample))]
+
+
 def stream(source=Texts(), cost=cost, budget=2000, **options):
     return BudgetedIterableDataset(source, cost, budget, size=len, collate_fn=list, **options)
 
@@ -64,8 +81,8 @@ def after(source, batches):
     return source
 
 
-def tracked(stream, workers=0):
-    return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers))
+def tracked(stream, workers=0, **options):
+    return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers, **options))
 
 
 def positioned(stream):
@@ -108,7 +125,15 @@ outcomes = {
         stream(part, budget=2000 - 300 * rank, batches_per_epoch=3))),
     "stream, in a loader with states": outcome(lambda: positioned(stream(seed=rank))),
     "stream, same": outcome(lambda: tracked(stream(), workers=2)),
+    "stream, same, out of order": outcome(lambda: tracked(stream(), workers=2, in_order=False)),
+    "stream, of rank": outcome(lambda: tracked(stream(OfRank()))),
+    "stream, of rank, workers": outcome(lambda: tracked(stream(OfRank()), workers=2)),
+    "stream, crops": outcome(lambda: tracked(stream(transforms=[Crops()]), workers=1)),
 }
+
+# Not only once, either.
+apart = stream(OfRank())
+outcomes["apart"], outcomes["apart again"] = (outcome(lambda: tracked(apart)) for _ in range(2))
 
 # Not only once: what differs is refused again. In inference mode, too.
 twice = sampler(window=64 + rank)
@@ -187,7 +212,22 @@ def test_what_differs_is_an_error_on_every_rank(
         assert told in each[case]
 
 
-@pytest.mark.parametrize("case", ["same", "agreed", "stream, agreed", "stream, same"])
+@pytest.mark.parametrize(
+    "case",
+    ["stream, of rank", "stream, of rank, workers", "stream, crops", "apart", "apart again"],
+)
+def test_other_samples_are_an_error_on_every_rank(
+    outcomes: list[dict[str, Any]], case: str
+) -> None:
+    """At the first batch of a tracked loop, which knows the sizes of its window."""
+    for each in outcomes:
+        assert each[case].startswith("RankError: rank 0 and rank 1 read other samples")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["same", "agreed", "stream, agreed", "stream, same", "stream, same, out of order"],
+)
 def test_ranks_that_agree_share_all_samples(outcomes: list[dict[str, Any]], case: str) -> None:
     """Each sample comes once, on equal numbers of batches, under the smallest budget."""
     numbers = [each[case] for each in outcomes]

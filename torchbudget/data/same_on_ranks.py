@@ -40,11 +40,41 @@ def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]
         RankError: something differs, or a rank does not begin its loop within the timeout of its
             process group; on all ranks that have begun theirs.
     """
-    if get_worker_info() is not None or threading.current_thread() is not threading.main_thread():
-        return
-    if not ranks.have_met():
+    if _may_compare() and not ranks.have_met("facts"):
         _raise_difference(gathered_of_all(dict(facts())))
-        ranks.note_meeting()
+        ranks.note_meeting("facts")
+
+
+def check_same_samples(ranks: AskedRanks, worker: int, sizes: int | None) -> None:
+    """Raise where ranks have read other samples from one source: a collective, at a first batch.
+
+    Args:
+        ranks: that share each window.
+        worker: that read the batch.
+        sizes: a digest of those in its first window.
+
+    Raises:
+        RankError: another rank's differ, or it does not come here, as in `check_same_on_ranks`.
+    """
+    if not _may_compare() or ranks.have_met("samples"):
+        return
+    found = gathered_of_all((worker, sizes))
+    # Out of order, the first batch of another rank may be that of another worker.
+    other = [rank for rank, one in enumerate(found) if one[0] == found[0][0] and one != found[0]]
+    if other:
+        raise RankError(
+            f"rank 0 and rank {other[0]} read other samples from a source that they share: sizes "
+            "in the first window differ, so that samples would come twice, or never. A source that "
+            "splits itself by rank needs split='ranks'; a generator that a source or a transform "
+            "makes itself needs a fixed seed, or is replaced by transforms.rng()"
+        )
+    ranks.note_meeting("samples")
+
+
+def _may_compare() -> bool:
+    """Whether this is where a collective does not get between those of a training step."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return in_main_thread and get_worker_info() is None
 
 
 def agreed(

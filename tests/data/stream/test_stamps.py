@@ -29,12 +29,12 @@ class Pinned:
 def test_a_loader_that_pins_pins_the_batch() -> None:
     """And leaves what came with it as it was."""
     cursor = StreamCursor.beginning(3, 7)
-    stamped = StampedBatch({"x": Pinned(), "text": "a"}, 2, cursor)
+    stamped = StampedBatch({"x": Pinned(), "text": "a"}, 2, cursor, 7)
     found = pin_memory(stamped)
     assert isinstance(found, StampedBatch)
     assert found.batch["x"].is_pinned
     assert found.batch["text"] == "a"
-    assert (found.worker, found.cursor) == (2, cursor)
+    assert (found.worker, found.cursor, found.sizes) == (2, cursor, 7)
 
 
 def test_out_of_order_in_workers_that_persist() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from types import NoneType
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 from torch.utils.data import get_worker_info
@@ -70,6 +71,7 @@ class EpochReader(Iterator[Any]):
         loops: a weak reference to those among which it is the present one when it is asked for a
             batch.
         windows: that it reads.
+        first_sizes: a digest of the sizes in the first window, where ranks share it.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class EpochReader(Iterator[Any]):
         self._padded_sizes = PaddedSizes(settings.size_multiple)
         self._collate_fn = settings.collate_fn
         self._batches: Iterator[_Found] | None = None
+        self.first_sizes: int | None = None
         self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
         self.go_on(cursor)
 
@@ -218,6 +221,9 @@ class EpochReader(Iterator[Any]):
             return []
         if settings.sized and buffered.sizes is None:
             buffered.sizes = sizes_of_all(samples, settings.size, cursor.start)
+        if settings.ranks > 1 and self.first_sizes is None:
+            sizes = buffered.sizes
+            self.first_sizes = len(samples) if sizes is None else crc32(sizes.tobytes())
         key = WindowKey(
             seed=settings.source.seed,
             path=(cursor.first_epoch, cursor.number),

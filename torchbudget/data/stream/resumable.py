@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchbudget.checks import natural
 from torchbudget.data.framework_loader import check_framework_loader
 from torchbudget.data.loaded_state import warn_of_discarded_state
-from torchbudget.data.same_on_ranks import check_same_on_ranks
+from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.stream import tracking
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, Loops, raising
@@ -219,8 +219,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         Raises:
             OptionError: another loader.
             StateError: its workers were started by a loop that was not tracked.
-            RankError: ranks that plan from one source differ in what they plan by, or one does not
-                come within its process group's timeout. Untracked workers cannot know.
+            RankError: ranks that plan from one source differ in what they plan by, or, at the first
+                batch, in the samples that they read; or one does not come within its process
+                group's timeout. Untracked workers cannot know.
         """
         tracking.check_loader(loader, self)
         self.check_ranks()
@@ -247,8 +248,12 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 state = StreamState(cursors=[loops.present.began], dealing=dealing)
             self._note(loops, number, None if unknown else state)
             yield None
+            compared = settings.ranks == 1
             for stamped in batches:
                 tracking.check_stamp(stamped, start.epoch)
+                if not compared:
+                    check_same_samples(self._ranks, stamped.worker, stamped.sizes)
+                    compared = True
                 state.move(stamped.worker, stamped.cursor)
                 unknown.discard(stamped.worker)
                 self._note(loops, number, None if unknown else state)

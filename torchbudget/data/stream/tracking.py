@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,15 +26,17 @@ class StampedBatch:
         batch: of any type.
         worker: that read it.
         cursor: of the worker, after it.
+        sizes: a digest of those in the worker's first window, where ranks share it.
     """
 
     batch: Any
     worker: int
     cursor: StreamCursor
+    sizes: int | None
 
     def pin_memory(self, device: Any = None) -> StampedBatch:
         """With a batch that is pinned as if it came alone."""
-        return StampedBatch(pin_memory(self.batch, device), self.worker, self.cursor)
+        return replace(self, batch=pin_memory(self.batch, device))
 
     def take(self) -> Any:
         """The batch, which nothing keeps here while the next one is read."""
@@ -84,7 +86,9 @@ class CollateBeside:
     def __call__(self, batch: Any) -> Any:
         """Collate it."""
         made, reader = collated(self._collate_fn, batch), self._reader
-        return made if reader is None else StampedBatch(made, reader.slot.worker, reader.cursor)
+        if reader is None:
+            return made
+        return StampedBatch(made, reader.slot.worker, reader.cursor, reader.first_sizes)
 
 
 def stamped(loader: DataLoader[Any]) -> Iterator[Any]:
