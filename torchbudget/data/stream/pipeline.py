@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torchbudget.data.stream.generators import refuse_draws, seed_generators
-from torchbudget.data.stream.transforms import Expanded, SampleRandom, Transform, sample_random
+from torchbudget.data.stream.settings import Settings
+from torchbudget.data.stream.transforms import Expanded, SampleRandom, sample_random
 from torchbudget.errors import SampleError
 
 
@@ -33,24 +34,13 @@ class Pipeline:
     seeded for each item. Threads would share those: a transform that drew from one is refused.
 
     Args:
-        transforms: applied in order.
-        threads: that apply them, each to another item; 0: the calling thread does.
+        settings: of the stream.
         at_once: items that threads are given together; `None`: all.
-        describe: names an item in an error message, by its name and value.
     """
 
-    def __init__(
-        self,
-        transforms: Sequence[Transform],
-        threads: int,
-        describe: Callable[[tuple[int, int], Any], str],
-        *,
-        at_once: int | None,
-    ) -> None:
-        self._transforms = tuple(transforms)
+    def __init__(self, settings: Settings, *, at_once: int | None) -> None:
+        self._settings = settings
         self._at_once = at_once
-        self._describe = describe
-        self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(self, items: Iterator[Item]) -> Iterator[list[Any] | SampleError]:
@@ -62,14 +52,15 @@ class Pipeline:
         Raises:
             OptionError: with threads, a transform drew from a global generator.
         """
-        if not self._threads:
+        threads = self._settings.threads
+        if not threads:
             for item in items:
-                if self._transforms:
+                if self._settings.transforms:
                     seed_generators(item.seed)
                 yield self._transform(item)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
+            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="torchbudget")
         while some := list(islice(items, self._at_once)):
             with refuse_draws():
                 made = list(self._pool.map(self._transform, some))
@@ -79,13 +70,13 @@ class Pipeline:
         token = sample_random.set(SampleRandom(item.seed))
         try:
             samples = [item.value]
-            for transform in self._transforms:
+            for transform in self._settings.transforms:
                 if isinstance(transform, Expanded):
                     samples = [one for sample in samples for one in transform(sample)]
                 else:
                     samples = [transform(sample) for sample in samples]
         except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
-            name = self._describe(item.name, item.value)
+            name = self._settings.source.describe(item.name, item.value)
             failure = SampleError(f"{name} cannot be made: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return failure

@@ -12,8 +12,9 @@ from weakref import WeakValueDictionary
 
 import torch.utils.data._utils.worker as torch_worker
 
-from torchbudget.data.stream.generators import ReadingGenerators
-from torchbudget.errors import SampleError
+from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.generators import Place
+from torchbudget.errors import SampleError, StateMismatchError
 from torchbudget.plan.permutation import Permutation, Stream
 
 _CHUNK: Final = 4096
@@ -39,11 +40,12 @@ class Indices:
 
     def after(self, start: int) -> Iterator[int]:
         """Those from a place on, in O(1)."""
-        if self._order is None:
-            yield from range(start, self._length)
-            return
         for begin in range(start, self._length, _CHUNK):
-            yield from self._order.stretch(begin, min(begin + _CHUNK, self._length)).tolist()
+            stop = min(begin + _CHUNK, self._length)
+            if self._order is None:
+                yield from range(begin, stop)
+            else:
+                yield from self._order.stretch(begin, stop).tolist()
 
 
 class Reader:
@@ -55,13 +57,14 @@ class Reader:
     Args:
         shards: iterables, or functions that return one.
         names: their numbers, or that of the part of a source that splits itself.
-        generators: that the source may draw from.
+        generators: where those of the source stand.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         source: that has a state of its own, the only shard.
 
     Attributes:
-        drawn: where the generators of the source stood when its state was asked for.
+        state: of the source, and its position there, where the present window begins; `None`: it
+            has none.
     """
 
     _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source
@@ -70,22 +73,23 @@ class Reader:
         self,
         shards: Sequence[Any],
         names: Sequence[int],
-        generators: ReadingGenerators,
+        generators: Place,
         *,
         worker: int | None = None,
         source: Any = None,
     ) -> None:
-        self._shards = shards
-        self._names = names
-        self._generators = generators
-        self._worker = worker
+        self._shards, self._names = shards, names
+        self._generators = self._generators_at_state = generators
         self._source = source
+        # What `torch.utils.data.get_worker_info()` returns to the source.
+        self._worker_info = None if worker is None else copy.copy(torch_worker._worker_info)
+        if self._worker_info is not None:  # its own `__setattr__` raises
+            object.__setattr__(self._worker_info, "id", worker)
         self._starts = [0]  # positions at which shards begin, up to the one that is read next
         self._read = 0  # items that were read or skipped
         self._items: Iterator[Any] | None = None
-        self._ahead: list[Any] = []  # read by `peek`
-        self._state_before_ahead: dict[str, Any] | None = None
-        self.drawn = generators.of_source_now
+        self._ahead: list[Any] = []  # of the next window
+        self.state: dict[str, Any] | None = None
         if source is not None:
             self._last[id(source)] = self
 
@@ -121,18 +125,18 @@ class Reader:
             items = items + more if items else more  # most often all at once, and not copied
         return items
 
-    def peek(self, n: int) -> int:
-        """How many items follow, up to n."""
-        if not self._ahead:
-            self._state_before_ahead = self.state()
-        while len(self._ahead) < n and not self._over:
-            self._ahead += self._some(n - len(self._ahead))
-        return min(len(self._ahead), n)
+    def tail(self, fewest: int) -> list[Any]:
+        """The items after a window, if they are fewer than that: they belong to it."""
+        self.state, self._generators_at_state = self._state(), self._generators
+        items = self.take(fewest)
+        if len(items) < fewest:
+            return items
+        self._ahead = items
+        return []
 
-    def skip(self, n: int) -> None:
-        """Go past n items: at once in indices, and over shards that know their lengths."""
-        stop = self.position + n
-        self.take(min(n, len(self._ahead)))
+    def skip_to(self, stop: int) -> None:
+        """Go to a position: at once in indices, and over shards that know their lengths."""
+        self.take(min(stop - self.position, len(self._ahead)))
         while self._read < stop and not self._over:
             shard, begun = self._shards[len(self._starts) - 1], self._starts[-1]
             if isinstance(shard, (Sequence, Indices)) and begun + len(shard) <= stop:
@@ -143,23 +147,33 @@ class Reader:
             else:
                 self._some(min(stop - self._read, 1024))
 
-    def state(self) -> dict[str, Any] | None:
-        """The position, and the source's own state there, if it has one.
+    def go_to(self, cursor: StreamCursor, before: Reader | None) -> None:
+        """Go to where a cursor stands, before anything is read.
 
-        Not between a `peek` and the `take` of all that it found.
+        Args:
+            cursor: in this pass.
+            before: what has read it until now; it knows what the source drew, which no state has.
+
+        Raises:
+            StateMismatchError: there are fewer items.
         """
-        if self._ahead:
-            return self._state_before_ahead
+        if before is not None and cursor.source is not None and before.state is cursor.source:
+            self._generators = self._generators_at_state = before._generators_at_state
+        self.state = cursor.source
+        if self._source is not None and cursor.source is not None:
+            self._source.load_state_dict(copy.deepcopy(cursor.source["source"]))
+            self._read = cursor.source["position"]
+        self.skip_to(cursor.start)
+        if self._read < cursor.start:
+            raise StateMismatchError(
+                f"the state is that after {cursor.start} items of the source, which has "
+                f"{self._read}: it is another source"
+            )
+
+    def _state(self) -> dict[str, Any] | None:
         if self._source is None or self._over or self._items is None:
             return None
-        self.drawn = self._generators.of_source_now
         return {"position": self._read, "source": copy.deepcopy(self._source.state_dict())}
-
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Go to the position of a state, if there is one, before anything is read."""
-        if self._source is not None and state is not None:
-            self._source.load_state_dict(copy.deepcopy(state["source"]))
-            self._read = state["position"]
 
     def place(self, position: int) -> tuple[int, int]:
         """The shard of an item that was read, by name, and its place within the shard."""
@@ -188,19 +202,15 @@ class Reader:
         Raises:
             SampleError: it raised.
         """
-        info = before = torch_worker._worker_info
-        if before is not None and before.id != self._worker:
-            info = None if self._worker is None else copy.copy(before)
-            if info is not None:
-                object.__setattr__(info, "id", self._worker)  # torch's own `__setattr__` raises
-        torch_worker._worker_info = info  # what `torch.utils.data.get_worker_info()` returns
+        before, torch_worker._worker_info = torch_worker._worker_info, self._worker_info
+        self._generators.restore()
         try:
-            with self._generators.of_source():
-                yield
+            yield
         except Exception as error:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
+            self._generators = Place.put_aside()
             torch_worker._worker_info = before
 
     @property

@@ -9,7 +9,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from torchbudget.data.stream.generators import ReadingGenerators
+from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.reader import Indices, Reader
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.data.stream.transforms import Transform
@@ -39,15 +40,13 @@ class Source:
         self.data, self.shuffle, self.seed = data, shuffle, seed
         self.split = split or self.default_split
 
-    def open(
-        self, slot: WorkerSlot, generators: ReadingGenerators, *, epoch: int, number: int
-    ) -> Reader:
-        """Start a pass over what this process reads."""
-        part, _ = slot.part(self.split)
-        generators.open_source(self.seed, epoch, number, part)
-        return self.reader(slot, generators, epoch, number)
+    def open(self, slot: WorkerSlot, cursor: StreamCursor) -> Reader:
+        """Start the pass of a cursor over what this process reads."""
+        key = cursor.first_epoch, cursor.number
+        generators = Place.of_source(self.seed, *key, slot.part(self.split)[0])
+        return self.reader(slot, generators, *key)
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """What reads a pass; `key` is its epoch and its number."""
         return Reader(
             [self.samples(slot, sum(key))],
@@ -94,7 +93,7 @@ class ShardFunction(Source):
 
     default_split: Split = "ranks"
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *_: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *_: int) -> Reader:
         """See `Source.reader`."""
         part, parts = slot.part(self.split)
         return Reader([partial(self.data, part, parts)], [part], generators)
@@ -105,7 +104,7 @@ class ShardList(Source):
 
     default_split: Split = "workers"
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """See `Source.reader`."""
         part, parts = slot.part(self.split)
         order = np.arange(len(self.data))
@@ -122,7 +121,7 @@ class Indexed(Source):
     A sample that is skipped is not read.
     """
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """See `Source.reader`."""
         indices = Indices(len(self.data), (self.seed, *key) if self.shuffle else None)
         return Reader([indices], [0], generators)
