@@ -80,7 +80,7 @@ class EpochReader(Iterator[Any]):
         self._settings, self._progress = settings, progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
         self._batches: Iterator[_Found] | None = None
-        self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
+        self.windows = Windows(settings, slot, progress)
         self.go_on(cursor)
 
     def go_on(self, cursor: StreamCursor) -> None:
@@ -90,11 +90,6 @@ class EpochReader(Iterator[Any]):
         self._to_come, self.finished = cursor.to_come, cursor.finished
         # A worker may come to the end when the loop that it reads for was broken off.
         self._opened = None if get_worker_info() is None else self._progress.opened
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the next epoch begins where this one has ended."""
-        return self.finished and self._to_come is not None
 
     @property
     def cursor(self) -> StreamCursor:
@@ -132,11 +127,11 @@ class EpochReader(Iterator[Any]):
         `StatefulDataLoader` saves a finished epoch as it stood after its last batch. It then has
         workers that load that state begin the next loop at once, or starts new ones.
         """
-        left = self._left()
-        for first in left:
-            self._batches = chain([first], left)
-            return
-        self._end_epoch()
+        first = next(self._left(), None)
+        if first is None:
+            self._end_epoch()
+        else:
+            self._batches = chain([first], self._left())
 
     def _left(self) -> Iterator[_Found]:
         """The micro-batches of the epoch that are left."""
@@ -147,13 +142,10 @@ class EpochReader(Iterator[Any]):
     def _end_epoch(self) -> None:
         self.finished, slot = True, self.slot
         self._progress.end(self.began.epoch, slot.worker, slot.workers, opened=self._opened)
-        if self._to_come is None:
-            self.close()
 
     def close(self) -> None:
         """End the threads, and drop the samples in memory."""
         self._batches = None
-        self.windows.close()
 
     def _read(self, start: StreamCursor) -> Generator[_Found]:
         """Yield this rank's micro-batches, each with where it stands after it.
@@ -162,14 +154,21 @@ class EpochReader(Iterator[Any]):
         done. With several ranks the last round of the buffered samples waits for the next ones: at
         the end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
         """
-        ranks = self._settings.ranks
+        ranks, look_ahead = self._settings.ranks, self._settings.look_ahead_of(self.slot)
         rank = self.slot.rank % ranks  # among those that share each window
         uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
         last: list[_MicroBatch] = []  # the round that waits, and where it stands before it
         begun, before = start, 0
         for buffered in self.windows.read(start):
             if uneven is not None:
-                buffered = self._joined(uneven, buffered)
+                samples = uneven.samples + buffered.samples
+                if look_ahead is not None and sum(map(held_bytes, samples)) > look_ahead:
+                    raise UnevenRanksError(
+                        f"{len(uneven.samples)} samples fill the look-ahead of "
+                        f"{format_bytes(look_ahead)}, and cannot be dealt evenly to {ranks} ranks: "
+                        "allow more bytes, or use fewer ranks"
+                    )
+                buffered = BufferedSamples(uneven.cursor, samples, buffered.following)
             try:
                 rounds = self._cut(buffered)
             except UnevenRanksError:
@@ -227,18 +226,6 @@ class EpochReader(Iterator[Any]):
         return list(
             zip(map(np.ndarray.tolist, map(arranged.__getitem__, cuts)), padded, strict=False)
         )
-
-    def _joined(self, uneven: BufferedSamples, following: BufferedSamples) -> BufferedSamples:
-        """Samples that cannot be dealt evenly, with those after them."""
-        samples = uneven.samples + following.samples
-        look_ahead = self._settings.look_ahead_of(self.slot)
-        if look_ahead is not None and sum(map(held_bytes, samples)) > look_ahead:
-            raise UnevenRanksError(
-                f"{len(uneven.samples)} samples fill the look-ahead of "
-                f"{format_bytes(look_ahead)}, and cannot be dealt evenly to "
-                f"{self.slot.ranks} ranks; allow more bytes, or use fewer ranks"
-            )
-        return BufferedSamples(uneven.cursor, samples, following.following)
 
 
 def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[_Found]:

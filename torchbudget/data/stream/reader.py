@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
@@ -20,32 +19,26 @@ from torchbudget.plan.permutation import Permutation, Stream
 _CHUNK: Final = 4096
 
 
-class Indices:
-    """The indices of a map-style data set, from any of them on.
+class Shuffled:
+    """The indices of a map-style data set in a random order, from any of them on.
 
     Args:
         length: of the data set.
-        key: of the order; `None`: ascending.
+        key: of the order.
     """
 
-    def __init__(self, length: int, key: tuple[int, ...] | None) -> None:
-        self._length = length
-        self._order = None if key is None else Permutation(length, *key, Stream.INDEX)
+    def __init__(self, length: int, *key: int) -> None:
+        self._length, self._order = length, Permutation(length, *key, Stream.INDEX)
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[int]:
-        return self.after(0)
+    def __getitem__(self, part: slice) -> Iterator[int]:
+        for begin in range(part.start, self._length, _CHUNK):
+            yield from self._order.stretch(begin, min(begin + _CHUNK, self._length)).tolist()
 
-    def after(self, start: int) -> Iterator[int]:
-        """Those from a place on, in O(1)."""
-        for begin in range(start, self._length, _CHUNK):
-            stop = min(begin + _CHUNK, self._length)
-            if self._order is None:
-                yield from range(begin, stop)
-            else:
-                yield from self._order.stretch(begin, stop).tolist()
+    def __iter__(self) -> Iterator[int]:
+        return self[0:]
 
 
 class Reader:
@@ -55,8 +48,8 @@ class Reader:
     it.
 
     Args:
-        shards: iterables, or functions that return one.
-        names: their numbers, or that of the part of a source that splits itself.
+        shards: by number: iterables, or functions that return one; or the part of a source that
+            splits itself.
         generators: where those of the source stand.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
@@ -71,14 +64,13 @@ class Reader:
 
     def __init__(
         self,
-        shards: Sequence[Any],
-        names: Sequence[int],
+        shards: Sequence[tuple[int, Any]],
         generators: Place,
         *,
         worker: int | None = None,
         source: Any = None,
     ) -> None:
-        self._shards, self._names = shards, names
+        self._shards = shards
         self._generators = self._generators_at_state = generators
         self._source = source
         # What `torch.utils.data.get_worker_info()` returns to the source.
@@ -127,7 +119,10 @@ class Reader:
 
     def tail(self, fewest: int) -> list[Any]:
         """The items after a window, if they are fewer than that: they belong to it."""
-        self.state, self._generators_at_state = self._state(), self._generators
+        self.state, self._generators_at_state = None, self._generators
+        if self._source is not None and not self._over:
+            source = copy.deepcopy(self._source.state_dict())
+            self.state = {"position": self._read, "source": source}
         items = self.take(fewest)
         if len(items) < fewest:
             return items
@@ -138,12 +133,13 @@ class Reader:
         """Go to a position: at once in indices, and over shards that know their lengths."""
         self.take(min(stop - self.position, len(self._ahead)))
         while self._read < stop and not self._over:
-            shard, begun = self._shards[len(self._starts) - 1], self._starts[-1]
-            if isinstance(shard, (Sequence, Indices)) and begun + len(shard) <= stop:
+            _, shard = self._shards[len(self._starts) - 1]
+            begun = self._starts[-1]
+            if isinstance(shard, (Sequence, Shuffled)) and begun + len(shard) <= stop:
                 self._read = begun + len(shard)
                 self._next_shard()
-            elif isinstance(shard, Indices):
-                self._read, self._items = stop, shard.after(stop)
+            elif isinstance(shard, (range, Shuffled)):
+                self._read, self._items = stop, iter(shard[stop - begun :])
             else:
                 self._some(min(stop - self._read, 1024))
 
@@ -170,48 +166,33 @@ class Reader:
                 f"{self._read}: it is another source"
             )
 
-    def _state(self) -> dict[str, Any] | None:
-        if self._source is None or self._over or self._items is None:
-            return None
-        return {"position": self._read, "source": copy.deepcopy(self._source.state_dict())}
-
     def place(self, position: int) -> tuple[int, int]:
         """The shard of an item that was read, by name, and its place within the shard."""
         number = bisect_right(self._starts, position) - 1
-        return self._names[number], position - self._starts[number]
+        return self._shards[number][0], position - self._starts[number]
 
     def _some(self, n: int) -> list[Any]:
         """Up to n next items of this shard; if there are fewer, go to the next shard."""
-        shard = self._shards[len(self._starts) - 1]
-        with self._reading():
+        _, shard = self._shards[len(self._starts) - 1]
+        before, torch_worker._worker_info = torch_worker._worker_info, self._worker_info
+        self._generators.restore()
+        try:
             if self._items is None:
                 opens = callable(shard) and not hasattr(shard, "__iter__")
                 self._items = iter(shard() if opens else shard)
             items = list(islice(self._items, n))
-        self._read += len(items)
-        if len(items) < n:
-            if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
-                raise SampleError(f"{self._next} ended, {len(shard)} items were expected")
-            self._next_shard()
-        return items
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Inside, the source is read.
-
-        Raises:
-            SampleError: it raised.
-        """
-        before, torch_worker._worker_info = torch_worker._worker_info, self._worker_info
-        self._generators.restore()
-        try:
-            yield
         except Exception as error:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
             self._generators = Place.put_aside()
             torch_worker._worker_info = before
+        self._read += len(items)
+        if len(items) < n:
+            if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
+                raise SampleError(f"{self._next} ended, {len(shard)} items were expected")
+            self._next_shard()
+        return items
 
     @property
     def _next(self) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import Place
-from torchbudget.data.stream.reader import Indices, Reader
+from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.plan.permutation import Stream, shuffled_keys
@@ -49,8 +49,7 @@ class Source:
     def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """What reads a pass; `key` is its epoch and its number."""
         return Reader(
-            [self.samples(slot, sum(key))],
-            [slot.part(self.split)[0]],
+            [(slot.part(self.split)[0], self.samples(slot, sum(key)))],
             generators,
             worker=None if self.split == "none" else slot.worker,
             source=self.data if self.has_states else None,
@@ -96,7 +95,7 @@ class ShardFunction(Source):
     def reader(self, slot: WorkerSlot, generators: Place, *_: int) -> Reader:
         """See `Source.reader`."""
         part, parts = slot.part(self.split)
-        return Reader([partial(self.data, part, parts)], [part], generators)
+        return Reader([(part, partial(self.data, part, parts))], generators)
 
 
 class ShardList(Source):
@@ -111,8 +110,7 @@ class ShardList(Source):
         if self.shuffle:
             keys = shuffled_keys(self.seed, *key, Stream.SHARDS, numbers=order)
             order = order[np.argsort(keys)]
-        names = order[part::parts].tolist()
-        return Reader([self.data[name] for name in names], names, generators)
+        return Reader([(n, self.data[n]) for n in order[part::parts].tolist()], generators)
 
 
 class Indexed(Source):
@@ -123,8 +121,9 @@ class Indexed(Source):
 
     def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """See `Source.reader`."""
-        indices = Indices(len(self.data), (self.seed, *key) if self.shuffle else None)
-        return Reader([indices], [0], generators)
+        length = len(self.data)
+        indices = Shuffled(length, self.seed, *key) if self.shuffle else range(length)
+        return Reader([(0, indices)], generators)
 
     @property
     def has_states(self) -> bool:

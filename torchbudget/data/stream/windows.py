@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +18,7 @@ from torchbudget.data.sizes.first_axis import check_first_axis_of
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import numbers_put_aside, sample_seed
-from torchbudget.data.stream.pipeline import Item, Pipeline
+from torchbudget.data.stream.pipeline import Item, transformed
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import held_bytes, without_rest
@@ -58,21 +61,16 @@ class Windows:
         settings: of the stream.
         slot: of this process.
         progress: where skipped samples are counted.
-        endless: start over where the source ends.
 
     Attributes:
         empty_passes: passes that were read since a micro-batch came, which the reader notes.
         largest_buffered_bytes: the most bytes that samples in memory had.
     """
 
-    def __init__(
-        self, settings: Settings, slot: WorkerSlot, progress: Progress, *, endless: bool
-    ) -> None:
+    def __init__(self, settings: Settings, slot: WorkerSlot, progress: Progress) -> None:
         self._settings, self._slot, self._progress = settings, slot, progress
-        self._endless = endless
+        self._endless = settings.batches_per_epoch is not None
         self._look_ahead = settings.look_ahead_of(slot)
-        at_once = None if self._look_ahead is None else 2 * settings.threads
-        self._pipeline = Pipeline(settings, at_once=at_once)
         # Items that a window needs; 1 finds out where a pass ends, of which the last batch drops.
         self._fewest = settings.ranks if settings.ranks > 1 or settings.drop_last else 0
         self._reader: Reader | None = None
@@ -82,10 +80,6 @@ class Windows:
         self._run = 1  # items that were read at once
         self.empty_passes = 0
         self.largest_buffered_bytes = 0
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pipeline.close()
 
     def read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
         """Yield the samples that are in memory together: a window, or as many as the bytes allow.
@@ -107,27 +101,30 @@ class Windows:
 
     def _parts(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
         """Those of the passes from a cursor on."""
-        length, source, slot = self._settings.window, self._settings.source, self._slot
-        while self._endless or not cursor.number:
-            following, any_read, any_left = cursor.next_pass(), False, cursor.start > 0
-            reader, before = source.open(slot, cursor), self._reader
-            self._reader = reader
-            reader.go_to(cursor, before)
-            while not reader.ended:
-                stop = cursor.start - cursor.start % length + length
-                if source.split != "none" or cursor.window(length) % slot.workers == slot.worker:
-                    any_read = True
-                    for buffered in self._window(reader, cursor, stop):
-                        cursor = buffered.following
+        settings, slot, length = self._settings, self._slot, self._settings.window
+        split = settings.source.split
+        at_once = None if self._look_ahead is None else 2 * settings.threads
+        with ThreadPoolExecutor(settings.threads or 1, "torchbudget") as threads:
+            pipeline = partial(transformed, settings=settings, threads=threads, at_once=at_once)
+            while self._endless or not cursor.number:
+                following, mine, left = cursor.next_pass(), 0, int(cursor.start > 0)
+                reader, before = settings.source.open(slot, cursor), self._reader
+                self._reader = reader
+                reader.go_to(cursor, before)
+                while not reader.ended:
+                    stop, window = cursor.start // length * length + length, cursor.window(length)
+                    if split == "none" and window % slot.workers != slot.worker:
+                        reader.skip_to(stop)
+                        reader.tail(self._fewest)
+                        cursor = self._after(reader, cursor)
+                        continue
+                    for buffered in self._window(reader, cursor, stop, pipeline):
+                        cursor, mine = buffered.following, mine + 1
                         if buffered.samples:
-                            any_left = True
+                            left += 1
                             yield buffered
-                else:
-                    reader.skip_to(stop)
-                    reader.tail(self._fewest)
-                    cursor = self._after(reader, cursor)
-            self._check_pass(reader.position, none_left=any_read and not any_left)
-            cursor = following
+                self._check_pass(reader.position, none_left=mine > 0 and not left)
+                cursor = following
 
     def _check_pass(self, items: int, *, none_left: bool) -> None:
         """A pass over so many items has ended.
@@ -164,15 +161,21 @@ class Windows:
             return cursor.next_pass()
         return cursor._replace(start=reader.position, rounds=0, source=reader.state)
 
-    def _window(self, reader: Reader, cursor: StreamCursor, stop: int) -> Iterator[BufferedSamples]:
+    def _window(
+        self, reader: Reader, cursor: StreamCursor, stop: int, pipeline: Callable[..., Any]
+    ) -> Iterator[BufferedSamples]:
         """The samples of one window from `cursor` on, all at once or as many as the bytes allow."""
-        look_ahead = self._look_ahead
-        begun, waiting, buffered_bytes = cursor, list[Any](), 0
+        begun, waiting, buffered_bytes, look_ahead = cursor, list[Any](), 0, self._look_ahead
         if not self._settings.transforms and look_ahead is None:
             waiting = reader.take(stop - cursor.start)
             waiting += reader.tail(self._fewest)
         else:
-            for position, samples in enumerate(self._made(reader, cursor, stop), cursor.start):
+            runs = iter(lambda: reader.take(min(self._next_run(), stop - reader.position)), [])
+            tail = map(reader.tail, [self._fewest])  # not before the whole window is made
+            made = chain.from_iterable(
+                pipeline(self._items(reader, cursor, some)) for some in (runs, tail)
+            )
+            for position, samples in enumerate(made, cursor.start):
                 if isinstance(samples, SampleError):
                     self._skip_failed(1, samples)
                     continue
@@ -183,21 +186,14 @@ class Windows:
                     full = buffered_bytes + needed > look_ahead
                     if full and waiting and position < stop:
                         following = cursor._replace(start=position, rounds=0)
-                        yield self._measured(begun, waiting, following)
+                        yield self._measured(BufferedSamples(begun, waiting, following))
                         begun, waiting, buffered_bytes = following, [], 0
                 waiting += samples
                 buffered_bytes += needed
                 self._item_bytes = max(self._item_bytes, needed)
                 self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
-        yield self._measured(begun, waiting, self._after(reader, cursor))
-
-    def _made(
-        self, reader: Reader, cursor: StreamCursor, stop: int
-    ) -> Iterator[list[Any] | SampleError]:
-        """What becomes of the items of a window, then of its tail."""
-        runs = iter(lambda: reader.take(min(self._next_run(), stop - reader.position)), [])
-        yield from self._pipeline(self._items(reader, cursor, runs))
-        yield from self._pipeline(self._items(reader, cursor, [reader.tail(self._fewest)]))
+        following = self._after(reader, cursor)
+        yield self._measured(BufferedSamples(begun, waiting, following))
 
     def _items(
         self, reader: Reader, cursor: StreamCursor, runs: Iterable[list[Any]]
@@ -209,7 +205,7 @@ class Windows:
                 self._item_bytes = max([self._item_bytes, *map(held_bytes, values)])
             for position, value in enumerate(values, reader.position - len(values)):
                 name = reader.place(position)
-                yield Item(name, sample_seed(*name, *key), value)
+                yield name, sample_seed(*name, *key), value
 
     def _next_run(self) -> int:
         """How many items are read at once."""
@@ -220,13 +216,11 @@ class Windows:
         self._run = min(max(fit, 1), 2 * self._run, _MOST_AT_ONCE)
         return self._run
 
-    def _measured(
-        self, cursor: StreamCursor, samples: list[Any], following: StreamCursor
-    ) -> BufferedSamples:
-        """The samples with their sizes, without those that have none or are too large."""
-        settings, first = self._settings, cursor.start
+    def _measured(self, buffered: BufferedSamples) -> BufferedSamples:
+        """With sizes, and without the samples that have none or are too large."""
+        settings, samples, first = self._settings, buffered.samples, buffered.cursor.start
         if not (samples and settings.sized):
-            return BufferedSamples(cursor, samples, following)
+            return buffered
         try:
             sizes = sizes_of_all(samples, settings.size, first)
         except SizesError as error:
@@ -238,7 +232,7 @@ class Windows:
             if len(sized) == len(samples):
                 raise  # each has one, but of other axes
             self._skip_failed(len(samples) - len(sized), error)
-            return self._measured(cursor, sized, following)
+            return self._measured(replace(buffered, samples=sized))
         settings.grouping.check(sizes)
         if not self._has_checked_axes and len(sizes) >= _FEWEST:
             check_first_axis_of(samples, settings.size, sizes, "size")
@@ -247,8 +241,8 @@ class Windows:
         if over.size:
             self._progress.count_skipped(self._slot.worker, oversize=over.size)
             stays = np.delete(np.arange(len(sizes)), over)
-            samples, sizes = [samples[place] for place in stays], sizes[stays]
-        return BufferedSamples(cursor, samples, following, sizes)
+            samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
+        return replace(buffered, samples=samples, sizes=sizes)
 
     def _skip_failed(self, number: int, error: Exception) -> None:
         """Count samples that failed, or raise where none may be skipped."""
