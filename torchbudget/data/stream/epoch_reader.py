@@ -79,8 +79,8 @@ class EpochReader(Iterator[Any]):
         self.loops: Callable[[], Loops | None] = NoneType
         self._settings, self._progress = settings, progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
-        self._batches: Iterator[_Found] | None = None
         self.windows = Windows(settings, slot, progress)
+        self._batches: Iterator[_Found] = self._read(cursor)
         self.go_on(cursor)
 
     def go_on(self, cursor: StreamCursor) -> None:
@@ -102,7 +102,8 @@ class EpochReader(Iterator[Any]):
         if loops is not None:
             loops.present = self
         try:
-            samples, rounds, (batch, padded_size) = next(self._left())
+            left = iter(()) if self.finished else self._batches
+            samples, rounds, (batch, padded_size) = next(left)
             collate_fn = self._settings.collate_fn
             if collate_fn is not list:  # else the batch is the samples themselves
                 number, batch = len(batch), collated(collate_fn, batch)
@@ -112,7 +113,7 @@ class EpochReader(Iterator[Any]):
             self._end_epoch()
             raise
         except BaseException:
-            self._batches = None  # the next call meets the same error, and not the next batch
+            self.close()  # the next call meets the same error, and not the next batch
             raise
         self._samples, self._rounds, self.windows.empty_passes = samples, rounds, 0
         if self._to_come is not None:
@@ -127,17 +128,11 @@ class EpochReader(Iterator[Any]):
         `StatefulDataLoader` saves a finished epoch as it stood after its last batch. It then has
         workers that load that state begin the next loop at once, or starts new ones.
         """
-        first = next(self._left(), None)
+        first = None if self.finished else next(self._batches, None)
         if first is None:
             self._end_epoch()
         else:
-            self._batches = chain([first], self._left())
-
-    def _left(self) -> Iterator[_Found]:
-        """The micro-batches of the epoch that are left."""
-        if self._batches is None:
-            self._batches = self._read(self.cursor)
-        return iter(()) if self.finished else self._batches
+            self._batches = chain([first], self._batches)
 
     def _end_epoch(self) -> None:
         self.finished, slot = True, self.slot
@@ -145,7 +140,7 @@ class EpochReader(Iterator[Any]):
 
     def close(self) -> None:
         """End the threads, and drop the samples in memory."""
-        self._batches = None
+        self._batches = self._read(self.cursor)
 
     def _read(self, start: StreamCursor) -> Generator[_Found]:
         """Yield this rank's micro-batches, each with where it stands after it.
