@@ -24,8 +24,6 @@ from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
 
 _CHUNK: Final = 1024
-
-
 _SAMPLES: Final = np.random.MT19937(0)  # NumPy's generator for samples, seeded for each of them
 
 
