@@ -26,7 +26,6 @@ CHANGING = {
     "Observations": "of a training",
     "Iteration": "how far it has come",
     "Loops": "the present one",
-    "BufferedSamples": "come and go",
     "Peak": "is filled in where its context ends",
     "Tally": "counts steps",
     "_Run": "a training that goes on",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from types import NoneType
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -29,8 +29,8 @@ from torchbudget.units import format_bytes
 
 # Samples of one batch, and the padded size that was planned; `None` where none was.
 _MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
-# Where it stands after a micro-batch: samples cut together, and how many of their rounds are done.
-_Found: TypeAlias = tuple[tuple[StreamCursor, int], _MicroBatch]
+# With where it stands after it: samples cut together, and how many of their rounds are done.
+_Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
 
 
 @dataclass  # without slots, since readers refer to it weakly: they end where it is dropped
@@ -79,50 +79,46 @@ class EpochReader(Iterator[Any]):
     ) -> None:
         self.slot = slot
         self.loops: Callable[[], Loops | None] = NoneType
-        self._settings = settings
-        self._progress = progress
+        self._settings, self._progress = settings, progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
-        self._collate_fn = settings.collate_fn
-        self._batches: Iterator[_Found] | None = None
         self.first_sizes: int | None = None
-        self.windows = Windows(settings, slot, progress, endless=cursor.to_come is not None)
+        self.windows = Windows(settings, slot, progress)
+        self._batches: Iterator[_Found] = self._read(cursor)
         self.go_on(cursor)
 
     def go_on(self, cursor: StreamCursor) -> None:
         """Begin the next epoch where this one ended, with the samples that are in memory."""
-        self.began, self._place = cursor, (cursor, cursor.rounds)
+        self.began = self._samples = cursor
+        self._rounds = cursor.rounds
         self._to_come, self.finished = cursor.to_come, cursor.finished
         # A worker may come to the end when the loop that it reads for was broken off.
         self._opened = None if get_worker_info() is None else self._progress.opened
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next epoch begins where this one has ended."""
-        return self.finished and self._to_come is not None
-
-    @property
     def cursor(self) -> StreamCursor:
         """After the last micro-batch."""
-        samples, rounds = self._place
-        return samples.within(self.began.epoch, rounds, self._to_come, finished=self.finished)
+        epoch, rounds = self.began.epoch, self._rounds
+        return self._samples.within(epoch, rounds, self._to_come, finished=self.finished)
 
     def __next__(self) -> Any:
         loops = self.loops()
         if loops is not None:
             loops.present = self
         try:
-            place, (batch, padded_size) = next(self._left())
-            if self._collate_fn is not list:  # else the batch is the samples themselves
-                number, batch = len(batch), collated(self._collate_fn, batch)
+            left = iter(()) if self.finished else self._batches
+            samples, rounds, (batch, padded_size) = next(left)
+            collate_fn = self._settings.collate_fn
+            if collate_fn is not list:  # else the batch is the samples themselves
+                number, batch = len(batch), collated(collate_fn, batch)
                 if padded_size is not None:
                     self._padded_sizes.compare(batch, padded_size, number)
         except StopIteration:
             self._end_epoch()
             raise
         except BaseException:
-            self._batches = None  # the next call meets the same error, and not the next batch
+            self.close()  # the next call meets the same error, and not the next batch
             raise
-        self._place, self.windows.empty_passes = place, 0
+        self._samples, self._rounds, self.windows.empty_passes = samples, rounds, 0
         if self._to_come is not None:
             self._to_come -= 1
             if not self._to_come:
@@ -135,28 +131,19 @@ class EpochReader(Iterator[Any]):
         `StatefulDataLoader` saves a finished epoch as it stood after its last batch. It then has
         workers that load that state begin the next loop at once, or starts new ones.
         """
-        left = self._left()
-        for first in left:
-            self._batches = chain([first], left)
-            return
-        self._end_epoch()
-
-    def _left(self) -> Iterator[_Found]:
-        """The micro-batches of the epoch that are left."""
-        if self._batches is None:
-            self._batches = self._read(self.cursor)
-        return iter(()) if self.finished else self._batches
+        first = None if self.finished else next(self._batches, None)
+        if first is None:
+            self._end_epoch()
+        else:
+            self._batches = chain([first], self._batches)
 
     def _end_epoch(self) -> None:
         self.finished, slot = True, self.slot
         self._progress.end(self.began.epoch, slot.worker, slot.workers, opened=self._opened)
-        if self._to_come is None:
-            self.close()
 
     def close(self) -> None:
         """End the threads, and drop the samples in memory."""
-        self._batches = None
-        self.windows.close()
+        self._batches = self._read(self.cursor)
 
     def _read(self, start: StreamCursor) -> Generator[_Found]:
         """Yield this rank's micro-batches, each with where it stands after it.
@@ -165,16 +152,23 @@ class EpochReader(Iterator[Any]):
         done. With several ranks the last round of the buffered samples waits for the next ones: at
         the end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
         """
-        ranks = self._settings.ranks
+        ranks, look_ahead = self._settings.ranks, self._settings.look_ahead_of(self.slot)
         rank = self.slot.rank % ranks  # among those that share each window
         uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
         last: list[_MicroBatch] = []  # the round that waits, and where it stands before it
         begun, before = start, 0
         for buffered in self.windows.read(start):
             if uneven is not None:
-                buffered = self._joined(uneven, buffered)
+                samples = uneven.samples + buffered.samples
+                if look_ahead is not None and sum(map(held_bytes, samples)) > look_ahead:
+                    raise UnevenRanksError(
+                        f"{len(uneven.samples)} samples fill the look-ahead of "
+                        f"{format_bytes(look_ahead)}, and cannot be dealt evenly to {ranks} ranks: "
+                        "allow more bytes, or use fewer ranks"
+                    )
+                buffered = BufferedSamples(uneven.cursor, samples, buffered.following)
             try:
-                rounds = self._rounds(buffered)
+                rounds = self._cut(buffered)
             except UnevenRanksError:
                 uneven = buffered
                 continue
@@ -184,45 +178,32 @@ class EpochReader(Iterator[Any]):
             if not rounds:
                 continue
             if last:
-                yield (buffered.cursor, 0), last[rank]
-                last = []
-            begun, before = buffered.cursor, len(rounds) // ranks - 1
-            done = _done(begun, start)
-            places = zip(repeat(begun), range(done + 1, before + 1))
-            yield from zip(
-                places, rounds[done * ranks + rank : before * ranks : ranks], strict=True
-            )
-            if ranks > 1:
-                last = rounds[-ranks:]
-            else:
-                yield (buffered.following, 0), rounds[-1]
+                yield buffered.cursor, 0, last[rank]
+            begun, before, last = buffered.cursor, len(rounds) // ranks - 1, rounds[-ranks:]
+            yield from _rest(begun, 0, rounds[rank:-ranks:ranks])
+            if ranks == 1:
+                yield buffered.following, 0, last.pop()
             rounds.clear()
-        if uneven is None or self._settings.drop_last:
-            if last:
-                yield (start.next_pass(), 0), last[rank]
-            return
-        if last:
-            samples = [sample for batch, _ in last for sample in batch]
-            uneven = BufferedSamples(begun, samples + uneven.samples, start)
-        else:
-            begun, before = uneven.cursor, 0
-        for done, batch in enumerate(self._rounds(uneven)[rank::ranks], before + 1):
-            if done > _done(begun, start):
-                yield (begun, done), batch
+        if uneven is not None and not self._settings.drop_last:
+            if not last:
+                begun = uneven.cursor
+            samples = [sample for batch, _ in last for sample in batch] + uneven.samples
+            rounds = self._cut(BufferedSamples(begun, samples, start))
+            yield from _rest(begun, before, rounds[rank::ranks])
+        elif last:
+            yield start.next_pass(), 0, last[rank]
 
-    def _rounds(self, buffered: BufferedSamples) -> list[_MicroBatch]:
+    def _cut(self, buffered: BufferedSamples) -> list[_MicroBatch]:
         """The micro-batches: those of a round's ranks, then those of the next round.
 
         Raises:
             UnevenRanksError: they cannot be dealt evenly.
         """
         settings, samples, cursor = self._settings, buffered.samples, buffered.cursor
-        if not samples:
-            return []
-        if settings.sized and buffered.sizes is None:
-            buffered.sizes = sizes_of_all(samples, settings.size, cursor.start)
+        sizes = buffered.sizes
+        if settings.sized and sizes is None:
+            sizes = sizes_of_all(samples, settings.size, cursor.start)
         if settings.ranks > 1 and self.first_sizes is None:
-            sizes = buffered.sizes
             self.first_sizes = len(samples) if sizes is None else crc32(sizes.tobytes())
         key = WindowKey(
             seed=settings.source.seed,
@@ -233,10 +214,10 @@ class EpochReader(Iterator[Any]):
         )
         rounds = settings.grouping.rounds(
             samples,
-            buffered.sizes,
+            sizes,
             Ranks(number=settings.ranks),
             key=key,
-            drop_last=settings.drop_last and buffered.last,
+            drop_last=settings.drop_last and not buffered.following.start,
         )
         # An array of objects picks several times as fast as a list.
         arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
@@ -246,23 +227,17 @@ class EpochReader(Iterator[Any]):
             zip(map(np.ndarray.tolist, map(arranged.__getitem__, cuts)), padded, strict=False)
         )
 
-    def _joined(self, uneven: BufferedSamples, following: BufferedSamples) -> BufferedSamples:
-        """Samples that cannot be dealt evenly, with those after them."""
-        samples = uneven.samples + following.samples
-        look_ahead = self._settings.look_ahead_of(self.slot)
-        if look_ahead is not None and sum(map(held_bytes, samples)) > look_ahead:
-            raise UnevenRanksError(
-                f"{len(uneven.samples)} samples fill the look-ahead of "
-                f"{format_bytes(look_ahead)}, and cannot be dealt evenly to "
-                f"{self.slot.ranks} ranks; allow more bytes, or use fewer ranks"
-            )
-        return BufferedSamples(uneven.cursor, samples, following.following, last=following.last)
 
+def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[_Found]:
+    """One rank's micro-batches of samples that begin at a cursor, of which some rounds are done.
 
-def _done(begun: StreamCursor, start: StreamCursor) -> int:
-    """How many rounds were done before, of the samples that begin at a cursor."""
-    same = (begun.number, begun.start) == (start.number, start.start)
-    return start.rounds if same else 0
+    Args:
+        begun: the cursor.
+        before: rounds of the samples before these.
+        batches: of the rounds after them.
+    """
+    done = max(begun.rounds, before)
+    return zip(repeat(begun), count(done + 1), batches[done - before :])
 
 
 def raising(error: Exception) -> Iterator[Any]:

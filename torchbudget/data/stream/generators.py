@@ -24,9 +24,10 @@ from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
 
 _CHUNK: Final = 1024
+_SAMPLES: Final = np.random.MT19937(0)  # NumPy's generator for samples, seeded for each of them
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where the global generators stand.
 
     NumPy's is exchanged, in 0.2 µs, which loses the second normal number that `numpy.random.randn`
@@ -39,17 +40,21 @@ class _Place(NamedTuple):
     numpy_state: Any = None
 
     @classmethod
-    def now(cls) -> _Place:
-        """In 0.07 ms, most of it for NumPy's state."""
-        return cls(
+    def put_aside(cls) -> Place:
+        """Leave them to samples, in 0.07 ms, most of it for NumPy's state."""
+        place = cls(
             random.getstate(),
             mtrand.get_bit_generator(),
             torch.default_generator.get_state(),
             np.random.get_state(legacy=False),
         )
+        mtrand.set_bit_generator(_SAMPLES)
+        return place
 
     @classmethod
-    def seeded(cls, word: int) -> _Place:
+    def of_source(cls, *key: int) -> Place:
+        """Where a source begins to draw: a function of `key`."""
+        [word] = shuffled_keys(*key, Stream.SHARDS, numbers=np.array([0])).tolist()
         return cls(
             random.Random(word).getstate(),
             np.random.MT19937(word),
@@ -57,6 +62,7 @@ class _Place(NamedTuple):
         )
 
     def restore(self) -> None:
+        """Go on from here."""
         random.setstate(self.python)
         mtrand.set_bit_generator(self.numpy)
         torch.default_generator.set_state(self.torch)
@@ -74,53 +80,31 @@ def seed_generators(word: int) -> None:
     torch.default_generator.manual_seed(word)
 
 
-class ReadingGenerators:
-    """What the global generators are inside, while one process reads and transforms.
+class _OfProcess:
+    """While a stream reads and transforms, the numbers of the process are put aside.
 
-    Streams that threads of one process read at a time have them together: the process gets its
-    numbers back, but theirs depend on timing.
-
-    Attributes:
-        of_source_now: where those of the source stand.
+    Streams that threads of one process read at a time have the generators together: the process
+    gets its numbers back, but theirs depend on timing.
     """
 
-    _lock = threading.Lock()
-    _inside = 0
-    _process: _Place
-    _samples = np.random.MT19937(0)  # seeded for each of them
-    of_source_now: _Place  # from `open_source` on
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
 
     def __enter__(self) -> None:
-        """Put the numbers of the process aside."""
-        kind = ReadingGenerators
-        with kind._lock:
-            if not kind._inside:
-                kind._process = _Place.now()
-            kind._inside += 1
-            mtrand.set_bit_generator(self._samples)
+        with self._lock:
+            place = Place.put_aside()
+            if not self._inside:
+                self._place = place
+            self._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        """Go on with them."""
-        kind = ReadingGenerators
-        with kind._lock:
-            kind._inside -= 1
-            if not kind._inside:
-                kind._process.restore()
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._place.restore()
 
-    def open_source(self, *key: int) -> None:
-        """A source is opened: what it will draw is a function of `key`."""
-        [word] = shuffled_keys(*key, Stream.SHARDS, numbers=np.array([0])).tolist()
-        self.of_source_now = _Place.seeded(word)
 
-    @contextmanager
-    def of_source(self) -> Iterator[None]:
-        """Inside, they are those of the source: 0.1 ms."""
-        self.of_source_now.restore()
-        try:
-            yield
-        finally:
-            self.of_source_now = _Place.now()
-            mtrand.set_bit_generator(self._samples)
+numbers_put_aside: Final = _OfProcess()
 
 
 def sample_seed(shard: int, place: int, *key: int) -> int:
@@ -149,18 +133,17 @@ def refuse_draws() -> Iterator[None]:
     Raises:
         OptionError: they were.
     """
-    before = _Place.now()
+    before = Place.put_aside()
     yield
-    after = _Place.now()
-    drawn = {
-        "random": before.python != after.python,
-        "numpy.random": pickle.dumps(before.numpy_state) != pickle.dumps(after.numpy_state),
-        "torch": not torch.equal(before.torch, after.torch),
+    after = Place.put_aside()
+    same = {
+        "random": before.python == after.python,
+        "numpy.random": pickle.dumps(before.numpy_state) == pickle.dumps(after.numpy_state),
+        "torch": torch.equal(before.torch, after.torch),
     }
-    if any(drawn.values()):
-        names = ", ".join(name for name, found in drawn.items() if found)
+    if drawn := [name for name, is_same in same.items() if not is_same]:
         raise OptionError(
-            f"a transform drew from the global generator of {names}. With threads it would depend "
-            "on their timing which sample gets which number: draw from "
+            f"a transform drew from the global generator of {', '.join(drawn)}. With threads it "
+            "would depend on their timing which sample gets which number: draw from "
             "torchbudget.transforms.rng(), or use threads=0 and more workers"
         )

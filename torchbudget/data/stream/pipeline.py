@@ -2,99 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torchbudget.data.stream.generators import refuse_draws, seed_generators
-from torchbudget.data.stream.transforms import Expanded, SampleRandom, Transform, sample_random
+from torchbudget.data.stream.settings import Settings
+from torchbudget.data.stream.transforms import Expanded, SampleRandom, sample_random
 from torchbudget.errors import SampleError
 
-
-class Item(NamedTuple):
-    """An item that was read.
-
-    Attributes:
-        name: its shard and its place there, the same in every process.
-        seed: of what its transforms draw.
-        value: the item itself.
-    """
-
-    name: tuple[int, int]
-    seed: int
-    value: Any
+# Its shard and its place there, the same in every process; the seed of what its transforms draw;
+# and the item itself.
+Item: TypeAlias = tuple[tuple[int, int], int, Any]
 
 
-class Pipeline:
-    """The transforms of a stream.
+def transformed(
+    items: Iterator[Item], settings: Settings, threads: Executor, *, at_once: int | None
+) -> Iterator[list[Any] | SampleError]:
+    """The samples of each item, or the error of its transforms, in order.
 
-    Without threads they may draw from Python's, NumPy's and torch's global generators, which are
-    seeded for each item. Threads would share those: a transform that drew from one is refused.
+    Without threads transforms may draw from Python's, NumPy's and torch's global generators, which
+    are seeded for each item. Threads would share those: a transform that drew from one is refused.
+
+    With threads, items are read, then transformed: a source is never read while a transform runs,
+    and what draws from a global generator meanwhile is a transform.
 
     Args:
-        transforms: applied in order.
-        threads: that apply them, each to another item; 0: the calling thread does.
+        items: that were read.
+        settings: of the stream.
+        threads: that apply the transforms, each to another item, if the settings say so.
         at_once: items that threads are given together; `None`: all.
-        describe: names an item in an error message, by its name and value.
+
+    Raises:
+        OptionError: with threads, a transform drew from a global generator.
     """
+    if not settings.threads:
+        for item in items:
+            if settings.transforms:
+                seed_generators(item[1])
+            yield _transformed(settings, item)
+        return
+    while some := list(islice(items, at_once)):
+        with refuse_draws():
+            made = list(threads.map(partial(_transformed, settings), some))
+        yield from made
 
-    def __init__(
-        self,
-        transforms: Sequence[Transform],
-        threads: int,
-        describe: Callable[[tuple[int, int], Any], str],
-        *,
-        at_once: int | None,
-    ) -> None:
-        self._transforms = tuple(transforms)
-        self._at_once = at_once
-        self._describe = describe
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
 
-    def __call__(self, items: Iterator[Item]) -> Iterator[list[Any] | SampleError]:
-        """The samples of each item, or the error of its transforms, in order.
-
-        With threads, items are read, then transformed: a source is never read while a transform
-        runs, and what draws from a global generator meanwhile is a transform.
-
-        Raises:
-            OptionError: with threads, a transform drew from a global generator.
-        """
-        if not self._threads:
-            for item in items:
-                if self._transforms:
-                    seed_generators(item.seed)
-                yield self._transform(item)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="torchbudget")
-        while some := list(islice(items, self._at_once)):
-            with refuse_draws():
-                made = list(self._pool.map(self._transform, some))
-            yield from made
-
-    def _transform(self, item: Item) -> list[Any] | SampleError:
-        token = sample_random.set(SampleRandom(item.seed))
-        try:
-            samples = [item.value]
-            for transform in self._transforms:
-                if isinstance(transform, Expanded):
-                    samples = [one for sample in samples for one in transform(sample)]
-                else:
-                    samples = [transform(sample) for sample in samples]
-        except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
-            name = self._describe(item.name, item.value)
-            failure = SampleError(f"{name} cannot be made: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return failure
-        finally:
-            sample_random.reset(token)
-        return samples
-
-    def close(self) -> None:
-        """End the threads, after the items that they have started."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
+    name, seed, value = item
+    token = sample_random.set(SampleRandom(seed))
+    samples = [value]
+    try:
+        for transform in settings.transforms:
+            if isinstance(transform, Expanded):
+                samples = [one for sample in samples for one in transform(sample)]
+            else:
+                samples = [transform(sample) for sample in samples]
+    except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
+        described = settings.source.describe(name, value)
+        failure = SampleError(f"{described} cannot be made: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+    finally:
+        sample_random.reset(token)
+    return samples

@@ -144,12 +144,12 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 "these workers had started before a state was loaded: load it before the first "
                 "loop over the DataLoader"
             )
-        reader = loops.present
+        reader, batches = loops.present, settings.batches_per_epoch
         if reader is not None and reader.began.epoch == epoch:
             reader = EpochReader(settings, reader.slot, reader.began, self._progress)
-        elif reader is not None and reader.goes_on and reader.began.epoch == epoch - 1:
-            batches, slot = settings.batches_per_epoch, reader.slot
-            reader.go_on(reader.cursor.following(share_of(batches, slot.worker, slot.workers)))
+        elif batches and reader is not None and reader.finished and reader.began.epoch == epoch - 1:
+            share = share_of(batches, reader.slot.worker, reader.slot.workers)
+            reader.go_on(reader.cursor.following(share))
         else:
             # A loader takes from its first worker first, which reads for the one whose turn it was.
             reader = self.reader_of(self._slots(workers)[(number + self._start().turn) % workers])

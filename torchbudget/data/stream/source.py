@@ -9,8 +9,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from torchbudget.data.stream.generators import ReadingGenerators
-from torchbudget.data.stream.reader import Indices, Reader
+from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.generators import Place
+from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.plan.permutation import Stream, shuffled_keys
@@ -39,19 +40,16 @@ class Source:
         self.data, self.shuffle, self.seed = data, shuffle, seed
         self.split = split or self.default_split
 
-    def open(
-        self, slot: WorkerSlot, generators: ReadingGenerators, *, epoch: int, number: int
-    ) -> Reader:
-        """Start a pass over what this process reads."""
-        part, _ = slot.part(self.split)
-        generators.open_source(self.seed, epoch, number, part)
-        return self.reader(slot, generators, epoch, number)
+    def open(self, slot: WorkerSlot, cursor: StreamCursor) -> Reader:
+        """Start the pass of a cursor over what this process reads."""
+        key = cursor.first_epoch, cursor.number
+        generators = Place.of_source(self.seed, *key, slot.part(self.split)[0])
+        return self.reader(slot, generators, *key)
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """What reads a pass; `key` is its epoch and its number."""
         return Reader(
-            [self.samples(slot, sum(key))],
-            [slot.part(self.split)[0]],
+            [(slot.part(self.split)[0], self.samples(slot, sum(key)))],
             generators,
             worker=None if self.split == "none" else slot.worker,
             source=self.data if self.has_states else None,
@@ -94,10 +92,10 @@ class ShardFunction(Source):
 
     default_split: Split = "ranks"
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *_: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *_: int) -> Reader:
         """See `Source.reader`."""
         part, parts = slot.part(self.split)
-        return Reader([partial(self.data, part, parts)], [part], generators)
+        return Reader([(part, partial(self.data, part, parts))], generators)
 
 
 class ShardList(Source):
@@ -105,15 +103,14 @@ class ShardList(Source):
 
     default_split: Split = "workers"
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """See `Source.reader`."""
         part, parts = slot.part(self.split)
         order = np.arange(len(self.data))
         if self.shuffle:
             keys = shuffled_keys(self.seed, *key, Stream.SHARDS, numbers=order)
             order = order[np.argsort(keys)]
-        names = order[part::parts].tolist()
-        return Reader([self.data[name] for name in names], names, generators)
+        return Reader([(n, self.data[n]) for n in order[part::parts].tolist()], generators)
 
 
 class Indexed(Source):
@@ -122,10 +119,11 @@ class Indexed(Source):
     A sample that is skipped is not read.
     """
 
-    def reader(self, slot: WorkerSlot, generators: ReadingGenerators, *key: int) -> Reader:
+    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
         """See `Source.reader`."""
-        indices = Indices(len(self.data), (self.seed, *key) if self.shuffle else None)
-        return Reader([indices], [0], generators)
+        length = len(self.data)
+        indices = Shuffled(length, self.seed, *key) if self.shuffle else range(length)
+        return Reader([(0, indices)], generators)
 
     @property
     def has_states(self) -> bool:
