@@ -25,6 +25,8 @@ CHANGING = {
     "_Tracer": "collects traces",
     "Observations": "of a training",
     "Iteration": "how far it has come",
+    "StreamState": "moves with each batch",
+    "StampedBatch": "gives its batch away",
     "Loops": "the present one",
     "Peak": "is filled in where its context ends",
     "Tally": "counts steps",

@@ -6,10 +6,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -305,6 +309,7 @@ def jagged(rows: list[torch.Tensor], noted: object = None) -> torch.Tensor:
     return tensor
 
 
+LARGE = np.zeros(10**6)
 HOLDERS: dict[str, tuple[Any, int]] = {
     "slots": (Slotted(), 800_000),
     "deque": (deque([np.zeros(100_000)]), 800_000),
@@ -324,8 +329,11 @@ HOLDERS: dict[str, tuple[Any, int]] = {
     "tokens": (list(range(1000, 30_000)), 29_000 * 28),
     "keys": ({"a" * 800_000: 1}, 800_000),
     "part of a tensor, as an array": (torch.zeros(200_000)[:5].numpy(), 800_000),
-    "what an object refers to": (iter([np.zeros(100_000)]), 800_000),
+    "what an object refers to": (MappingProxyType({"x": np.zeros(100_000)}), 800_000),
     "what is the program's": ({"module": np, "kind": Slotted, "method": logging.info}, 0),
+    "what reads data": ([iter([LARGE]), partial(len, LARGE), (x for x in [LARGE])], 0),
+    "a row of a table": (pd.DataFrame({"x": np.zeros(10**6), "y": 1.0}).iloc[3], 0),
+    "what invents attributes": (Mock(), 2000),
 }
 
 

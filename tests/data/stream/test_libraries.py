@@ -43,6 +43,38 @@ def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
 
 # ---------------------------------------------------------------------- datasets
 
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("how", ["take", "map", "filter"])
+def test_data_that_is_made_of_the_same_data(how: str, parts: int) -> None:
+    """A validation within an epoch moves what both are made of; a position of it is exact."""
+
+    def pair() -> tuple[BudgetedIterableDataset, BudgetedIterableDataset]:
+        datasets = pytest.importorskip("datasets", reason="the test group has it")
+        data = datasets.Dataset.from_list(rows()).to_iterable_dataset(num_shards=parts)
+        match how:
+            case "take":
+                made = data.skip(40), data.take(40)
+            case "map":
+                made = data.map(same), data.map(dict)
+            case _:
+                made = data.filter(all_of_them), data.filter(some_of_them)
+        train, validation = (stream_of(one, window=32) for one in made)
+        return train, validation
+
+    whole = list(pair()[0])
+    for done in (1, 4):
+        train, validation = pair()
+        loop = iter(train)
+        begun = list(islice(loop, done))
+        assert len(list(validation)) > 0
+        begun += islice(loop, 2)
+        resumed, _ = pair()
+        resumed.load_state_dict(as_pickle(train.state_dict()))
+        assert begun + list(resumed) == whole
+        assert begun + list(loop) == whole
+
+
 KINDS = ("plain", "mapped", "filtered", "batched", "concatenated", "shuffled")
 SEEKS = frozenset(KINDS) - {"shuffled"}
 
@@ -68,6 +100,10 @@ def hugging_face(kind: str) -> Any:
 
 def all_of_them(row: Any) -> bool:
     return "n" in row
+
+
+def some_of_them(row: Any) -> bool:
+    return bool(row["n"] % 3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -422,14 +422,14 @@ class Waiting:
 
 
 def test_items_are_read_together_within_the_look_ahead() -> None:
-    """Many at once, though they are about a 32nd of it, or one of them."""
+    """Many at once, until they have a 32nd of it."""
     source = Waiting()
     options: dict[str, Any] = {"size": len, "collate_fn": len, "look_ahead": 3_200_000}
     assert (
         sum(BudgetedIterableDataset(source, TOKENS, 2000, transforms=[source.shorter], **options))
         == 3000
     )
-    assert 20_000 < source.most <= 110_000
+    assert 20_000 < source.most <= 100_000 + 20_000
     assert source.reads < 1000
     tight = Waiting()
     options["look_ahead"] = 64_000
@@ -437,7 +437,7 @@ def test_items_are_read_together_within_the_look_ahead() -> None:
         sum(BudgetedIterableDataset(tight, TOKENS, 2000, transforms=[tight.shorter], **options))
         == 3000
     )
-    assert tight.most == 20_000
+    assert 20_000 <= tight.most <= 22_000
 
 
 def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:

@@ -33,7 +33,7 @@ def test_the_state_of_another_rank_is_refused(done: int) -> None:
     other.load_state_dict(states[0])
     with pytest.raises(StateMismatchError, match="rank"):
         next(iter(other))
-    with pytest.raises(StateError, match="pass that of one"):
+    with pytest.raises(StateError, match="pass that of one rank"):
         of_rank(1).load_state_dict(states[0] | states[1])
     mine = of_rank(1)
     mine.load_state_dict(states[1])

@@ -158,9 +158,9 @@ class StreamState:
             case [[plain]]:
                 check_meaning(plain, _KEYS, order)
             case _:
+                several = f"; pass that of one rank of {named}" if len(named) > 1 else ""
                 raise StateError(
-                    "expected what BudgetedIterableDataset.state_dict() returned; of the positions "
-                    f"of several ranks, pass that of one: {named}"
+                    f"expected what BudgetedIterableDataset.state_dict() returned{several}"
                 )
         dealing, turn, columns = plain["dealing"], plain["turn"], plain["workers"]
         try:
@@ -168,8 +168,10 @@ class StreamState:
             cursors = [StreamCursor(state["epoch"], *row) for row in rows]
             counts = [count for *most, to_come, _, _ in cursors for count in (*most, to_come or 0)]
             dealt = turn in range(len(cursors)) and len(cursors) in (1, dealing["workers"])
-            if not dealt or not all(is_int(count) and count >= 0 for count in counts):
-                raise ValueError(f"turn {turn!r}, workers {columns!r}, dealing {dealing!r}")
+            finished = [cursor.finished in (True, False) for cursor in cursors]
+            wrong = [count for count in counts if not is_int(count) or count < 0]
+            if wrong or not dealt or not all(finished):
+                raise ValueError(f"{wrong} are no numbers from 0 on, or turn {turn!r} is of none")
             return cls(cursors=cursors, dealing=dict(dealing), turn=turn)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
@@ -194,16 +196,19 @@ class StreamState:
             part |= {"rank", "ranks"}
         changed = [name for name in dealing if saved[name] != dealing[name]]
         if not self.is_beginning and changed and (cursor.rounds or part & {*changed}):
-            needs = (
-                f"{cursor.rounds} micro-batches of a window are done, and others need its boundary"
-                if cursor.rounds
-                else f"it goes on with num_workers={workers}, in the same part of the source"
-            )
-            raise StateMismatchError(
-                f"the state is that of worker {saved['worker']} of {workers}, here is worker "
-                f"{slot.worker} of {slot.workers}; {needs}: "
-                + "; ".join(f"{one}: saved {saved[one]!r}, now {dealing[one]!r}" for one in changed)
-            )
+            if cursor.rounds:
+                needs = (
+                    f"{cursor.rounds} micro-batches of a window are done, and other rules, ranks "
+                    "or workers need a window's boundary"
+                )
+            else:
+                needs = (
+                    f"the state is that of worker {saved['worker']} of {workers}, here is worker "
+                    f"{slot.worker} of {slot.workers}; it goes on with num_workers={workers}, in "
+                    "the same part of the source"
+                )
+            differs = (f"{one}: saved {saved[one]!r}, now {dealing[one]!r}" for one in changed)
+            raise StateMismatchError(f"{needs}: {'; '.join(differs)}")
         if cursor.to_come is None or workers == slot.workers:
             return cursor
         to_come = sum(each.to_come or 0 for each in self.cursors)

@@ -86,7 +86,7 @@ class BudgetedIterableDataset(ResumableStream):
             Default: 4,096 for each of them. A larger one pads less.
         look_ahead: bytes of the samples that wait for their micro-batch in a worker; a window of
             more is cut in parts. Not counted: the sample that overflowed, two per thread, items
-            that are read together (about a 32nd of it), one prefetched per rank and, with several
+            that are read together (a 32nd of it), one prefetched per rank and, with several
             ranks, the last micro-batch. Default: a quarter of
             the budget's `host`, divided among the workers; without one, no limit.
         shuffle: shards, and the micro-batches of a window. Otherwise they come longest first.

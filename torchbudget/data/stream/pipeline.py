@@ -19,7 +19,7 @@ Item: TypeAlias = tuple[tuple[int, int], int, Any]
 
 
 def transformed(
-    items: Iterator[Item], settings: Settings, threads: Executor, *, at_once: int | None
+    items: Iterator[Item], settings: Settings, threads: Executor, *, at_once: int
 ) -> Iterator[list[Any] | SampleError]:
     """The samples of each item, or the error of its transforms, in order.
 
@@ -33,7 +33,7 @@ def transformed(
         items: that were read.
         settings: of the stream.
         threads: that apply the transforms, each to another item, if the settings say so.
-        at_once: items that threads are given together; `None`: all.
+        at_once: items that threads are given together.
 
     Raises:
         OptionError: with threads, a transform drew from a global generator.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
@@ -13,6 +14,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import Place
+from torchbudget.data.stream.sample_bytes import held_bytes
 from torchbudget.errors import SampleError, StateMismatchError
 from torchbudget.plan.permutation import Permutation, Stream
 
@@ -54,6 +56,7 @@ class Reader:
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         source: that has a state of its own, the only shard.
+        moved: what moves with it: itself, or the parts that it shares with others.
 
     Attributes:
         state: of the source, and its position there, where the present window begins; `None`: it
@@ -69,6 +72,7 @@ class Reader:
         *,
         worker: int | None = None,
         source: Any = None,
+        moved: Sequence[Any] = (),
     ) -> None:
         self._shards = shards
         self._generators = self._generators_at_state = generators
@@ -82,13 +86,13 @@ class Reader:
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []  # of the next window
         self.state: dict[str, Any] | None = None
-        if source is not None:
-            self._last[id(source)] = self
+        self._moved = moved
+        self._last.update((id(part), self) for part in moved)
 
     @property
     def was_moved(self) -> bool:
         """Whether another one has opened the source since."""
-        return self._source is not None and self._last.get(id(self._source)) is not self
+        return any(self._last.get(id(part)) is not self for part in self._moved)
 
     @property
     def position(self) -> int:
@@ -117,6 +121,15 @@ class Reader:
             items = items + more if items else more  # most often all at once, and not copied
         return items
 
+    def run(self, n: int, most_bytes: int | None) -> list[Any]:
+        """Up to n next items, until they have so many bytes; none: the last one was read."""
+        if self._ahead or most_bytes is None:
+            return self.take(n)
+        items: list[Any] = []
+        while n > 0 and not items and not self._over:
+            items = self._some(n, most_bytes)
+        return items
+
     def tail(self, fewest: int) -> list[Any]:
         """The items after a window, if they are fewer than that: they belong to it."""
         self.state, self._generators_at_state = None, self._generators
@@ -141,7 +154,7 @@ class Reader:
             elif isinstance(shard, (range, Shuffled)):
                 self._read, self._items = stop, iter(shard[stop - begun :])
             else:
-                self._some(min(stop - self._read, 1024))
+                self._some(stop - self._read, keep=False)
 
     def go_to(self, cursor: StreamCursor, before: Reader | None) -> None:
         """Go to where a cursor stands, before anything is read.
@@ -171,24 +184,43 @@ class Reader:
         number = bisect_right(self._starts, position) - 1
         return self._shards[number][0], position - self._starts[number]
 
-    def _some(self, n: int) -> list[Any]:
-        """Up to n next items of this shard; if there are fewer, go to the next shard."""
+    def _some(self, n: int, most_bytes: int | None = None, *, keep: bool = True) -> list[Any]:
+        """Up to n next items of this shard; if there are fewer, go to the next shard.
+
+        Args:
+            n: at least 1.
+            most_bytes: as soon as the items have them, others are left; `None`: none is.
+            keep: `False`: the items are skipped.
+        """
         _, shard = self._shards[len(self._starts) - 1]
         before, torch_worker._worker_info = torch_worker._worker_info, self._worker_info
         self._generators.restore()
+        items: list[Any] = []
+        held, counted = 0, count()
         try:
             if self._items is None:
                 opens = callable(shard) and not hasattr(shard, "__iter__")
                 self._items = iter(shard() if opens else shard)
-            items = list(islice(self._items, n))
+            some = islice(self._items, n)
+            if not keep:
+                deque(zip(some, counted), maxlen=0)  # noqa: B905  (there are more numbers)
+            elif most_bytes is None:
+                items = list(some)
+            else:
+                for item in some:
+                    items.append(item)
+                    held += held_bytes(item)
+                    if held >= most_bytes:
+                        break
         except Exception as error:
             text = f"{self._next} cannot be read: {type(error).__name__}: {error}"
             raise SampleError(text) from error
         finally:
             self._generators = Place.put_aside()
             torch_worker._worker_info = before
-        self._read += len(items)
-        if len(items) < n:
+        number = len(items) if keep else next(counted)
+        self._read += number
+        if number < n and (most_bytes is None or held < most_bytes):
             if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
                 raise SampleError(f"{self._next} ended, {len(shard)} items were expected")
             self._next_shard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import suppress
+from functools import lru_cache, partial
 from mmap import mmap
 from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Final
@@ -60,6 +61,12 @@ def _copied(value: Any) -> Any:
     return copied
 
 
+@lru_cache(maxsize=256)
+def _is_closed(kind: type[Any]) -> bool:
+    """Whether nothing else counts: pandas' own size says all; others read what is not theirs."""
+    return issubclass(kind, partial) or hasattr(kind, "memory_usage") or hasattr(kind, "__next__")
+
+
 def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int]:
     """What a strided tensor or an array is a part of, and the bytes of that."""
     whole: Any = value
@@ -99,11 +106,16 @@ def _counted(sample: Any) -> tuple[int, set[int]]:
             referents = [value.tolist()] if value.dtype == object else ()
         else:
             total += sys.getsizeof(value, _OBJECT_BYTES)
-            if callable(getattr(value, "getbands", None)):
-                total += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
-            elif isinstance(value, dict):
+            kind = type(value)
+            if isinstance(value, dict):
                 waiting += value  # its keys: those that are text are no referents
-            referents = value if type(value) in _LISTS else gc.get_referents(value)
+            elif hasattr(kind, "getbands"):
+                total += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
+            if kind in _LISTS:
+                referents = value
+            else:
+                is_closed = _is_closed(kind)  # type: ignore[arg-type]  # types are hashable
+                referents = () if is_closed else gc.get_referents(value)
         if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
             total += _NUMBER_BYTES * len(referents)
         else:

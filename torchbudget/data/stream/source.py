@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from functools import cached_property, partial
+import weakref
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Source:
 
     default_split: Split = "none"
     first_transforms: tuple[Transform, ...] = ()
-    _first_to_open: ClassVar[WeakValueDictionary[int, Source]] = WeakValueDictionary()
+    _first_states: ClassVar[dict[int, Any]] = {}  # of data that streams may share
 
     def __init__(self, data: Any, split: Split | None, *, shuffle: bool, seed: int) -> None:
         self.data, self.shuffle, self.seed = data, shuffle, seed
@@ -53,6 +54,7 @@ class Source:
             generators,
             worker=None if self.split == "none" else slot.worker,
             source=self.data if self.has_states else None,
+            moved=self.stages if self.has_states else (),
         )
 
     @property
@@ -60,17 +62,26 @@ class Source:
         """Whether a position is found without reading what comes before it: by exact states."""
         return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
 
-    @cached_property
-    def first_state(self) -> Any:
+    @property
+    def stages(self) -> list[Any]:
+        """What has its state: itself, or the parts that it may share with other data."""
+        return [self.data]
+
+    def beginning(self) -> Any:
         """A state that makes it start over."""
-        return copy.deepcopy(self.data.state_dict())
+        return self.data.state_dict()
 
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """What a pass iterates over, from the beginning, whatever was loaded before."""
         if self.has_states:
-            # Of streams that share it, another one may have moved it since.
-            self.first_state = self._first_to_open.setdefault(id(self.data), self).first_state
-            self.data.load_state_dict(copy.deepcopy(self.first_state))
+            # Another stream may have moved it since the first one opened it.
+            states, number = self._first_states, id(self.data)
+            if number not in states:
+                states[number] = copy.deepcopy(self.beginning()), self.data
+                with suppress(TypeError):  # what no weak reference can be made to stays
+                    weakref.finalize(self.data, states.pop, number)
+                    states[number] = states[number][0], None
+            self.data.load_state_dict(copy.deepcopy(states[number][0]))
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         return self.data

@@ -63,7 +63,7 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
     if isinstance(data, (list, tuple)):
         return ShardList
     if not (is_sample or is_table or isinstance(data, (str, bytes, bytearray, Mapping))):
-        if isinstance(data, MapStyle) and not isinstance(data, IterableDataset):
+        if isinstance(data, MapStyle) and not isinstance(data, (IterableDataset, type)):
             return Indexed
         for base in type(data).__mro__:
             for module, kind in _MODULES.items():
@@ -71,6 +71,12 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
                     return kind
         if can_open:
             return Source if isinstance(data, Iterable) else ShardFunction
+    if is_shard:
+        raise OptionError(
+            f"{name} is a {type(data).__name__}: a list is read as shards, each an iterable of "
+            "samples or a function without arguments that returns one. Samples in a list have an "
+            "index: use MemoryBudgetBatchSampler"
+        )
     raise OptionError(
         f"{name} is a {type(data).__name__}: expected an iterable of samples, a map-style data "
         "set, a function (shard, num_shards) that returns an iterator, or a list of shards, each "

@@ -21,17 +21,18 @@ from torchbudget.data.stream.generators import numbers_put_aside, sample_seed
 from torchbudget.data.stream.pipeline import Item, transformed
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
-from torchbudget.data.stream.sample_bytes import held_bytes, without_rest
+from torchbudget.data.stream.sample_bytes import without_rest
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import SampleError, SizesError
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
-# Items are read several at once, since a source's random generators take 0.1 ms to exchange: up to
-# so many, and to this part of the look-ahead.
-_MOST_AT_ONCE: Final = 1024
+# Items are read several at once, since a source's random generators take 0.1 ms to exchange: until
+# they have this part of the look-ahead.
 _PART_AT_ONCE: Final = 32
+# Items that each thread is given at once with a look-ahead, which does not count them, and without.
+_FOR_A_THREAD: Final = (2, 64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +77,6 @@ class Windows:
         self._reader: Reader | None = None
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
-        self._item_bytes = 0  # of the largest one so far, or of what became of it
-        self._run = 1  # items that were read at once
         self.empty_passes = 0
         self.largest_buffered_bytes = 0
 
@@ -103,7 +102,7 @@ class Windows:
         """Those of the passes from a cursor on."""
         settings, slot, length = self._settings, self._slot, self._settings.window
         split = settings.source.split
-        at_once = None if self._look_ahead is None else 2 * settings.threads
+        at_once = settings.threads * _FOR_A_THREAD[self._look_ahead is None]
         with ThreadPoolExecutor(settings.threads or 1, "torchbudget") as threads:
             pipeline = partial(transformed, settings=settings, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
@@ -142,9 +141,10 @@ class Windows:
         missing = self._endless and self.empty_passes > most_empty
         if missing or (not items and (self._endless or parts == 1)):
             raise SampleError(
-                f"the source has no samples for worker {slot.worker} of {slot.workers}: are its "
-                "files missing, or is an iterator inside it used up after one epoch? Open it in "
-                "__iter__, or in the function. With batches_per_epoch each worker needs some"
+                f"the source has no samples for worker {slot.worker} of {slot.workers}: use fewer "
+                "workers where batches_per_epoch asks each for some. Or are its files missing, or "
+                "is an iterator inside it used up after one epoch? Open it in __iter__, or in the "
+                "function"
             )
         if none_left and not self._endless:
             text = (
@@ -170,7 +170,8 @@ class Windows:
             waiting = reader.take(stop - cursor.start)
             waiting += reader.tail(self._fewest)
         else:
-            runs = iter(lambda: reader.take(min(self._next_run(), stop - reader.position)), [])
+            run_bytes = None if look_ahead is None else look_ahead // _PART_AT_ONCE
+            runs = iter(lambda: reader.run(stop - reader.position, run_bytes), [])
             tail = map(reader.tail, [self._fewest])  # not before the whole window is made
             made = chain.from_iterable(
                 pipeline(self._items(reader, cursor, some)) for some in (runs, tail)
@@ -190,7 +191,6 @@ class Windows:
                         begun, waiting, buffered_bytes = following, [], 0
                 waiting += samples
                 buffered_bytes += needed
-                self._item_bytes = max(self._item_bytes, needed)
                 self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
         following = self._after(reader, cursor)
         yield self._measured(BufferedSamples(begun, waiting, following))
@@ -199,22 +199,10 @@ class Windows:
         self, reader: Reader, cursor: StreamCursor, runs: Iterable[list[Any]]
     ) -> Iterator[Item]:
         key = self._settings.source.seed, cursor.first_epoch, cursor.number
-        counted = self._look_ahead is not None and self._settings.transforms
         for values in runs:
-            if counted:
-                self._item_bytes = max([self._item_bytes, *map(held_bytes, values)])
             for position, value in enumerate(values, reader.position - len(values)):
                 name = reader.place(position)
                 yield name, sample_seed(*name, *key), value
-
-    def _next_run(self) -> int:
-        """How many items are read at once."""
-        if self._look_ahead is None:
-            return self._settings.window
-        fit = self._look_ahead // (_PART_AT_ONCE * self._item_bytes) if self._item_bytes else 1
-        # The larger ones may still come.
-        self._run = min(max(fit, 1), 2 * self._run, _MOST_AT_ONCE)
-        return self._run
 
     def _measured(self, buffered: BufferedSamples) -> BufferedSamples:
         """With sizes, and without the samples that have none or are too large."""

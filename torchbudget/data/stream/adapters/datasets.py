@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -21,18 +20,23 @@ class DatasetsSource(Source):
         return "workers" if getattr(self.data, "_distributed", None) is None else "ranks"
 
     @property
+    def stages(self) -> list[Any]:
+        """See `Source.stages`: what `map` or `take` returns shares those of its data set."""
+        stages = [getattr(self.data, "_ex_iterable", None)]
+        for stage in stages:  # it grows meanwhile
+            one = getattr(stage, "ex_iterable", None)
+            stages += getattr(stage, "ex_iterables", []) if one is None else [one]
+        return stages
+
+    @property
     def has_states(self) -> bool:
         """Whether its state is exact.
 
         It does not contain a shuffle buffer, and may be a batch off where tables are mapped in
         batches, as its documentation says.
         """
-        stages = [getattr(self.data, "_ex_iterable", None)]
-        for stage in stages:  # it grows meanwhile
-            one = getattr(stage, "ex_iterable", None)
-            stages += getattr(stage, "ex_iterables", []) if one is None else [one]
         is_table = getattr(getattr(self.data, "_formatting", None), "is_table", False)
-        is_exact = all(stage and "Buffer" not in type(stage).__name__ for stage in stages)
+        is_exact = all(stage and "Buffer" not in type(stage).__name__ for stage in self.stages)
         return is_exact and not is_table
 
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
@@ -47,7 +51,6 @@ class DatasetsSource(Source):
             self.data._epoch = shared.clone()
         return super().samples(slot, epoch)
 
-    @cached_property
-    def first_state(self) -> Any:
+    def beginning(self) -> Any:
         """Its `state_dict` is up to date only after it is read; epoch -1 makes it start over."""
-        return {**super().first_state, "epoch": -1}
+        return {**super().beginning(), "epoch": -1}

@@ -1,0 +1,90 @@
+"""Items that are read together stay within the look-ahead, and errors come soon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+
+from tests.support.streams import TOKENS, OneProcess
+from torchbudget import BudgetedIterableDataset
+from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.errors import SampleError
+
+LARGE = 50_000
+LOOK_AHEAD = 1_000_000
+
+
+class Item:
+    """One that can be referred to weakly."""
+
+    def __init__(self, size: int) -> None:
+        self.content = bytes(size)
+
+
+class Jumping:
+    """500 small items, then 300 large ones; and the most bytes of them that were alive."""
+
+    def __init__(self) -> None:
+        self.alive: WeakSet[Item] = WeakSet()
+        self.most = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        for number in range(800):
+            item = Item(100 if number < 500 else LARGE)
+            self.alive.add(item)
+            self.most = max(self.most, sum(len(one.content) for one in self.alive))
+            yield item
+
+
+def hundreds(item: Item) -> int:
+    return len(item.content) // 100
+
+
+def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
+    options = {"size": hundreds, "look_ahead": LOOK_AHEAD, "collate_fn": len} | options
+    return BudgetedIterableDataset(source, TOKENS, 500, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"transforms": [hundreds], "size": int}])
+def test_what_was_small_may_be_large_in_a_moment(options: dict[str, Any]) -> None:
+    source = Jumping()
+    assert sum(stream_of(source, **options)) == 800
+    assert source.most <= 1.2 * LOOK_AHEAD + LARGE
+
+
+@pytest.mark.parametrize("options", [{}, {"transforms": [hundreds], "size": int}])
+def test_what_is_skipped_is_not_kept(options: dict[str, Any]) -> None:
+    """Windows of another worker, and what comes before a position."""
+    source = Jumping()
+    stream = stream_of(source, window=300, **options)
+    slots = [WorkerSlot(worker=worker, workers=2, rank=0, ranks=1) for worker in range(2)]
+    assert sum(sum(OneProcess(stream, slot)) for slot in slots) == 800
+    begun = stream_of(source, window=300, **options)
+    came = sum(islice(begun, 300))
+    rest = stream_of(source, window=300, **options)
+    rest.load_state_dict(begun.state_dict())
+    assert came + sum(rest) == 800
+    assert source.most <= 2 * (1.2 * LOOK_AHEAD + LARGE)  # the first loop is open still
+
+
+def test_a_transform_that_fails_in_threads_is_told_soon() -> None:
+    """Long before the whole window is made."""
+    made: list[int] = []
+
+    def fails_early(number: int) -> int:
+        if number == 3:
+            raise ValueError("the fourth")
+        made.append(number)
+        return number
+
+    options: dict[str, Any] = {"transforms": [fails_early], "threads": 2, "look_ahead": None}
+    with (
+        stream_of(range(100_000), size=int, shuffle=False, window=100_000, **options) as stream,
+        pytest.raises(SampleError, match="the fourth"),
+    ):
+        list(stream)
+    assert len(made) < 1000
