@@ -128,6 +128,9 @@ outcomes = {
     "stream, same, out of order": outcome(lambda: tracked(stream(), workers=2, in_order=False)),
     "stream, of rank": outcome(lambda: tracked(stream(OfRank()))),
     "stream, of rank, workers": outcome(lambda: tracked(stream(OfRank()), workers=2)),
+    "stream, of rank, plain": outcome(lambda: stream(OfRank())),
+    "stream, of rank, in a loader with states": outcome(lambda: PositionedLoader(
+        StatefulDataLoader(stream(OfRank()), batch_size=None))),
     "stream, crops": outcome(lambda: tracked(stream(transforms=[Crops()]), workers=1)),
 }
 
@@ -214,12 +217,20 @@ def test_what_differs_is_an_error_on_every_rank(
 
 @pytest.mark.parametrize(
     "case",
-    ["stream, of rank", "stream, of rank, workers", "stream, crops", "apart", "apart again"],
+    [
+        "stream, of rank",
+        "stream, of rank, workers",
+        "stream, of rank, plain",
+        "stream, of rank, in a loader with states",
+        "stream, crops",
+        "apart",
+        "apart again",
+    ],
 )
 def test_other_samples_are_an_error_on_every_rank(
     outcomes: list[dict[str, Any]], case: str
 ) -> None:
-    """At the first batch of a tracked loop, which knows the sizes of its window."""
+    """At the first batch of a loop that is tracked, or has no workers: it knows its window."""
     for each in outcomes:
         assert each[case].startswith("RankError: rank 0 and rank 1 read other samples")
 

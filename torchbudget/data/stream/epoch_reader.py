@@ -72,6 +72,7 @@ class EpochReader(Iterator[Any]):
             batch.
         windows: that it reads.
         first_sizes: a digest of the sizes in the first window, where ranks share it.
+        compare: with other ranks, the worker's number and that digest.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class EpochReader(Iterator[Any]):
         self._settings, self._progress = settings, progress
         self._padded_sizes = PaddedSizes(settings.size_multiple)
         self.first_sizes: int | None = None
+        self.compare: Callable[[int, int], object] = _never
         self.windows = Windows(settings, slot, progress)
         self._batches: Iterator[_Found] = self._read(cursor)
         self.go_on(cursor)
@@ -205,6 +207,7 @@ class EpochReader(Iterator[Any]):
             sizes = sizes_of_all(samples, settings.size, cursor.start)
         if settings.ranks > 1 and self.first_sizes is None:
             self.first_sizes = len(samples) if sizes is None else crc32(sizes.tobytes())
+            self.compare(self.slot.worker, self.first_sizes)
         key = WindowKey(
             seed=settings.source.seed,
             path=(cursor.first_epoch, cursor.number),
@@ -238,6 +241,10 @@ def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Itera
     """
     done = max(begun.rounds, before)
     return zip(repeat(begun), count(done + 1), batches[done - before :])
+
+
+def _never(*_: int) -> None:
+    """Compare nothing."""
 
 
 def raising(error: Exception) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -156,6 +157,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             self._warn_of_start_over(reader.began, reader.slot)
         self._readers.add(reader)
         reader.loops, loops.present = weakref.ref(loops), reader
+        reader.compare = partial(check_same_samples, self._ranks)
         if self._loaded() is not None and get_worker_info() is not None:
             reader.find_end()
         return reader
