@@ -123,9 +123,7 @@ class Reader:
 
     def run(self, n: int, most_bytes: int | None) -> list[Any]:
         """Up to n next items, until they have so many bytes; none: the last one was read."""
-        if self._ahead or most_bytes is None:
-            return self.take(n)
-        items: list[Any] = []
+        items = self.take(n if most_bytes is None else min(n, len(self._ahead)))
         while n > 0 and not items and not self._over:
             items = self._some(n, most_bytes)
         return items
