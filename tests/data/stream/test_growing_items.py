@@ -55,7 +55,8 @@ def test_what_was_small_may_be_large_in_a_moment(options: dict[str, Any], ranks:
     source = Jumping()
     batches = list(stream_of(source, window=400, num_replicas=ranks, rank=0, **options))
     assert sum(batches) == 800 if ranks == 1 else 100 < sum(batches) < 700
-    assert source.most <= 1.2 * LOOK_AHEAD + (1 + ranks) * LARGE
+    waiting = 2 * 4 * LARGE if ranks == 2 else 0  # the last round, of micro-batches of four
+    assert source.most <= 1.2 * LOOK_AHEAD + LARGE + waiting
 
 
 @pytest.mark.parametrize("options", [{}, {"transforms": [hundreds], "size": int}])
