@@ -42,7 +42,9 @@ def transformed(
         for item in items:
             if settings.transforms:
                 seed_generators(item[1])
-            yield _transformed(settings, item)
+            made = [_transformed(settings, item)]
+            del item
+            yield made.pop()
         return
     while some := list(islice(items, at_once)):
         with refuse_draws():

@@ -176,7 +176,9 @@ class Windows:
             made = chain.from_iterable(
                 pipeline(self._items(reader, cursor, some)) for some in (runs, tail)
             )
-            for position, samples in enumerate(made, cursor.start):
+            position = cursor.start - 1
+            for samples in made:  # not enumerated, which would keep what copies were made of
+                position += 1
                 if isinstance(samples, SampleError):
                     self._skip_failed(1, samples)
                     continue
@@ -200,9 +202,10 @@ class Windows:
     ) -> Iterator[Item]:
         key = self._settings.source.seed, cursor.first_epoch, cursor.number
         for values in runs:
-            for position, value in enumerate(values, reader.position - len(values)):
-                name = reader.place(position)
-                yield name, sample_seed(*name, *key), value
+            values.reverse()
+            while values:  # an item that was made into samples is not kept here
+                name = reader.place(reader.position - len(values))
+                yield name, sample_seed(*name, *key), values.pop()
 
     def _measured(self, buffered: BufferedSamples) -> BufferedSamples:
         """With sizes, and without the samples that have none or are too large."""
