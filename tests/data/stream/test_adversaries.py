@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
-import pandas as pd
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import check_every_stop
@@ -31,7 +24,6 @@ from tests.support.streams import (
     workers_of,
 )
 from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
-from torchbudget.data.stream.sample_bytes import held_bytes, without_rest
 from torchbudget.errors import SampleError, SizesError, StateError
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
@@ -287,75 +279,6 @@ def test_no_two_workers_draw_the_same() -> None:
     assert len(set(found)) == 40
 
 
-class Slotted:
-    __slots__ = ("array",)
-
-    def __init__(self) -> None:
-        self.array = np.zeros(100_000)
-
-
-class Picture:
-    """As Pillow's images are: their pixels are no Python object."""
-
-    width, height, mode = 500, 400, "RGB"
-
-    def getbands(self) -> tuple[str, ...]:
-        return ("R", "G", "B")
-
-
-def jagged(rows: list[torch.Tensor], noted: object = None) -> torch.Tensor:
-    tensor = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    tensor.noted = noted
-    return tensor
-
-
-LARGE = np.zeros(10**6)
-HOLDERS: dict[str, tuple[Any, int]] = {
-    "slots": (Slotted(), 800_000),
-    "deque": (deque([np.zeros(100_000)]), 800_000),
-    "nested": ({"a": [(np.zeros(100_000),), "b"]}, 800_000),
-    "bytes": (b"a" * 800_000, 800_000),
-    "memoryview": (memoryview(bytearray(800_000))[:10], 800_000),
-    "picture": (Picture(), 800_000),  # Pillow stores a pixel of several bands in 4 bytes
-    "objects": (np.array([np.zeros(100_000), None], object), 800_000),
-    "sparse": (torch.ones(50_000).to_sparse(), 600_000),
-    "jagged": (jagged([torch.zeros(120_000), torch.zeros(80_000)]), 800_000),
-    "noted on a jagged one": (jagged([torch.zeros(9)], torch.zeros(200_000)), 800_000),
-    "several sparse": ([torch.ones(50_000).to_sparse() for _ in range(9)], 5_400_000),
-    "several objects": (
-        [np.array([np.zeros(100_000), None], object) for _ in range(9)],
-        7_200_000,
-    ),
-    "tokens": (list(range(1000, 30_000)), 29_000 * 28),
-    "keys": ({"a" * 800_000: 1}, 800_000),
-    "part of a tensor, as an array": (torch.zeros(200_000)[:5].numpy(), 800_000),
-    "what an object refers to": (MappingProxyType({"x": np.zeros(100_000)}), 800_000),
-    "what is the program's": ({"module": np, "kind": Slotted, "method": logging.info}, 0),
-    "what reads data": ([iter([LARGE]), partial(len, LARGE), (x for x in [LARGE])], 0),
-    "a row of a table": (pd.DataFrame({"x": np.zeros(10**6), "y": 1.0}).iloc[3], 0),
-    "what invents attributes": (Mock(), 2000),
-}
-
-
-@pytest.mark.parametrize("kind", HOLDERS)
-def test_bytes_are_found_wherever_they_are(kind: str) -> None:
-    value, expected = HOLDERS[kind]
-    assert expected <= held_bytes(value) <= 1.4 * expected + 1000
-
-
-def test_a_crop_is_copied_from_what_is_much_larger() -> None:
-    """So the rest of it is not kept alive; a storage that two fields share counts once."""
-    pixels = torch.zeros(1_000_000)
-    for whole in (pixels, pixels.numpy().copy()):
-        sample = {"crop": whole[5:15], "same": [whole[5:15]]}
-        assert 4_000_000 < held_bytes(sample) < 4_100_000
-        small, counted = without_rest(sample)
-        assert counted == held_bytes(small) < 2_000
-        assert all(small["crop"] == sample["crop"])
-        assert without_rest({"most": whole[:900_000]})[0]["most"] is not None
-        assert held_bytes(without_rest({"most": whole[:900_000]})[0]) > 3_900_000
-
-
 def mixed(sample: Any) -> Any:
     return (sample[1], sample[1]) if sample[0] == 3 else sample[1]
 
@@ -363,14 +286,6 @@ def mixed(sample: Any) -> Any:
 def test_sizes_of_other_axes_are_no_failures() -> None:
     with pytest.raises(SizesError, match="axes"):
         list(make(size=mixed, on_error="skip"))
-
-
-def test_a_copied_crop_has_what_was_noted_on_it() -> None:
-    crop: Any = torch.zeros(100_000)[5:8]
-    crop.note = "left"
-    copied, nbytes = without_rest(crop)
-    assert nbytes < 1000
-    assert copied.note == "left"
 
 
 def test_a_part_in_which_all_fail() -> None:

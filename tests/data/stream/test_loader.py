@@ -401,45 +401,6 @@ def test_crops_do_not_keep_the_whole_alive(transform: Any) -> None:
     assert 40e6 < max(rss for rss, _ in found) < 1.2 * 60e6 + 20e6
 
 
-class Waiting:
-    """Items of 1 to 20 kB, and how many bytes of them wait for their transform."""
-
-    def __init__(self) -> None:
-        self.waiting = self.most = self.reads = 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        sizes = np.random.default_rng(0).permutation(np.repeat([1000, 3000, 20_000], 1000))
-        for size in sizes.tolist():
-            self.reads += not self.waiting
-            self.waiting += size
-            self.most = max(self.most, self.waiting)
-            yield bytes(size)
-
-    def shorter(self, item: bytes) -> bytes:
-        """One sixtieth of it."""
-        self.waiting -= len(item)
-        return item[: len(item) // 60]
-
-
-def test_items_are_read_together_within_the_look_ahead() -> None:
-    """Many at once, until they have a 32nd of it."""
-    source = Waiting()
-    options: dict[str, Any] = {"size": len, "collate_fn": len, "look_ahead": 3_200_000}
-    assert (
-        sum(BudgetedIterableDataset(source, TOKENS, 2000, transforms=[source.shorter], **options))
-        == 3000
-    )
-    assert 20_000 < source.most <= 100_000 + 20_000
-    assert source.reads < 1000
-    tight = Waiting()
-    options["look_ahead"] = 64_000
-    assert (
-        sum(BudgetedIterableDataset(tight, TOKENS, 2000, transforms=[tight.shorter], **options))
-        == 3000
-    )
-    assert 20_000 <= tight.most <= 22_000
-
-
 def test_a_share_of_the_hosts_budget_is_the_look_ahead() -> None:
     stream = BudgetedIterableDataset(
         Blobs(20),
