@@ -311,3 +311,15 @@ def test_a_part_that_ends_in_a_windows_tail(rank: int) -> None:
 
 def thrice(sample: Any) -> list[Any]:
     return [sample, sample, sample]
+
+
+@pytest.mark.parametrize("taken", [1, 3, None])
+def test_another_loop_over_workers_that_persist(taken: int | None) -> None:
+    """It takes the batches of the tracked one, which would be over without a word."""
+    stream = make()
+    loader = loader_of(stream, 2, persistent_workers=True)
+    batches = stream.tracked(loader)
+    next(batches)
+    assert list(islice(loader, taken))
+    with pytest.raises(StateError, match="a loader of its own"):
+        list(batches)

@@ -251,7 +251,9 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             self._note(loops, number, None if unknown else state)
             yield None
             compared = settings.ranks == 1
+            run = tracking.run_of(batches)
             for stamped in batches:
+                tracking.check_alone(batches, run)
                 tracking.check_stamp(stamped, start.epoch)
                 if not compared:
                     check_same_samples(self._ranks, stamped.worker, stamped.sizes)
@@ -260,6 +262,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
                 unknown.discard(stamped.worker)
                 self._note(loops, number, None if unknown else state)
                 yield stamped.take()
+            tracking.check_alone(batches, run)
             state = state.following(batches_per_epoch, ended=True)
             self._note(loops, number, state)
         finally:

@@ -105,6 +105,24 @@ def stamped(loader: DataLoader[Any]) -> Iterator[Any]:
         loader.collate_fn, stream._beside = collate_fn, None
 
 
+def run_of(batches: Any) -> object:
+    """What is another one in each loop of an iterator that persists, as its workers do."""
+    return getattr(batches, "_sampler_iter", None)
+
+
+def check_alone(batches: Any, run: object) -> None:
+    """Check that a loop goes on.
+
+    Raises:
+        StateError: another loop over the loader has begun, and takes the batches of this one.
+    """
+    if run_of(batches) is not run:
+        raise StateError(
+            "another loop over this loader, whose workers persist, began while a tracked one was "
+            "open: end that one first, or give the other loop a loader of its own"
+        )
+
+
 def check_stamp(stamped: Any, epoch: int) -> None:
     """Check what came in a tracked loop.
 
