@@ -80,25 +80,17 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     return rounds
 
 
-def lowest_budgets(
-    windows: Windows,
-    *,
-    lowered: npt.NDArray[np.bool_],
-    target: IntArray,
-    low: IntArray,
-    high: int,
-) -> IntArray:
-    """Lower windows' budgets as far as their numbers of micro-batches allow.
+def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: int) -> IntArray:
+    """Lower the budgets of windows as far as their numbers of micro-batches allow.
 
-    The budget rounds a window to some number of micro-batches; the ranks round that up to a
-    multiple of theirs, and a number that is to be reached may be above it. Under the lowest budget
-    that still gives no more than that, the micro-batches are as alike as can be, the last one too.
+    The budget rounds a window to some number of micro-batches, and the ranks round that up to a
+    multiple of theirs. Under the lowest budget that still gives no more micro-batches than that,
+    they are as alike as can be, the last one too.
 
     Args:
         windows: that are cut.
-        lowered: which of them are to have a lowered budget, shape `(windows,)`.
-        target: numbers of micro-batches, at least those under the whole budget, likewise.
-        low: bytes that no micro-batch of each window is below, likewise.
+        target: numbers of micro-batches, at least those under the whole budget, shape `(windows,)`.
+        low: bytes that no micro-batch of each window is below, shape `(windows,)`.
         high: the budget.
 
     Returns:
@@ -111,7 +103,7 @@ def lowest_budgets(
     precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
     least_bytes = windows.least(target)
-    infeasible = np.where(lowered, np.maximum(low, least_bytes) - 1, high)
+    infeasible = np.maximum(low, least_bytes) - 1
     # Just above a bound that all but full micro-batches reach, the first trial ends the search.
     near = np.minimum(infeasible + precision, feasible)
     middle = np.where(least_bytes > low, near, (infeasible + feasible) // 2)

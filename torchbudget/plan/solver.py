@@ -8,9 +8,8 @@ the next: what becomes of a window is a function of the rules, its sizes, the ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,6 @@ from torchbudget.plan.rules import BatchRules
 # Samples of a window that decide how its axes are cut into strips.
 _SURVEY: Final = 512
 _ONE_RANK: Final = Ranks()
-
-# From the micro-batches that each rank needs of each window to those that it is to have.
-Reach: TypeAlias = Callable[[IntArray], IntArray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,8 +176,8 @@ def rounds_needed(
     """Micro-batches that each rank needs of windows; the arguments are those of `solve`.
 
     Returns:
-        What `Block.rounds` is where nothing else is to be reached, shape `(windows,)`. Takes a part
-        of the time, since the windows are cut once, and are not dealt.
+        What `Block.rounds` will be, shape `(windows,)`. Takes a part of the time, since the windows
+        are cut once, and are not dealt.
 
     Raises:
         UnevenRanksError: a window cannot be dealt evenly.
@@ -194,36 +190,23 @@ def _numbers(cuts: list[IntArray]) -> IntArray:
     return np.array([len(starts) for starts in cuts])
 
 
-def _cut(windows: Windows, ranks: Ranks, reach: Reach | None) -> tuple[list[IntArray], IntArray]:
-    """Cut windows so that the ranks can share them, and the budgets under which they are cut.
-
-    Args:
-        windows: to be cut.
-        ranks: that share them.
-        reach: see `solve`.
-    """
+def _cut(windows: Windows, ranks: Ranks) -> tuple[list[IntArray], IntArray]:
+    """Cut windows so that the ranks can share them; the cuts, and the budgets that gave them."""
     rules, length = windows.rules, windows.length
     budgets = np.full(len(windows.sizes), rules.budget_bytes)
     cuts = windows.cut(budgets)
-    needed = least_rounds(_numbers(cuts), length, ranks)
-    target = (needed if reach is None else reach(needed)) * ranks.number
-    # One rank takes a window as it is cut, unless it is to have more micro-batches.
-    lowered = (target > _numbers(cuts)) | (ranks.together > 1)
-    if lowered.any():
-        low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
-        budgets = lowest_budgets(
-            windows, lowered=lowered, target=target, low=low, high=rules.budget_bytes
-        )
-        cuts = windows.cut(budgets)
+    if ranks.together == 1:  # a lowered budget leaves no run that is much shorter than the others
+        return [windows.least_padded(row, starts) for row, starts in enumerate(cuts)], budgets
+    target = least_rounds(_numbers(cuts), length, ranks) * ranks.number
+    low = rules.cost.batch_bytes(1, rules.padded(windows.sizes.min(axis=1)))
+    budgets = lowest_budgets(windows, target=target, low=low, high=rules.budget_bytes)
+    cuts = windows.cut(budgets)
     for row, (starts, wanted) in enumerate(zip(cuts, target.tolist(), strict=True)):
         if len(starts) < wanted:
             stops = np.append(starts[1:], length)
             costs = run_costs(windows.sizes[row], starts, stops, rules, rules.cost)
             multiple = rules.batch_size_multiple
             cuts[row] = split_to(starts, length, costs, wanted, multiple=multiple)
-    # A lowered budget leaves no run that is much shorter than the others.
-    for row in np.flatnonzero(~lowered).tolist():
-        cuts[row] = windows.least_padded(row, cuts[row])
     return cuts, budgets
 
 
@@ -234,7 +217,6 @@ def solve(
     key: WindowKey | None = None,
     *,
     strips: int | None = None,
-    reach: Reach | None = None,
 ) -> Block:
     """Cut windows into micro-batches and deal them.
 
@@ -245,9 +227,6 @@ def solve(
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
             costliest) first, and ranks are not rotated.
         strips: of several axes, see `arrange`; `None`: the best ones for the first window.
-        reach: from the micro-batches that each rank needs of each window, shape `(windows,)`, to
-            those that it is to have: at least as many, and with the ranks' together at most S.
-            `None`: those that it needs.
 
     Returns:
         The micro-batches; none over the budget but those of one sample that alone is.
@@ -257,7 +236,7 @@ def solve(
     """
     windows, length = sizes.shape[:2]
     arranged = _arranged(sizes, rules, strips)
-    cuts, budgets = _cut(arranged, ranks, reach)
+    cuts, budgets = _cut(arranged, ranks)
     counts = _numbers(cuts)
     starts = np.concatenate(cuts) + np.repeat(np.arange(windows) * length, counts)
     stops = np.append(starts[1:], windows * length)
