@@ -11,7 +11,6 @@ import numpy as np
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.advice import advise
 from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
@@ -299,13 +298,11 @@ class Plan(EpochWindows):
         return {name: indices for name, (_, indices) in best.items()}
 
     def report(self, epoch: int = 0) -> PlanReport:
-        """Plan a whole epoch, sum up what it holds, and try what would fill it more; O(samples)."""
+        """Plan a whole epoch and sum it up; O(samples)."""
         blocks = (span.block for span in self.spans(Cursor(epoch=epoch)))
-        report = plan_report(
-            blocks, self.sizes, self.rules, self.ranks, self.order, epoch, window=self.window
+        return plan_report(
+            blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window
         )
-        advice = advise(self, report.plan, windows=report.windows, epoch=epoch)
-        return replace(report, advice=advice)
 
 
 def _joined(left: BoolArray | None, length: int, more: int) -> BoolArray:
