@@ -2,6 +2,7 @@
 
 from torchbudget import errors, readers, transforms
 from torchbudget.budget import MemoryBudget, limit_device_memory
+from torchbudget.cost.agree import agree
 from torchbudget.cost.measuring.describe_step import describe_step
 from torchbudget.cost.measuring.measure import measure_cost
 from torchbudget.cost.measuring.tracing import trace_peak_bytes
@@ -66,6 +67,7 @@ __all__ = [
     "TableCost",
     "TorchBudgetError",
     "__version__",
+    "agree",
     "configure_allocators",
     "describe_step",
     "errors",

@@ -77,8 +77,8 @@ def test_every_epoch_has_the_number(name: str, ranks: int) -> None:
             assert counted(batch for batches in epochs for batch in batches) == EVERY
         those[0].set_epoch(1)
         report = those[0].report()
-        assert report.plan.over_budget == 0
-        assert report.plan.batches == number * ranks
+        assert report.over_budget == 0
+        assert report.batches == number * ranks
 
 
 def test_the_fewest_and_the_most() -> None:
@@ -179,7 +179,7 @@ def test_every_full_step_has_the_number(name: str, ranks: int) -> None:
             assert indices.total() == (288 if drop_last else 300)
             assert set(indices.values()) == {1}
             those[0].set_epoch(0)
-            assert those[0].report().plan.over_budget == 0
+            assert those[0].report().over_budget == 0
 
 
 def test_a_step_that_needs_more_raises_before_the_first_batch() -> None:

@@ -376,4 +376,4 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
                 assert len(batch) == 1
             else:
                 assert batch_costs(sizes, cost, [batch], multiple)[0] <= budget
-    assert report.plan.over_budget == (len(over) if oversize == "alone" else 0)
+    assert report.over_budget == (len(over) if oversize == "alone" else 0)

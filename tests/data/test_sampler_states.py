@@ -239,7 +239,7 @@ def test_a_table_that_does_not_cover_all_samples(oversize: Any, axes: int, ranks
 
     whole = check_every_stop(make, every=5)
     assert len(make()) == len(whole)
-    assert make().report().plan.batches == ranks * len(whole)
+    assert make().report().batches == ranks * len(whole)
 
 
 @pytest.mark.parametrize("ones", [np.ones, partial(torch.ones, dtype=torch.float64)])

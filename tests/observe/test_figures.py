@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from torchbudget.observe.figures import (
     plot_cost,
     plot_memory,
     plot_predictions,
-    plot_report,
     plot_sizes,
 )
-from torchbudget.plan.tally import BudgetShares
 
 pytest.importorskip("matplotlib")
 
@@ -59,21 +56,6 @@ def is_told_without_colour(artists: Any) -> bool:
     )
 
 
-def test_a_reports_bars_are_its_shares() -> None:
-    """A bar for the plan and for each alternative, from the model to what is left over."""
-    report = sampler(PaddedCost(fixed_bytes=500, unit_bytes=1), max_batch_size=9).report()
-    axes = plot_report(report).axes[0]
-    assert len(axes.containers) == len(BudgetShares.__slots__)
-    for use, bars in zip(BudgetShares.__slots__, axes.containers, strict=True):
-        expected = [100 * getattr(figures.shares, use) for figures in report.compared.values()]
-        assert widths_of(bars) == pytest.approx(expected), use
-    ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
-    assert ends == pytest.approx([100] * len(report.compared))
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[0] == f"torchbudget\n{report.plan.batches:,} batches"
-    assert is_told_without_colour(axes.containers)
-
-
 @pytest.mark.parametrize("cost", [TOKENS, PackedCost(unit_bytes=1)])
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_sizes_are_those_of_an_epoch(cost: Any, multiple: int) -> None:
@@ -83,7 +65,7 @@ def test_sizes_are_those_of_an_epoch(cost: Any, multiple: int) -> None:
     elements = sum(bar.get_height() for bar in data)
     assert elements == planned.plan.sizes.values.sum()
     padded = sum(bar.get_height() for bar in padding)
-    assert padded / (padded + elements) == pytest.approx(planned.report().plan.padding)
+    assert padded / (padded + elements) == pytest.approx(planned.report().padding)
     for bar, above in zip(data, padding, strict=True):
         assert above.get_y() == pytest.approx(bar.get_height())
     assert is_told_without_colour([data, padding])
@@ -97,7 +79,7 @@ def test_sizes_of_one_of_several_axes() -> None:
         elements = sum(bar.get_height() for bar in data)
         padded = sum(bar.get_height() for bar in padding)
         assert elements == sizes[:, axis].sum()
-        expected = planned.report().plan.axis_padding[axis]
+        expected = planned.report().axis_padding[axis]
         assert padded / (padded + elements) == pytest.approx(expected)
     with pytest.raises(OptionError, match="axis must be 0 to 1"):
         plot_sizes(planned.plan, axis=2)
@@ -186,7 +168,6 @@ def test_every_figure_can_be_written(tmp_path: Path, suffix: str) -> None:
     planned = sampler()
     for number, figure in enumerate(
         (
-            plot_report(planned.report()),
             plot_sizes(planned.plan),
             plot_batch([3, 4]),
             plot_cost(measured(), budget_bytes=64 * MIB),
@@ -202,7 +183,5 @@ def test_every_figure_can_be_written(tmp_path: Path, suffix: str) -> None:
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is not installed: importing it fails."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    report = sampler().report()
-    for draw in (partial(plot_report, report), partial(plot_batch, [1])):
-        with pytest.raises(MissingExtraError, match=r"matplotlib is not installed.*\[plot\]"):
-            draw()
+    with pytest.raises(MissingExtraError, match=r"matplotlib is not installed.*\[plot\]"):
+        plot_batch([1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,6 @@ from tests.support.refusals import Refusals, reasons_of
 from tests.support.strategies import problems, rules
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 from torchbudget.plan.report import PlanReport
-from torchbudget.plan.tally import BatchFigures, BudgetShares
-from torchbudget.units import MAX_BYTES
 
 TOKENS = PaddedCost(unit_bytes=1)
 REFUSALS = Refusals()
@@ -66,89 +65,36 @@ def bytes_of(sizes: Any, cost: Any, batch: Any, multiple: int) -> int:
     return int(cost.batch_bytes(len(batch), own.max(axis=0)))
 
 
-def model_bytes(sizes: Any, cost: Any) -> int:
-    """What a batch of nothing costs, where the cost says it."""
-    found = int(cost.batch_bytes(0, np.zeros_like(sizes[0])))
-    return 0 if found == MAX_BYTES else found
-
-
-def shares_of(
-    sizes: Any, cost: Any, budget: int, batches: Any, options: dict[str, Any]
-) -> BudgetShares:
-    """Where the budget goes, batch by batch and sample by sample."""
-    names = BudgetShares.__slots__
-    sums = dict.fromkeys(names, 0.0)
-    most = options.get("max_batch_size", MAX_BYTES)
-    multiple, step = options["size_multiple"], options.get("batch_size_multiple", 1)
-    packed = hasattr(cost, "base_bytes")
-    for batch in batches:
-        n, own = len(batch), sizes[batch]
-        total = bytes_of(sizes, cost, batch, multiple)
-        model = min(model_bytes(sizes, cost), total)
-        if packed:
-            real = cost.base_bytes + int(cost.item_bytes(own).sum())
-        else:
-            each = [int(cost.batch_bytes(n, size)) for size in own]
-            real = sum(min(one, budget + 1) if one == MAX_BYTES else one for one in each) / n
-        real = min(max(real, model), total)
-        sums["model"] += model
-        sums["data"] += real - model
-        sums["padding"] += total - real
-        if packed:
-            smallest = int(cost.item_bytes(rounded(sizes.min(axis=0), multiple)))
-            fits, allowed = smallest <= max(budget - total, 0), n < most
-        else:
-            fitting = int(cost.capacity(rounded(own.max(axis=0), multiple), budget))
-            capped = min(fitting, most)
-            capped = capped - capped % step if capped >= step else capped
-            fits, allowed = n < fitting, n < capped
-        cause = "no_room" if not fits else "left_over" if allowed else "limited"
-        sums[cause] += max(budget - total, 0)
-    whole = max(len(batches), 1) * budget
-    return BudgetShares(**{name: value / whole for name, value in sums.items()})
-
-
 def figures_of(
     sizes: Any, cost: Any, budget: int, batches: Any, options: dict[str, Any]
-) -> BatchFigures:
+) -> dict[str, Any]:
     """The figures, batch by batch and element by element."""
     multiple = options["size_multiple"]
     columns = sizes.reshape(len(sizes), -1)
-    axes = columns.shape[1]
-    real, padded = np.zeros(axes), np.zeros(axes)
-    costs = []
+    real, padded = np.zeros(columns.shape[1]), np.zeros(columns.shape[1])
     for batch in batches:
         own = rounded(columns[batch], multiple)
         real += columns[batch].sum(axis=0)
-        if hasattr(cost, "base_bytes"):
-            padded += own.sum(axis=0)
-        else:
-            padded += own.max(axis=0) * len(batch)
-        costs.append(bytes_of(sizes, cost, batch, multiple))
+        packed = hasattr(cost, "base_bytes")
+        padded += own.sum(axis=0) if packed else own.max(axis=0) * len(batch)
 
     def share(part: float, whole: float) -> float:
         return 1 - part / whole if whole else 0.0
 
+    costs = [bytes_of(sizes, cost, batch, multiple) for batch in batches]
     numbers = [len(batch) for batch in batches]
-    return BatchFigures(
-        batches=len(batches),
-        samples=sum(numbers),
-        fill=float(np.mean(costs)) / budget if costs else 0.0,
-        shares=shares_of(sizes, cost, budget, batches, options),
-        padding=share(real.sum(), padded.sum()),
-        axis_padding=tuple(share(*pair) for pair in zip(real, padded, strict=True)),
-        smallest=min(numbers, default=0),
-        largest=max(numbers, default=0),
-        over_budget=sum(cost > budget for cost in costs),
-    )
-
-
-def assert_alike(found: BatchFigures, expected: BatchFigures) -> None:
-    for name, value in dataclasses.asdict(expected).items():
-        got = getattr(found, name)
-        if name == "shares":
-            got = dataclasses.asdict(got)
-        assert got == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    return {
+        "batches": len(batches),
+        "samples": sum(numbers),
+        "fill": float(np.mean(costs)) / budget if costs else 0.0,
+        "padding": share(real.sum(), padded.sum()),
+        "axis_padding": tuple(share(*pair) for pair in zip(real, padded, strict=True)),
+        "smallest": min(numbers, default=0),
+        "largest": max(numbers, default=0),
+        "over_budget": sum(cost > budget for cost in costs),
+        "dropped": len(sizes) - sum(numbers),
+        "skipped": 0,
+    }
 
 
 @given(reported())
@@ -160,11 +106,10 @@ def test_a_report_is_that_of_the_batches(case: Any) -> None:
     epochs = [list(sampler) for sampler in those]
     multiple = options["size_multiple"]
     batches = [batch for mine in epochs for batch in mine]
-    assert_alike(report.plan, figures_of(sizes, cost, budget, batches, options))
+    for name, value in figures_of(sizes, cost, budget, batches, options).items():
+        assert getattr(report, name) == pytest.approx(value, rel=1e-9, abs=1e-9), name
     assert report.ranks == len(those)
     assert report.steps == len(steps)
-    assert report.skipped == 0
-    assert report.dropped == len(sizes) - report.plan.samples
     costs = np.array(
         [[bytes_of(sizes, cost, batch, multiple) for batch in mine] for mine in epochs], np.float64
     )
@@ -176,58 +121,37 @@ def test_a_report_is_that_of_the_batches(case: Any) -> None:
     assert report.imbalance >= 1 - 1e-12
 
 
-@given(reported())
-def test_fixed_batches_are_the_largest_that_always_fit(case: Any) -> None:
-    """Beside the plan stand batches of one number, in the same random order, none over budget."""
-    sizes, cost, budget, those, options = case
-    report = those[0].report()
-    multiple = options["size_multiple"]
-    largest = rounded(sizes.max(axis=0), multiple)
-    number = min(int(cost.capacity(largest, budget)), options.get("max_batch_size", 2**62))
-    step = options.get("batch_size_multiple", 1)
-    number = number - number % step if number >= step else number
-    number = min(number, len(sizes))
-    order = those[0].plan.order.epoch(0).indices(0, len(sizes))
-    batches = [order[start : start + number] for start in range(0, len(sizes), number)]
-    assert_alike(report.fixed, figures_of(sizes, cost, budget, batches, options))
-    assert report.fixed.over_budget == 0
-
-
 def test_the_table() -> None:
-    """For people: the plan beside fixed batches, and one line for the rest."""
+    """One figure in each row, then the advice."""
     sizes = np.repeat([10, 20, 40], [40, 20, 10])
     sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 80, shuffle=False)
-    lines = str(sampler.report()).splitlines()
-    assert [line[:53].rstrip() for line in lines[:9]] == [
-        "                     torchbudget  fixed batches of 2",
-        "batches              15           35",
-        "samples in a batch   2 to 8       2 to 2",
-        "fill of the budget   100.0%       42.9%",
-        "  by the model       0.0%         0.0%",
-        "  by data            100.0%       42.9%",
-        "  by padding         0.0%         0.0%",
-        "padding of elements  0.0%         0.0%",
-        "batches over budget  0            0",
-    ]
-    assert lines[0].endswith("2 of similar length  at most 80 tokens")
-    assert lines[9:] == [
-        "empty: 0.0% no room for another sample, 0.0% option limits, 0.0% left over by windows",
-        "70 samples in 15 steps (1 windows) on 1 rank(s), imbalance 1.0000, dropped 0, skipped 0",
+    assert str(sampler.report()).splitlines() == [
+        "micro-batches        15 on 1 rank(s)",
+        "samples              70, 2 to 8 in a batch",
+        "optimizer steps      15 in 1 windows",
+        "fill of the budget   100.0%",
+        "padding of elements  0.0%",
+        "batches over budget  0",
+        "imbalance of ranks   1.0000",
+        "samples left out     0 dropped, 0 skipped",
     ]
 
 
-def test_the_table_has_columns_and_no_loose_ends() -> None:
-    """Columns are as wide as their widest cell; numbers have thousands, shares one digit."""
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(1, 500, 30_000)
-    text = str(MemoryBudgetBatchSampler(sizes, TOKENS, 1000).report())
-    lines = text.splitlines()
-    assert len(lines) == 12  # the last one is an advice
-    assert not any(line != line.rstrip() for line in lines)
-    column = lines[0].index("torchbudget")
-    assert all(line[column - 1] == " " and line[column] != " " for line in lines[:9])
-    assert "30,000 samples" in lines[10]
-    assert "%" in lines[3]
+def test_advice_follows_from_the_figures() -> None:
+    """Small windows, a number that was reached, large samples: each is named by its option."""
+    sizes = np.random.default_rng(0).integers(60, 80, 400)
+    for budget, options, said in (
+        (4000, {"window": 64}, [r"1\.9 micro-batches on each rank, the last .* raise window=64"]),
+        (4000, {"samples_per_step": 64}, ["raise samples_per_step=64$"]),
+        (4000, {"max_batch_size": 30, "window": 400}, ["max_batch_size=30 was reached"]),
+        (100, {}, [r"a micro-batch holds 1\.0 samples, .* raise the budget"]),
+        (4000, {"window": 400}, []),
+    ):
+        report = MemoryBudgetBatchSampler(sizes, TOKENS, budget, **options).report()
+        assert len(report.advice) == len(said)
+        for advice, pattern in zip(report.advice, said, strict=True):
+            assert re.search(pattern, advice)
+            assert f"advice: {advice}" in str(report)
 
 
 def test_a_report_is_a_value() -> None:
@@ -269,32 +193,32 @@ def test_skipped_and_dropped_are_counted() -> None:
     dropping = MemoryBudgetBatchSampler([5] * 7, TOKENS, 10, samples_per_step=3, drop_last=True)
     assert (dropping.report().skipped, dropping.report().dropped) == (0, 1)
     alone = MemoryBudgetBatchSampler(sizes, TOKENS, 10, oversize="alone")
-    assert alone.report().plan.over_budget == 2
+    assert alone.report().over_budget == 2
 
 
 def test_sizes_of_zero_have_no_padding() -> None:
     """Nothing divided by nothing is no padding."""
     report = MemoryBudgetBatchSampler([0, 0, 0], PaddedCost(sample_bytes=1), 2).report()
-    assert report.plan.padding == 0
-    assert report.plan.axis_padding == (0.0,)
-    assert report.plan.batches == 2
+    assert report.padding == 0
+    assert report.axis_padding == (0.0,)
+    assert report.batches == 2
 
 
 def test_packed_padding_is_that_of_rounding_up() -> None:
     """Packed batches are padded by nothing but `size_multiple`."""
     cost = PackedCost(unit_bytes=1)
-    assert MemoryBudgetBatchSampler([5, 6, 7], cost, 100).report().plan.padding == 0
+    assert MemoryBudgetBatchSampler([5, 6, 7], cost, 100).report().padding == 0
     report = MemoryBudgetBatchSampler([5, 6, 7], cost, 100, size_multiple=8).report()
-    assert report.plan.padding == pytest.approx(1 - 18 / 24)
+    assert report.padding == pytest.approx(1 - 18 / 24)
 
 
 def test_padding_of_each_axis() -> None:
     """By hand: two samples padded to (4, 9)."""
     cost = PaddedCost(unit_bytes=(1, 1))
     report = MemoryBudgetBatchSampler([[4, 3], [2, 9]], cost, 26).report()
-    assert report.plan.axis_padding == pytest.approx((1 - 6 / 8, 1 - 12 / 18))
-    assert report.plan.padding == pytest.approx(1 - 18 / 26)
-    assert report.plan.fill == 1
+    assert report.axis_padding == pytest.approx((1 - 6 / 8, 1 - 12 / 18))
+    assert report.padding == pytest.approx(1 - 18 / 26)
+    assert report.fill == 1
 
 
 # ---------------------------------------------------------------------- how good it is
@@ -312,12 +236,10 @@ def test_lognormal_lengths_fill_the_budget(lognormal: Any) -> None:
     A buffer of batches by length buckets pads such data by 8 %, and overruns its budget.
     """
     report = MemoryBudgetBatchSampler(lognormal, TOKENS, 16_384, window=4096).report()
-    assert report.plan.padding <= 0.0365
-    assert report.plan.fill >= 0.972
-    assert report.plan.over_budget == 0
-    assert report.plan.samples == len(lognormal)
-    assert report.fixed.fill < 0.3
-    assert report.fixed.padding > 0.5
+    assert report.padding <= 0.0365
+    assert report.fill >= 0.972
+    assert report.over_budget == 0
+    assert report.samples == len(lognormal)
 
 
 def test_no_more_batches_than_the_greedy_cut(lognormal: Any) -> None:
@@ -337,7 +259,7 @@ def test_no_more_batches_than_the_greedy_cut(lognormal: Any) -> None:
 def test_a_larger_window_pads_less(lognormal: Any) -> None:
     """What a window costs in padding is what the documentation says of it."""
     padding = [
-        MemoryBudgetBatchSampler(lognormal, TOKENS, 16_384, window=window).report().plan.padding
+        MemoryBudgetBatchSampler(lognormal, TOKENS, 16_384, window=window).report().padding
         for window in (256, 1024, 4096, 16_384)
     ]
     assert padding == sorted(padding, reverse=True)
@@ -347,6 +269,6 @@ def test_packing_leaves_next_to_nothing(lognormal: Any) -> None:
     """Without padding, windows of 4,096 fill the budget to 99 %."""
     cost = PackedCost(unit_bytes=1)
     report = MemoryBudgetBatchSampler(lognormal[:100_000], cost, 16_384, window=4096).report()
-    assert report.plan.padding == 0
-    assert report.plan.fill > 0.985
-    assert report.plan.over_budget == 0
+    assert report.padding == 0
+    assert report.fill > 0.985
+    assert report.over_budget == 0

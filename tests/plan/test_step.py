@@ -142,9 +142,9 @@ def test_a_report_of_a_step() -> None:
     step = plan_step([30, 10, 20, 40], TOKENS, 40, num_replicas=2)
     report = step.report()
     batches = [batch for mine in step.micro_batches for batch in mine]
-    assert report.plan.batches == len(batches)
-    assert report.plan.samples == 4
-    assert report.plan.over_budget == 0
+    assert report.batches == len(batches)
+    assert report.samples == 4
+    assert report.over_budget == 0
     assert report.ranks == 2
     assert report.steps == 1
     assert "fill of the budget" in str(report)

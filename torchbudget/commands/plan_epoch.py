@@ -15,9 +15,8 @@ from torchbudget.plan.report import PlanReport
 
 HELP: Final = "what an epoch would be under a budget"
 DESCRIPTION: Final = """\
-Plan an epoch of samples of these sizes under a budget, and report it: fill, padding, what the
-budget is used for, and what fixed batches, grouping by length and a token limit would be under the
-same worst case. Nothing is read but the sizes.
+Plan an epoch of samples of these sizes under a budget, and report it: fill, padding, numbers of
+micro-batches and samples, imbalance of ranks. Nothing is read but the sizes.
 
   python -m torchbudget plan sizes.npy --budget 8GiB --cost cost.json
   python -m torchbudget plan lengths.txt --budget 16384 --cost tokens --html plan.html"""
@@ -32,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_rules(parser.add_argument_group("batches, as MemoryBudgetBatchSampler's arguments"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="JSON instead of a table")
-    output.add_argument("--figure", metavar="FILE", type=Path, help="a .png, .svg or .pdf of it")
+    output.add_argument(
+        "--figure", metavar="FILE", type=Path, help="draw sizes and padding: .png, .svg, .pdf"
+    )
     output.add_argument("--html", metavar="FILE", type=Path, help="one page with figures in it")
     output.add_argument(
         "--min-fill", type=_share, metavar="SHARE", help="fail where the fill is lower, such as 0.9"
@@ -66,15 +67,15 @@ def run(options: argparse.Namespace) -> Answer:
     except (OversizeError, UnevenRanksError) as error:
         return Answer(failed=(str(error),))
     if options.figure is not None:
-        from torchbudget.observe.figures import plot_report
+        from torchbudget.observe.figures import plot_sizes
 
-        pages.save_figure(plot_report(report), options.figure)
+        pages.save_figure(plot_sizes(sampler.plan), options.figure)
     if options.html is not None:
         pages.save(options.html, _page(options, sampler, report))
     failed = []
-    if options.min_fill is not None and report.plan.fill < options.min_fill:
-        failed.append(f"the fill is {report.plan.fill:.1%}, below {options.min_fill:.1%}")
-    text = as_json(_plain(report)) if options.json else str(report)
+    if options.min_fill is not None and report.fill < options.min_fill:
+        failed.append(f"the fill is {report.fill:.1%}, below {options.min_fill:.1%}")
+    text = as_json(asdict(report)) if options.json else str(report)
     return Answer(text=text, failed=tuple(failed))
 
 
@@ -96,11 +97,6 @@ def _sampler(options: argparse.Namespace) -> MemoryBudgetBatchSampler:
     )
 
 
-def _plain(report: PlanReport) -> dict[str, Any]:
-    """The report in JSON's types."""
-    return asdict(report) | {"advice": [asdict(one) | {"text": str(one)} for one in report.advice]}
-
-
 def _page(
     options: argparse.Namespace, sampler: MemoryBudgetBatchSampler, report: PlanReport
 ) -> str:
@@ -114,10 +110,8 @@ def _page(
     return pages.page(
         f"Plan of {options.sizes}",
         pages.paragraph(f"Budget {options.budget}, cost {options.cost}."),
-        pages.table(report.rows),
-        *map(pages.paragraph, report.remarks),
+        pages.table([("figure", "value"), *report.rows]),
         *(pages.paragraph(f"Advice: {advice}") for advice in report.advice),
-        pages.picture(figures.plot_report(report), "What the budget is used for"),
         pages.picture(figures.plot_sizes(plan), "Elements by the size of their samples"),
         pages.picture(
             figures.plot_batch(first, size_multiple=multiple), "The costliest micro-batch"

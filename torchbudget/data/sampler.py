@@ -179,6 +179,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             drop_last=drop_last,
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
         )
+        self._length_read: tuple[int, int] | None = None  # by a framework's loop
         self._begin_at(Cursor(epoch=0))
 
     def _begin_at(self, place: Cursor, loaded: Mapping[str, Any] | None = None) -> None:
@@ -189,7 +190,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         self._beginning: SamplerRun | None = None  # the run whose `iter(loader)` is under way
         self._present: _Iteration | None = None  # the one that drew a batch, or yielded one, last
         self._length: tuple[Cursor, int] | None = None
-        self._length_read: tuple[int, int] | None = getattr(self, "_length_read", None)
 
     # ------------------------------------------------------------------ the plan
 
@@ -359,7 +359,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         return () if self._present is None else self._present.steps
 
-    @property
     def accumulates(self) -> bool:
         """Whether the first steps of the coming epoch have several micro-batches."""
         plan = self.plan
@@ -466,8 +465,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._length = None
             if present is not None:
                 present.replan(plan, place)
-            if present is None or present.began is self._place:
-                self._place = self._cursor.dealt_by(plan)
         return margin
 
     # ------------------------------------------------------------------ what an epoch holds

@@ -17,23 +17,12 @@ from torchbudget.cost.models.protocol import CostModel
 from torchbudget.errors import OptionError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
-from torchbudget.plan.report import PlanReport
-from torchbudget.plan.tally import BudgetShares
 from torchbudget.plotting import new_figure
 from torchbudget.units import MAX_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What the budget is used for: label, grey, hatch.
-_USES: Final = {
-    "model": ("model", "0.35", ""),
-    "data": ("data", "0.6", "//"),
-    "padding": ("padding", "0.85", "xx"),
-    "no_room": ("no room for another", "1", ""),
-    "limited": ("option limits", "1", ".."),
-    "left_over": ("left over", "1", "\\\\"),
-}
 _EDGE: Final = {"edgecolor": "black", "linewidth": 0.3}
 _DATA: Final = {"color": "0.5", "label": "data", **_EDGE}
 _PADDING: Final = {"color": "0.9", "hatch": "xx", "label": "padding", **_EDGE}
@@ -42,32 +31,6 @@ _MARKERS: Final = ("o", "s", "^", "D")
 _BINS: Final = 40
 _GRID: Final = 48  # points on each axis of a cost's surface
 _LEVELS: Final = 12
-
-
-def plot_report(report: PlanReport) -> Figure:
-    """What the budget is used for: the plan, and what it is compared with.
-
-    One bar each, of its mean micro-batch; with the numbers of micro-batches.
-
-    Args:
-        report: of a plan.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    compared = report.compared
-    figure, [axes] = new_figure(height=1.2 + 0.6 * len(compared))
-    names = [f"{name}\n{figures.batches:,} batches" for name, figures in compared.items()]
-    left = np.zeros(len(compared))
-    for use in BudgetShares.__slots__:
-        label, grey, hatch = _USES[use]
-        widths = 100 * np.array([getattr(figures.shares, use) for figures in compared.values()])
-        axes.barh(names, widths, left=left, color=grey, edgecolor="black", hatch=hatch, label=label)
-        left += widths
-    axes.invert_yaxis()  # the plan first
-    axes.set(xlabel="share of the budget, %", xlim=(0, max(100, left.max())))
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
 
 
 def plot_sizes(plan: Plan, *, epoch: int = 0, axis: int = 0) -> Figure:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.plan.cursor import Cursor
-from torchbudget.plan.iterator import PlanIterator
 from torchbudget.plan.plan import Plan
 
 # Samples whose micro-batches are looked at: a second or so of planning.
@@ -84,7 +83,7 @@ def batches_at(plan: Plan, numbers: Iterable[int], *, epoch: int, rank: int) -> 
     """
     wanted = list(numbers)
     chosen = set(wanted)
-    planned = PlanIterator(plan, Cursor(epoch=epoch), rank=rank)
+    planned = (one.indices.tolist() for one in plan.micro_batches(Cursor(epoch=epoch), rank=rank))
     first = enumerate(islice(planned, max(wanted, default=-1) + 1))
     kept = {number: batch for number, batch in first if number in chosen}
     return [kept[number] for number in wanted if number in kept]

@@ -42,7 +42,7 @@ class StepPlan:
     _report: Callable[[], PlanReport] = field(repr=False)
 
     def report(self) -> PlanReport:
-        """What the step holds: fill, padding, imbalance; beside fixed batches."""
+        """Fill, padding and imbalance of the step."""
         return self._report()
 
 
@@ -125,5 +125,5 @@ def plan_step(
     micro_batches = [batches[rank :: ranks.number] for rank in range(ranks.number)]
     joined = [index for mine in micro_batches for batch in mine for index in batch]
     inverse = np.argsort(np.array(joined, np.int64))
-    report = partial(plan_report, [block], table, rules, ranks, order, 0, window=len(kept))
+    report = partial(plan_report, [block], table, rules, ranks, order, window=len(kept))
     return StepPlan(micro_batches, inverse, skipped, report)

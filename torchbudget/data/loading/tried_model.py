@@ -15,7 +15,7 @@ from torchbudget.data.loading.host_model import HostModel, cache_bytes, present_
 from torchbudget.data.loading.in_flight import InFlight, Observed, Planned
 from torchbudget.data.loading.loader_parts import LoaderParts
 from torchbudget.data.loading.trial import Trial, try_batches, try_stream
-from torchbudget.data.planned_sampler import PlannedSampler
+from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError
 from torchbudget.machine.host import shared_memory
 from torchbudget.plan.batch_shapes import BatchShapes, batch_shapes, batches_at
@@ -49,7 +49,7 @@ def loader_model(
         own = replace(parts, dataset=copy.copy(parts.dataset))
         trial = try_stream(own, seconds=seconds, most=_MORE)
         in_flight: InFlight = Observed(trial.batches)
-    elif isinstance(batch_sampler, PlannedSampler):
+    elif isinstance(batch_sampler, MemoryBudgetBatchSampler):
         trial, in_flight = _by_plan(batch_sampler, parts, seconds)
     else:
         batches = _first_batches(batch_sampler, parts.dataset)
@@ -68,7 +68,7 @@ def loader_model(
     )
 
 
-def _by_plan(sampler: PlannedSampler, parts: LoaderParts, seconds: float) -> tuple[Trial, InFlight]:
+def _by_plan(sampler: MemoryBudgetBatchSampler, parts: LoaderParts, seconds: float) -> tuple[Trial, InFlight]:
     """A trial of batches that a plan decides, and what all of them need by it."""
     shapes = batch_shapes(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
     numbers = _to_try(shapes)
