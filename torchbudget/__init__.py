@@ -23,7 +23,7 @@ from torchbudget.data.loading.predicted import host_bytes
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
-from torchbudget.data.stream.stop_together import stop_together
+from torchbudget.data.stream.run import stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
 from torchbudget.machine.allocators import configure_allocators, trim_malloc
 from torchbudget.machine.peaks import peak_memory

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.streams import TOKENS, OneProcess
 from torchbudget import BudgetedIterableDataset
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import SampleError
 
 LARGE = 50_000

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from tests.support.tracked_streams import make
 from torchbudget import BudgetedIterableDataset, StateMismatchError
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import StateError
 
 

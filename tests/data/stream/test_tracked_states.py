@@ -22,7 +22,7 @@ from torchbudget import (
     PaddedCost,
 )
 from torchbudget.data.stream.cursor import StreamState
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import DiscardedStateWarning, StateError
 
 pytestmark = pytest.mark.filterwarnings(
