@@ -137,23 +137,6 @@ class StreamState:
         """True if nothing of the source was read before."""
         return not any(at.start or at.rounds or at.number or at.finished for at in self.cursors)
 
-    def begins(self, batches: int | None) -> bool:
-        """True at the beginning of an epoch with that many batches; `None`: of any number."""
-        if batches is None:
-            return self.is_beginning
-        number = len(self.cursors)
-        return all(
-            at.to_come == share_of(batches, n, number) for n, at in enumerate(self.cursors)
-        )
-
-    def before(self) -> StreamState:
-        """Return the end of the epoch before this one, which begins here."""
-        cursors = [
-            at._replace(epoch=at.epoch - 1, finished=True, to_come=at.to_come and 0)
-            for at in self.cursors
-        ]
-        return StreamState(cursors=cursors, dealing=self.dealing)
-
     def following(self, batches: int | None, *, ended: bool = False) -> StreamState:
         """Return the next epoch's beginning if this one has no more, else the same state.
 

@@ -30,7 +30,7 @@ from torchbudget.data.stream.source import source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import BudgetError, OptionError, RepeatedSamplesWarning, StateError
-from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
+from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
@@ -183,7 +183,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         self.cost = cost
         self.size_multiple = at_least_one("size_multiple", size_multiple)
-        rules: Plain = {
+        rules: dict[str, Any] = {
             "max_batch_size": optional("max_batch_size", max_batch_size),
             "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
             "size_multiple": self.size_multiple,
@@ -230,7 +230,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         self._kept = kept  # at the end of the last epoch, with samples in memory
         self._slot: WorkerSlot | None = None  # of this process, whose own place the state is
         self._loaded = False  # no loop has begun here since a state was loaded
-        self._later: int | None = None  # the epoch that was chosen before that, if it is a later one
+        self._later: int | None = (
+            None  # the epoch that was chosen before that, if it is a later one
+        )
         self._present: list[Standing | None] = [None]  # of the untracked loop that drew last
         self._runs: WeakSet[StreamRun] = WeakSet()  # those that are open
         self._beginning: StreamRun | None = None  # the run whose `iter(loader)` is under way
@@ -383,8 +385,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if sending is not None:
             sending.send(reader if tracked else None)
         self._readers.add(reader)
-        if goes_on and info is not None and (loaded or reader.find_end()):
-            reader.end_if_finished()
+        if goes_on and info is not None and reader.find_end():
+            reader.end()
         return reader
 
     def _begin_at_loaded(self, reader: EpochReader, state: StreamState) -> tuple[EpochReader, bool]:
@@ -554,7 +556,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         state = self._where() or self._beginning_of_epoch()
         if at is not None:
             state = StreamState(cursors=[at.cursor], dealing=settings.dealing(at.slot))
-        if not in_worker:
+        if not in_worker and (at is None or at.ended):
             state = state.following(settings.batches_per_epoch)
         return state.to_plain(settings.order, seeks=settings.source.may_seek)
 
@@ -575,8 +577,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         state = StreamState.of_plain(state_dict, self._settings.order)
         chosen = self._progress.begun if self._progress.chosen else state.epoch
         if get_worker_info() is None:
-            if chosen == state.epoch - 1 and state.begins(self._settings.batches_per_epoch):
-                state = state.before()  # the epoch that was chosen is over
+            if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended
+                state = state.following(self._settings.batches_per_epoch)
             self._change(state.epoch, state)
         else:  # of a StatefulDataLoader: each of its workers has a state of its own
             self._begin_at(state)
@@ -606,7 +608,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
 
 def _grouping_of(
-    cost: CostModel | ShouldAdd, budget: MemoryBudget | None, oversize: Oversize, options: Plain
+    cost: CostModel | ShouldAdd,
+    budget: MemoryBudget | None,
+    oversize: Oversize,
+    options: dict[str, Any],
 ) -> Grouping:
     """How windows are cut.
 

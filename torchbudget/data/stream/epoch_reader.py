@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, count, repeat
 from typing import Any, TypeAlias
@@ -39,7 +38,7 @@ class Standing:
         rounds: number of their micro-batches that are done.
         to_come: see `StreamCursor`.
         finished: see `StreamCursor`.
-        has_drawn: a batch was asked for.
+        ended: a batch was asked for after the last one.
     """
 
     slot: WorkerSlot
@@ -48,7 +47,7 @@ class Standing:
     rounds: int
     to_come: int | None
     finished: bool
-    has_drawn: bool = False
+    ended: bool = False
 
     @classmethod
     def at(cls, slot: WorkerSlot, cursor: StreamCursor) -> Standing:
@@ -58,10 +57,10 @@ class Standing:
     @property
     def cursor(self) -> StreamCursor:
         """The cursor after the last micro-batch."""
-        _, start, _, first_epoch, number, _, _, *of_source = self.samples
+        _, start, _, first_epoch, number, _, _, source, checked, checksum = self.samples
         epoch, to_come, finished = self.began.epoch, self.to_come, self.finished
         place = epoch, start, self.rounds, first_epoch, number, to_come, finished
-        return StreamCursor(*place, *of_source)
+        return StreamCursor(*place, source, checked, checksum)
 
 
 class EpochReader(Iterator[Any]):
@@ -114,7 +113,6 @@ class EpochReader(Iterator[Any]):
 
     def __next__(self) -> Any:
         at = self.present[0] = self.standing
-        at.has_drawn = True
         try:
             left = iter(()) if at.finished else self._batches
             samples, rounds, (batch, padded_size) = next(left)
@@ -122,7 +120,8 @@ class EpochReader(Iterator[Any]):
             if collate_fn is not list:  # else the batch is the samples themselves
                 batch = collated(collate_fn, batch)
         except StopIteration:
-            self._end_epoch()
+            at.ended = True
+            self.end()
             raise
         except BaseException:
             self.close()  # the next call meets the same error, and not the next batch
@@ -131,7 +130,7 @@ class EpochReader(Iterator[Any]):
         if at.to_come is not None:
             at.to_come -= 1
             if not at.to_come:
-                self._end_epoch()
+                self.end()
         return batch
 
     def find_end(self) -> bool:
@@ -147,12 +146,8 @@ class EpochReader(Iterator[Any]):
             self._batches = chain([first], self._batches)
         return first is None
 
-    def end_if_finished(self) -> None:
-        """Note the end of an epoch that is over as it begins."""
-        if self.standing.finished:
-            self._end_epoch()
-
-    def _end_epoch(self) -> None:
+    def end(self) -> None:
+        """Note that the epoch has no more batches."""
         at = self.standing
         at.finished = True
         if self.counts:
@@ -195,10 +190,14 @@ class _Rounds:
         Raises:
             StateMismatchError: samples whose first rounds are done are cut in other places.
         """
-        with suppress(_OtherCuts) if self._settings.source.may_seek else nullcontext():
+        try:
             yield from self._read(start)
+        except _OtherCuts:
+            if not self._settings.source.may_seek:
+                raise
+        else:
             return
-        self._settings.source.seeks = False
+        self._settings.source.seeks = False  # it is skipped through from now on
         yield from self._read(start)
 
     def _read(self, start: StreamCursor) -> Generator[_Found]:

@@ -252,10 +252,9 @@ class Reader:
 
 def _begun(iterable: Any) -> Iterator[Any]:
     """An iterator that `iter` leaves as it is: an object's own `__iter__` may start it over."""
-    items = iter(iterable)
-    if isinstance(getattr(type(items), "__iter__", None), WrapperDescriptorType):
-        return items
-    return _drawn(items)
+    items: Iterator[Any] = iter(iterable)
+    is_own = isinstance(getattr(type(items), "__iter__", None), WrapperDescriptorType)
+    return items if is_own else _drawn(items)
 
 
 def _drawn(items: Iterator[Any]) -> Iterator[Any]:

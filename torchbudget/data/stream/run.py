@@ -119,7 +119,8 @@ class StreamRun(Run[StreamState]):
     @property
     def number(self) -> int:
         """Number of the run that has started its workers."""
-        return self._sending.number
+        number: int = self._sending.number
+        return number
 
     def _began(self) -> StreamState:
         return self._start
@@ -153,20 +154,19 @@ class StreamRun(Run[StreamState]):
 
     def close(self) -> None:
         """End the run where it stands; workers that persist end if it was broken off."""
-        batches: Any = self._batches
-        if batches is None:
+        live, broken_off = self._batches, not self._has_ended
+        if live is None:
             return
-        broken_off = not self._has_ended
-        if broken_off and self._loader._iterator is batches:
-            if batches._sampler_iter is self._restarts:  # and no later loop has it
-                self._loader._iterator = None
-        del batches
+        is_last = getattr(live, "_sampler_iter", None) is self._restarts
+        if broken_off and is_last and self._loader._iterator is live:
+            self._loader._iterator = None
+        del live
         super().close()
         self._stream._run_closed(self, broken_off=broken_off)
 
     def __del__(self) -> None:
-        if getattr(self, "_batches", None) is not None:
-            self.close()
+        self._batches = getattr(self, "_batches", None)
+        self.close()
 
 
 def check_loader(loader: Any, stream: Any) -> None:

@@ -62,9 +62,9 @@ class KeptBytes:
         return sample, held
 
     def _count(self, sample: Any) -> tuple[int, set[int], set[int]]:
-        """Bytes that a sample adds, identities of parts of something larger, and what may come again."""
-        total, parts, shared = 0, set(), set()
-        # With the objects: some are made here, and another may have the identity of one that is gone.
+        """Bytes that a sample adds; identities of parts of something larger, and of what may recur."""
+        total, parts, shared = 0, set[int](), set[int]()
+        # With the objects: some are made here, and others may get the identity of one that is gone.
         seen: dict[int, Any] = {}
         waiting = [sample]
         while waiting:
@@ -73,8 +73,9 @@ class KeptBytes:
             if number in seen or number in self._counted or isinstance(value, _OF_PROGRAM):
                 continue
             seen[number] = value
+            referents: Any = ()
             if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-                referents: Any = [value.__reduce_ex__(2)]  # of a sparse or nested one, its parts
+                referents = [value.__reduce_ex__(2)]  # of a sparse or nested one, its parts
             elif isinstance(value, (torch.Tensor, np.ndarray)):
                 storage, kept_bytes = _whole(value)
                 if kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES:
@@ -83,7 +84,8 @@ class KeptBytes:
                     shared.add(storage)
                     total += kept_bytes
                 total += _OBJECT_BYTES
-                referents = value.ravel().tolist() if value.dtype == object else ()
+                if value.dtype == object:
+                    referents = value.ravel().tolist()
             else:
                 own = sys.getsizeof(value, _OBJECT_BYTES)
                 kind = type(value)
@@ -94,7 +96,8 @@ class KeptBytes:
                 total += own
                 if own >= _SHARED_BYTES:
                     shared.add(number)
-                referents = () if _is_closed(kind) else gc.get_referents(value)
+                if not _is_closed(kind):  # type: ignore[arg-type]  # types are hashable
+                    referents = gc.get_referents(value)
             if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
                 total += _NUMBER_BYTES * len(referents)
             else:

@@ -1,4 +1,4 @@
-"""The sources of a stream, opened for each pass of each process: one class for each kind of data."""
+"""The sources of a stream, opened for each pass of each process: a class for each kind of data."""
 
 from __future__ import annotations
 
@@ -182,17 +182,6 @@ class DatasetsSource(Source):
             one = getattr(stage, "ex_iterable", None)
             stages += getattr(stage, "ex_iterables", []) if one is None else [one]
         return stages
-
-    @property
-    def has_states(self) -> bool:
-        """True if its state may be exact.
-
-        It does not contain a shuffle buffer, and may be a batch off where tables are mapped in
-        batches, as its documentation says.
-        """
-        is_table = getattr(getattr(self.data, "_formatting", None), "is_table", False)
-        is_exact = all(stage and "Buffer" not in type(stage).__name__ for stage in self.stages)
-        return is_exact and not is_table
 
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """Return the iterable of a pass.

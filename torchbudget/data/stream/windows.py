@@ -214,12 +214,13 @@ class Windows:
             )
         if none_left and not self._endless:
             text = (
-                "none of the items that were read became a sample: transforms dropped them, or "
-                "they were skipped; see skipped_samples, oversize= and on_error="
+                f"none of the items that worker {slot.worker} of {slot.workers} on rank "
+                f"{slot.rank} read became a sample: transforms dropped them, or they were "
+                "skipped; see skipped_samples, oversize= and on_error="
             )
             if parts == slot.workers == 1:
                 raise SampleError(text)
-            _log.warning("worker %d of %d, rank %d: %s", slot.worker, slot.workers, slot.rank, text)
+            _log.warning(text)
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
         """The boundary at which a reader stands."""
@@ -288,9 +289,7 @@ class Windows:
         settings = self._settings
         return sizes_of_all(samples, settings.size, first) if settings.sized else None
 
-    def _checksum(
-        self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0
-    ) -> int:
+    def _checksum(self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0) -> int:
         """A checksum of sizes, or of the number of samples, after that of the samples before."""
         return crc32(bytes(len(samples)) if sizes is None else sizes.tobytes(), before)
 
