@@ -296,7 +296,7 @@ class Plan:
                 micro-batch, except with `batches_per_epoch`.
             OptionError: `drop_last` leaves nothing of the epoch.
         """
-        left = self._batches_left(cursor)
+        cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
         if left == 0:
             return
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
