@@ -316,7 +316,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         at = {"epoch": cursor.epoch, "pass": cursor.number, "start": cursor.start}
         facts = self._order | at | {"rounds": cursor.rounds}
         check_same_on_ranks(self._ranks, lambda: facts | plan.dealing)
-        caller.check_length(self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left)
+        caller.check_length(
+            self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
+        )
         run = self._beginning
         self._present = iterator = _Iteration(
             self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead
@@ -579,7 +581,8 @@ class _Iteration(Iterator[list[int]]):
             self.queue.append(record)
         elif record.place == self._last_place:
             self._end(record.after)
-        return record.indices.tolist()
+        indices: list[int] = record.indices.tolist()
+        return indices
 
     def _end(self, after: Cursor) -> None:
         """The epoch's last batch was drawn: the next epoch follows, unless a run is open."""

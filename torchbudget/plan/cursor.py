@@ -1,4 +1,4 @@
-"""The place where a run stands in an epoch: one frozen value, and its encoding as plain JSON types."""
+"""`Cursor`: the place where a run stands in an epoch, and its encoding as plain JSON types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.checks import is_int
-from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain
 
@@ -93,9 +92,9 @@ class Cursor:
     def encode(self, order: Plain) -> dict[str, Any]:
         """The cursor as plain JSON types.
 
-        Its size does not depend on the data set: some hundred bytes, and inside a window at most
-        one bit for each of its samples, so that other ranks can take over. The bits are in the order
-        of sizes, in which micro-batches are runs, and are compressed.
+        Their size does not depend on the data set: some hundred bytes, and inside a window at most
+        one bit for each of its samples, so that other ranks can take over. The bits are in the
+        order of sizes, in which micro-batches are runs, and are compressed.
 
         Args:
             order: what must be the same for positions to mean the same samples.

@@ -118,17 +118,13 @@ class Window:
         done = self._done + rounds
         start = begun.start + self._number * span.length
         stop = start + span.length
-        at = {"epoch": begun.epoch, "first": begun.first, "number": begun.number, "done": done}
+        here = replace(begun, start=stop, stop=stop, left=None, done=done)
         if rounds < self._rounds:
-            here = Cursor(
-                **at, start=start, stop=stop, left=begun.left, rounds=rounds, plan=plan
-            )
-        elif stop < span.end:
-            here = Cursor(**at, start=stop, stop=stop)
-        elif plan.batches_per_epoch is None:
-            return begun.next_epoch()
-        else:
-            here = Cursor(**at).next_pass()
+            here = replace(here, start=start, left=begun.left, rounds=rounds, plan=plan)
+        elif stop >= span.end:
+            if plan.batches_per_epoch is None:
+                return begun.next_epoch()
+            here = here.next_pass()
         if done == plan.batches_per_epoch:  # the next epoch goes on in the order
             return replace(here, epoch=begun.epoch + 1, done=0)
         return here
@@ -269,7 +265,7 @@ class Plan:
 
     @cached_property
     def dealing(self) -> Plain:
-        """What must be the same for a window to be cut and dealt the same way."""
+        """The facts that must be the same for a window to be cut and dealt the same way."""
         rules, largest = self.rules, self.sizes.largest
         balance = rules.balance
         limits = [
@@ -300,7 +296,7 @@ class Plan:
                 micro-batch, except with `batches_per_epoch`.
             OptionError: `drop_last` leaves nothing of the epoch.
         """
-        left = self._batches_left(cursor)
+        cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
         if left == 0:
             return
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
@@ -445,9 +441,7 @@ class Plan:
             return tail, tail, None
         return tail, end, stays
 
-    def _is_dealable(
-        self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None
-    ) -> bool:
+    def _is_dealable(self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None) -> bool:
         if end - tail < self.ranks.number:
             return False
         if self._last_is_even:
