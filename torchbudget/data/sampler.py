@@ -567,7 +567,7 @@ class _Iteration(Iterator[list[int]]):
             record = next(self._records)
         except StopIteration:
             if self.last is None:  # nothing is left of the epoch
-                self._end(self.began.next_epoch())
+                self._end(self._plan.next_epoch(self.began))
             raise
         except Exception:  # a generator that raised is over: the next call raises again
             self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
@@ -644,7 +644,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        after = place.after if isinstance(place, MicroBatch) else place.next_epoch()
+        after = place.after if isinstance(place, MicroBatch) else self._source._plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
                 f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "

@@ -125,9 +125,7 @@ class Window:
             if plan.batches_per_epoch is None:
                 return begun.next_epoch()
             here = here.next_pass()
-        if done == plan.batches_per_epoch:  # the next epoch goes on in the order
-            return replace(here, epoch=begun.epoch + 1, done=0)
-        return here
+        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
 
     @property
     def _rounds(self) -> int:
@@ -547,6 +545,12 @@ class Plan:
     def _batches_left(self, cursor: Cursor) -> int | None:
         number = self.batches_per_epoch
         return None if number is None else max(number - cursor.done, 0)
+
+    def next_epoch(self, cursor: Cursor) -> Cursor:
+        """The beginning of the epoch after a cursor's: with `batches_per_epoch` it goes on there."""
+        if self.batches_per_epoch is None:
+            return cursor.next_epoch()
+        return replace(cursor, epoch=cursor.epoch + 1, done=0)
 
     def windows_left(self, cursor: Cursor) -> int:
         """Windows from a cursor to the end of its pass: optimizer steps, where a window is one."""
