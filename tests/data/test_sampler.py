@@ -103,7 +103,11 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     (WEIGHED | {"weights": [1, 1, 1, -1, 1]}, OptionError, "weight 3 is -1.0"),
     (WEIGHED | {"weights": [0] * 5}, OptionError, "no sample .* a weight above 0"),
     (WEIGHED | {"weights": ["a"] * 5}, OptionError, "weights"),
-    (WEIGHED | {"weights": torch.ones(5, requires_grad=True)}, OptionError, "weights must be numbers"),
+    (
+        WEIGHED | {"weights": torch.ones(5, requires_grad=True)},
+        OptionError,
+        "weights must be numbers",
+    ),
     (WEIGHED | {"weights": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, OptionError, "some are masked"),
     ({"sizes": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, SizesError, r"sizes\[1\] is masked"),
     ({"sizes": np.arange(5, dtype="m8[s]")}, SizesError, "integer sizes, got dtype timedelta64"),

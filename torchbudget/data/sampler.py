@@ -644,7 +644,10 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        after = place.after if isinstance(place, MicroBatch) else self._source._plan.next_epoch(place)
+        if isinstance(place, MicroBatch):
+            after = place.after
+        else:
+            after = self._source._plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
                 f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "
