@@ -105,17 +105,16 @@ class Chain:
         self.told["starts"] += 1
         ranks, budget = self.now
         those = samplers(self.sizes, self.cost, budget, ranks, **self.options)
-        # Ranks that take over may find too few samples for them.
         reasons = reasons_of(self.sizes, self.cost, budget, ranks, self.options)
-        reasons |= {"too few for": self.now != self.first}
+        # Ranks that take over may find too few samples for them.
+        reasons |= {"too few for": ranks > 1 and self.saved is not None}
         try:
             loops, found, left = accepted(lambda: self.draw(those), reasons)
         except Refused as refused:
-            if self.now == self.first or self.told["refused starts"] > STARTS:
+            if ranks == 1 or self.options["drop_last"]:
                 raise
             self.told[f"refused starts: {refused}"] += 1
-            self.told["refused starts"] += 1
-            self.now, self.following = self.first, None
+            self.now, self.following = (1, self.first[1]), None
             return
         number = len(found[0])
         assert {len(batches) for batches in found} == {number}, "numbers of batches of the ranks"
@@ -126,7 +125,10 @@ class Chain:
         if self.told["starts"] <= STARTS and self.chance.random() < 0.2:
             self.told["killed"] += 1
         else:
-            self.save(those, loops, found, ended=number == left)
+            try:
+                accepted(lambda: self.save(those, loops, found, ended=number == left), reasons)
+            except Refused:  # a later batch, which was not to come
+                self.following = None
 
     def draw(self, those: list[Any]) -> tuple[list[Any], list[list[Any]], int]:
         """The loops of the ranks, the batches that came, and how many were left before."""
@@ -153,7 +155,7 @@ class Chain:
 
     def save(self, those: list[Any], loops: list[Any], found: list[Any], *, ended: bool) -> None:
         """Every rank saves, some after they have read ahead."""
-        number, epoch, ahead = len(found[0]), self.epoch, [[]] * len(loops)
+        number, epoch, ahead = len(found[0]), self.epoch, [list[Any]()] * len(loops)
         if self.kind == "ahead" and not ended:
             ahead = [list(islice(loop, self.chance.randint(0, 2))) for loop in loops]
             states = [

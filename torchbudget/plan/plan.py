@@ -547,7 +547,7 @@ class Plan:
         return None if number is None else max(number - cursor.done, 0)
 
     def next_epoch(self, cursor: Cursor) -> Cursor:
-        """The epoch after a cursor's; with `batches_per_epoch` it goes on where the cursor stands."""
+        """The epoch after a cursor's; with `batches_per_epoch` it goes on at the cursor."""
         if self.batches_per_epoch is None:
             return cursor.next_epoch()
         return replace(cursor, epoch=cursor.epoch + 1, done=0)
