@@ -47,7 +47,7 @@ _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # without slots, for the cached property
 class Span:
     """Consecutive windows of one length, solved by one call.
 
@@ -67,11 +67,16 @@ class Span:
     indices: IntArray
     block: Block
 
+    @cached_property
+    def amounts(self) -> IntArray:
+        """The padded size of each micro-batch; of packed ones the sum; `(micro-batches, d)`."""
+        return self.block.amounts(self.plan.rules)
+
 
 class Window:
     """One window of a span, on one rank."""
 
-    __slots__ = ("_amounts", "_done", "_first", "_number", "_span", "last", "rounds")
+    __slots__ = ("_done", "_first", "_number", "_span", "last", "rounds")
 
     def __init__(self, span: Span, number: int, first: int, rounds: int, last: int, done: int):
         """Set the window's place.
@@ -86,7 +91,6 @@ class Window:
         """
         self._span, self._number, self._first = span, number, first
         self.rounds, self.last, self._done = rounds, last, done
-        self._amounts: IntArray | None = None
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -101,9 +105,7 @@ class Window:
 
     def padded_size(self, place: int) -> IntArray:
         """The padded size of a micro-batch of the block, shape `(d,)`; of packed ones the sum."""
-        if self._amounts is None:
-            self._amounts = self._span.block.amounts(self._span.plan.rules)
-        amounts: IntArray = self._amounts[place]
+        amounts: IntArray = self._span.amounts[place]
         return amounts
 
     def ends_step(self, place: int) -> bool:
