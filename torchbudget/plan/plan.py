@@ -239,7 +239,7 @@ class Plan:
         self.window = window if ranks.even_sums or pairs else window - window % number
         self._last_is_even = number == 1 or pairs
         self._all_are_even = self._last_is_even or self.window % number == 0
-        self._strips = best_strips(survey[: self.window], rules)
+        self.strips = best_strips(survey[: self.window], rules)
         self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
 
@@ -398,7 +398,7 @@ class Plan:
             numbers=passes * -(-len(order) // self.window) + places // self.window,
             shuffle=order.shuffle,
         )
-        block = solve(self.rules, sizes, self.ranks, key, strips=self._strips)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -457,7 +457,7 @@ class Plan:
         if not self.drop_last or self.ranks.even_sums:
             return None
         sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
-        stays = without_last(self.rules, sizes, self.ranks, strips=self._strips)
+        stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
             if not tail:
                 raise OptionError(
@@ -524,10 +524,13 @@ class Plan:
         spread[cursor.left] = rounds
         return spread
 
-    def sorted_positions(self, cursor: Cursor) -> IntArray:
-        """The positions of a cursor's window in the order of their sizes, `(stop − start,)`."""
+    def sorted_positions(self, cursor: Cursor, strips: int) -> IntArray:
+        """The positions of a cursor's window in the order in which so many strips cut it.
+
+        Shape `(stop − start,)`; a function of the sizes: see `arrange`.
+        """
         sizes = self._sizes_at(self._order_of(cursor).indices(cursor.start, cursor.stop))
-        positions: IntArray = arrange(sizes[None], 1)[0]
+        positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
         return positions
 
     def batches_left(self, cursor: Cursor) -> int:
@@ -585,7 +588,7 @@ class Plan:
         if not length:
             return 0
         sizes = self._samples(cursor, start, length, windows, left)[1]
-        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self._strips).sum())
+        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self.strips).sum())
 
     # ------------------------------------------------------------------ what an epoch holds
 
