@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from torchbudget.data.cache.frozen import NoRoomError, freeze, thaw
 from torchbudget.data.cache.shared_file import SharedFile
-from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import BudgetError, OptionError, SampleError
+from torchbudget.protocols import MapStyle
 from torchbudget.units import format_bytes, parse_bytes
 
 _NO_ROOM: Final = -1

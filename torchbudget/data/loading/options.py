@@ -22,13 +22,13 @@ from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.timing import fastest, time_workers
 from torchbudget.data.loading.trial import Trial
 from torchbudget.data.loading.tried_model import loader_model
-from torchbudget.data.map_style import MapStyle
 from torchbudget.data.planned_sampler import PlannedSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.machine.limits import usable_processors
 from torchbudget.plan.batch_shapes import batches_at
+from torchbudget.protocols import MapStyle
 from torchbudget.units import Amount, format_bytes, parse_bytes
 
 # Batches that wait for the loop help only where their times vary.
