@@ -22,13 +22,13 @@ from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.timing import fastest, time_workers
 from torchbudget.data.loading.trial import Trial
 from torchbudget.data.loading.tried_model import loader_model
-from torchbudget.data.map_style import MapStyle
-from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.data.planned_sampler import PlannedSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.machine.limits import usable_processors
 from torchbudget.plan.batch_shapes import batches_at
+from torchbudget.protocols import MapStyle
 from torchbudget.units import Amount, format_bytes, parse_bytes
 
 # Batches that wait for the loop help only where their times vary.
@@ -77,7 +77,7 @@ class LoaderOptions(Mapping[str, Any]):
 
 
 def loader_options(
-    sampler_or_stream: MemoryBudgetBatchSampler | BudgetedIterableDataset,
+    sampler_or_stream: PlannedSampler | BudgetedIterableDataset,
     budget: MemoryBudget,
     *,
     dataset: MapStyle | None = None,
@@ -158,7 +158,7 @@ def loader_options(
         model, limits, most, pin_memory, persistent_workers, is_stream=parts.is_iterable
     )
     speeds: dict[int, float] = {}
-    if isinstance(sampler_or_stream, MemoryBudgetBatchSampler) and trial_s and choice.most:
+    if isinstance(sampler_or_stream, PlannedSampler) and trial_s and choice.most:
         speeds = _speeds(sampler_or_stream, parts, choice, model.trial, trial_s / 2)
     setting = choice.setting(fastest(speeds) if speeds else choice.most)
     options: dict[str, Any] = {
@@ -262,7 +262,7 @@ def _parts(
     if isinstance(source, BudgetedIterableDataset):
         if dataset is not None or collate_fn is not None:
             raise OptionError("a stream has its data set and its collate_fn: leave both out")
-    elif not isinstance(source, MemoryBudgetBatchSampler):
+    elif not isinstance(source, PlannedSampler):
         raise OptionError(
             "expected a MemoryBudgetBatchSampler or a BudgetedIterableDataset, "
             f"got {type(source).__name__}; host_bytes(loader) predicts what any loader needs"
@@ -298,7 +298,7 @@ def _too_small(needs: HostBytes, limits: HostLimits, is_stream: bool) -> BudgetE
 
 
 def _speeds(
-    sampler: MemoryBudgetBatchSampler, parts: LoaderParts, choice: _Choice, trial: Trial, seconds: float
+    sampler: PlannedSampler, parts: LoaderParts, choice: _Choice, trial: Trial, seconds: float
 ) -> dict[int, float]:
     """Samples a second of the numbers of workers that were timed."""
     return time_workers(
