@@ -46,7 +46,6 @@ class Cell:
             "lists", of a sampler that the user wrote. What it needs is asked of `host_bytes`.
         host_mib: the whole budget, instead of `mib`.
         batch_mib: padded bytes of a batch on the host.
-        trial_s: as in `loader_options`.
         pause_s: of the loop after each batch.
         watched: another process reads what this one and its workers have.
     """
@@ -62,7 +61,6 @@ class Cell:
     order: str = ""
     host_mib: int | None = None
     batch_mib: float = 4
-    trial_s: float = 0.0
     pause_s: float = 0.03
     watched: bool = True
 
@@ -255,7 +253,6 @@ def run(cell: Cell) -> dict[str, Any]:
             worker_init_fn=collect,
             multiprocessing_context=cell.start,
             max_workers=cell.workers,
-            trial_s=cell.trial_s,
         )
         options, needs, explained = dict(chosen), chosen.needs, chosen.explain()
         if options["num_workers"] < cell.workers:
@@ -269,7 +266,7 @@ def run(cell: Cell) -> dict[str, Any]:
         }
         if cell.order:
             asked: Any = DataLoader(**plain, **options, worker_init_fn=collect)
-            needs = tb.host_bytes(asked, trial_s=cell.trial_s)
+            needs = tb.host_bytes(asked)
     assert state.equal(torch.get_rng_state())
     warnings.filterwarnings("ignore", "This DataLoader will create")
     peaks: dict[str, int] = {}
@@ -297,7 +294,7 @@ def bytes_of_one_more(cell: Cell, plain: dict[str, Any], options: dict[str, Any]
         "prefetch_factor": 1,
         "multiprocessing_context": cell.start,
     }
-    needs = tb.host_bytes(DataLoader(**plain, **more, worker_init_fn=collect), trial_s=cell.trial_s)
+    needs = tb.host_bytes(DataLoader(**plain, **more, worker_init_fn=collect))
     return needs.total_bytes
 
 
