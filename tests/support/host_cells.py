@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,9 +69,31 @@ class Cell:
         code = "from tests.support.host_cells import main\nif __name__ == '__main__': main()"
         return [sys.executable, "-c", code, json.dumps(asdict(self))]
 
+    def run(self, *before: str) -> subprocess.CompletedProcess[str]:
+        """Run the command after another one, such as that of `own_shared_memory`."""
+        return subprocess.run(
+            [*before, *self.command()],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+
     def environment(self) -> dict[str, str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def own_shared_memory(mib: int) -> list[str]:
+    """A command that runs what follows with a /dev/shm of its own; none where it may not."""
+    if shutil.which("unshare") is None:
+        return []
+    names = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
+    script = f'mount -t tmpfs -o size={mib}m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", *names, "--propagation", "private", "sh", "-c", script, "sh"]
+    tried = subprocess.run([*command, "true"], capture_output=True, check=False)
+    return [] if tried.returncode else command
 
 
 def lengths(samples: int) -> Any:
@@ -275,14 +298,12 @@ def run(cell: Cell) -> dict[str, Any]:
     assert sorted(labels) == sorted([*range(cell.samples)] * cell.epochs)
     return {
         "budget": budget,
-        "present": budget - cell.mib * 2**20,
         "workers": options["num_workers"],
         "prefetch": options["prefetch_factor"] or 0 if "prefetch_factor" in options else 0,
         "predicted": None if needs is None else needs.total_bytes,
         "one_more": one_more,
         "predicted_shared": None if needs is None else needs.shared_bytes,
         "explained": explained,
-        "speeds": {},
         **peaks,
     }
 

@@ -149,7 +149,8 @@ class InFlight:
         places: place among them of each batch that was given to the trial.
 
     Attributes:
-        storages: bytes of each storage, shape `(tensors, m)`; m is 1 where there is no plan.
+        storages: bytes of each storage of each planned batch, or of each that was tried; shape
+            `(tensors, m)`.
         building: the most bytes that a worker takes beside a batch while it makes it.
         basis: the batches that the bytes rest on, for people.
     """
@@ -159,10 +160,9 @@ class InFlight:
     ) -> None:
         storages = [*zip_longest(*trial.storages, fillvalue=0)]
         columns = np.array([trial.plain, trial.building, *storages], np.float64)
-        if shapes is None:
-            columns = columns.max(axis=1, keepdims=True)
-            self.basis = f"the largest of {len(trial.plain)} batches that were read"
-        else:
+        self.basis = f"the largest of {len(trial.plain)} batches that were read"
+        self._is_planned = shapes is not None
+        if shapes is not None:
             asked = shapes.features()
             known = asked[[places[number] for number in trial.numbers]]
             columns = np.stack([_bound(known, row, asked) for row in columns])
@@ -192,6 +192,7 @@ class InFlight:
 
     def _highest(self, values: FloatArray, batches: int) -> int:
         """The highest sum over so many consecutive batches."""
+        values = values if self._is_planned else values.max(keepdims=True)
         values = np.tile(values, -(-batches // len(values)))  # epochs follow each other
         until = np.concatenate([[0], np.cumsum(values)])
         return int((until[batches:] - until[:-batches]).max())
@@ -229,13 +230,13 @@ class HostModel:
     Attributes:
         trial: the trial of one worker.
         in_flight: the loader's batches.
-        samples: samples of which workers copy objects of this process; 0 where they do not fork.
+        elements: elements of the data set, whose objects forked workers copy; 0 where none do.
         known: name and bytes of each part that does not depend on the loader.
     """
 
     trial: Trial
     in_flight: InFlight
-    samples: int
+    elements: float
     known: Mapping[str, int]
 
     @classmethod
@@ -246,8 +247,7 @@ class HostModel:
             OptionError: the batch sampler cannot be copied, or there is no batch.
             MachineError: there is no `/proc`.
         """
-        dataset: Any = loader.dataset
-        trial, in_flight = _tried(loader, dataset)
+        trial, in_flight, elements = _tried(loader, loader.dataset)
         tree, libraries = process_tree(), process_pages().file - mapped_data_bytes()
         # Without the data files that this process maps, which can be read again.
         present = sum(one.unreclaimable_bytes for one in tree) + max(0, libraries)
@@ -256,8 +256,8 @@ class HostModel:
             "reserved for later": later,
             "sample caches, once they are full": bytes_to_come(one.pid for one in tree),
         }
-        samples = len(dataset) if trial.read and forks(loader) else 0
-        return cls(trial=trial, in_flight=in_flight, samples=samples, known=known)
+        elements *= forks(loader)
+        return cls(trial=trial, in_flight=in_flight, elements=elements, known=known)
 
     def needs(self, workers: int, prefetch: int, *, pins: bool, persists: bool = True) -> HostBytes:
         """The bytes of each part of a loader with these options, while it is iterated.
@@ -266,13 +266,13 @@ class HostModel:
             workers: `num_workers`.
             prefetch: `prefetch_factor`; 0 without workers.
             pins: whether batches are copied to pinned memory.
-            persists: `persistent_workers`, each of which reads all samples sooner or later.
+            persists: `persistent_workers`, each of which reads all sooner or later.
         """
         trial, flight = self.trial, self.in_flight
         # Batches that workers were asked for, one that is returned, one that the loop still has.
         batches = workers * prefetch + 2
         building = max(workers, 1) * flight.building
-        to_read = (self.samples if persists else -(-self.samples // max(workers, 1))) - trial.read
+        to_read = self.elements / (1 if persists else max(workers, 1)) - trial.read
         copied = min(int(trial.copied_each * max(0, to_read)), trial.common)
         # Workers start before any batch is on its way.
         starting = trial.starting - flight.peak(batches) - building if workers else 0
@@ -296,17 +296,18 @@ class HostModel:
         )
 
 
-def _tried(loader: DataLoader[Any], dataset: Any) -> tuple[Trial, InFlight]:
-    """The trial of a loader, and its batches in flight."""
+def _tried(loader: DataLoader[Any], dataset: Any) -> tuple[Trial, InFlight, float]:
+    """The trial of a loader, its batches in flight, and the elements of a map-style data set."""
     sampler: Any = loader.batch_sampler
     if isinstance(dataset, IterableDataset):
         trial = try_stream(loader)
-        return trial, InFlight(trial)
+        return trial, InFlight(trial), 0
     if isinstance(sampler, MemoryBudgetBatchSampler):
         shapes = PlannedShapes.read(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
         places = shapes.to_try()
         trial = try_batches(loader, [*map(shapes.batch, places)], [*shapes.elements[places]])
-        return trial, InFlight(trial, shapes, places)
+        elements = shapes.elements.sum() / shapes.samples.sum() * len(dataset)
+        return trial, InFlight(trial, shapes, places), elements
     state = RandomState.take()
     try:  # a copy of the sampler is read
         copied = copy.deepcopy(sampler, {id(dataset): dataset})
@@ -322,4 +323,4 @@ def _tried(loader: DataLoader[Any], dataset: Any) -> tuple[Trial, InFlight]:
         raise OptionError("the loader has no batches")
     batches = [min(batches, key=len)] * 2 + batches
     trial = try_batches(loader, batches, [*map(len, batches)])
-    return trial, InFlight(trial)
+    return trial, InFlight(trial), len(dataset)

@@ -54,8 +54,8 @@ class Trial:
         private: the most memory that the worker had between batches and shared with no other
             process: its heap, its imports, its copies of this process's pages.
         kept: the part of `private` that came with reading: samples that the data set keeps.
-        read: samples that the worker read after the first batch.
-        copied_each: bytes of this process's memory that the worker copied per sample in the second
+        read: elements that the worker read after the first batch.
+        copied_each: bytes of this process's memory that the worker copied per element in the second
             half of the trial: Python counts references in the objects, so that reading is writing.
         common: bytes of this process's memory that the worker had not copied in the end.
         starting: bytes that a worker takes while it starts, beside `private`.
@@ -85,8 +85,8 @@ def try_batches(
     Args:
         loader: gives the data set, the collate and the way workers start.
         batches: lists of indices, at least two, the first two of them small.
-        elements: about the elements of each batch, at least 1: batches that could overflow
-            `/dev/shm`, by what those before took, are left out.
+        elements: about the elements of each batch, at least 1, in any unit: batches that could
+            overflow `/dev/shm`, by what those before took, are left out.
 
     Raises:
         MachineError: the worker's memory cannot be read.
@@ -117,8 +117,8 @@ def try_batches(
         found.append(batch_bytes(batch))
         del batch
     storages, plain = zip(*found[1:], strict=True)
-    samples = [len(batches[number]) for number in numbers]
-    half = (len(samples) + 1) // 2  # of what followed the first batch
+    amounts = [elements[number] for number in numbers]
+    half = (len(amounts) + 1) // 2  # of what followed the first batch
     settled, middle, last = readings[1], readings[half], readings[-1]
     # What building leaves in the heap is in `private`, and is used again.
     highest = max(one.anonymous for one in readings[1:])
@@ -133,8 +133,8 @@ def try_batches(
         # Pages of mapped data may be dirty still, and are then no private pages of files.
         private=max(one.private + max(0, one.private_file - mapped) for one in readings[1:]),
         kept=highest - settled.anonymous,
-        read=sum(samples[1:]),
-        copied_each=max(0, middle.common - last.common) / max(1, sum(samples[half:])),
+        read=sum(amounts[1:]),
+        copied_each=max(0, middle.common - last.common) / max(1, sum(amounts[half:])),
         common=last.common,
         starting=max(0, settled.peak_resident - settled.resident) + _sent_bytes(loader),
         mapped=mapped,
