@@ -12,10 +12,9 @@ from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost
 from torchbudget.data.cache.sample_cache import SampleCache
+from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.pack_collate import PackCollate
-from torchbudget.data.collate.packed_batch import PackedBatch
 from torchbudget.data.collate.pad_collate import PadCollate
-from torchbudget.data.collate.padded_batch import PaddedBatch
 from torchbudget.data.loading.options import LoaderOptions, loader_options
 from torchbudget.data.loading.parts import HostBytes
 from torchbudget.data.loading.predicted import host_bytes

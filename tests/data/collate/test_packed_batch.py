@@ -14,7 +14,7 @@ from torchbudget.errors import CollateError
 
 @given(batches_of_samples(same_trailing=True, texts=False))
 def test_offsets_positions_and_lengths_agree(drawn: Samples) -> None:
-    batch = PackCollate(length_field=drawn.length_field)(drawn.samples)
+    batch = PackCollate(fields=drawn.rules("joined"))(drawn.samples)
     ragged = [i for i, spec in enumerate(drawn.specs) if spec.ndim]
     if not ragged:
         assert batch.lengths.shape == (batch.num_samples, 0)
@@ -37,7 +37,7 @@ def test_offsets_positions_and_lengths_agree(drawn: Samples) -> None:
 
 @given(batches_of_samples(same_trailing=True))
 def test_unpacking_gives_the_samples_back(drawn: Samples) -> None:
-    samples = PackCollate(length_field=drawn.length_field)(drawn.samples).samples()
+    samples = PackCollate(fields=drawn.rules("joined"))(drawn.samples).samples()
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
         came = [at(sample, path) for sample in samples]
         if spec.form == "text":
@@ -48,8 +48,8 @@ def test_unpacking_gives_the_samples_back(drawn: Samples) -> None:
 
 @given(batches_of_samples(same_trailing=True, texts=False))
 def test_padded_and_packed_turn_into_each_other(drawn: Samples) -> None:
-    pad = PadCollate(length_field=drawn.length_field)
-    pack = PackCollate(length_field=drawn.length_field)
+    pad = PadCollate(fields=drawn.rules("padded"))
+    pack = PackCollate(fields=drawn.rules("joined"))
     padded, packed = pad(drawn.samples), pack(drawn.samples)
     for path in drawn.paths:
         assert bitwise(at(pad(packed.samples()).data, path), at(padded.data, path))

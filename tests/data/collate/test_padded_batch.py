@@ -22,7 +22,7 @@ from torchbudget.errors import OptionError
 
 @given(batches_of_samples(), sides, st.integers(1, 4))
 def test_unpadding_gives_the_samples_back(drawn: Samples, side: str | float, multiple: int) -> None:
-    collate = PadCollate(side=side, size_multiple=multiple, length_field=drawn.length_field)
+    collate = PadCollate(side=side, size_multiple=multiple, fields=drawn.rules("padded"))
     batch = collate(drawn.samples)
     samples = batch.samples()
     assert len(samples) == len(drawn.samples) == batch.num_samples
@@ -72,7 +72,7 @@ def test_the_mask_marks_what_lengths_and_samples_say(
 
 @given(batches_of_samples(texts=False))
 def test_the_samples_of_a_batch_collate_to_the_batch(drawn: Samples) -> None:
-    collate = PadCollate(length_field=drawn.length_field)
+    collate = PadCollate(fields=drawn.rules("padded"))
     batch = collate(drawn.samples)
     again = collate(batch.samples())
     for path in drawn.paths:
@@ -89,7 +89,7 @@ def test_parts_are_trimmed_to_what_they_would_be_alone(
     drawn: Samples, side: str | float, multiple: int, n: int
 ) -> None:
     collate = PadCollate(
-        side=side, size_multiple=multiple, padding_value=1, length_field=drawn.length_field
+        side=side, size_multiple=multiple, padding_value=1, fields=drawn.rules("padded")
     )
     batch = collate(drawn.samples)
     start = 0
