@@ -109,7 +109,9 @@ class Tally:
         axes = len(self.real)
         self.real += sizes.reshape(-1, axes).sum(axis=0, dtype=np.float64)
         if self.rules.packing is not None:
-            self.padded += self.rules.padded(sizes).reshape(-1, axes).sum(axis=0, dtype=np.float64)
+            totals = over_runs(np.add, self.rules.padded(sizes).reshape(-1, axes), block.starts)
+            padded_totals = self.rules.packing.padded_totals(totals)
+            self.padded += padded_totals.sum(axis=0, dtype=np.float64)
         else:
             elements = self.rules.padded(padded).reshape(-1, axes).astype(np.float64)
             self.padded += (elements * taken[:, None]).sum(axis=0)

@@ -38,7 +38,6 @@ from torchbudget.data.collate.columns import (
     FieldPath,
     find_path,
     put_together,
-    show,
 )
 from torchbudget.data.collate.layouts import JoinedLayout, Layout, PaddedLayout, own_padding
 from torchbudget.errors import CollateError, OptionError
@@ -93,8 +92,9 @@ class Arrangement:
     def map(self, function: Callable[[Layout], Layout]) -> Arrangement:
         """The same samples with a function applied to the layouts."""
         changed = self.each_layout(function)
-        entries = (one._replace(layout=changed.get(id(one.layout))) for one in self.entries)
-        return replace(self, entries=tuple(entries))
+        entries = tuple(one._replace(layout=changed.get(id(one.layout))) for one in self.entries)
+        same = all(a.layout is b.layout for a, b in zip(entries, self.entries, strict=True))
+        return self if same else replace(self, entries=entries)
 
     def fields(self, data: Any) -> list[Any]:
         """The value of every field in a batch's data."""
@@ -267,11 +267,8 @@ class Batch:
         known = self._known
         layout = known.layout_of(known.measured)
         if not isinstance(layout, kind):
-            raise CollateError(
-                f"{show(known.measured)}, whose lengths are those of the batch, is not "
-                f"{'padded' if kind is PaddedLayout else 'joined'}: no such field of this batch is "
-                "ragged; batch.measured_by(name) has the lengths of another field"
-            )
+            way = "padded" if kind is PaddedLayout else "joined"
+            raise CollateError(f"no field whose lengths are those of the batch is {way}")
         return layout
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
@@ -632,8 +629,8 @@ class PackedBatch(Batch):
         check_flags(causal=causal)
         return block_mask_of(self._bounds(), self.cu_seqlens.device, causal=causal)
 
-    def _bounds(self) -> list[int]:  # the elements of cu_seqlens, on the host
-        return self._measured(JoinedLayout).bounds()
+    def _bounds(self) -> IntArray:  # the elements of cu_seqlens, on the host
+        return self._measured(JoinedLayout).bounds
 
 
 class PaddedMapping(PaddedBatch, MappingView):

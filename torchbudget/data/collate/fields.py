@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.batch import Arrangement, Batch, Entry
 from torchbudget.data.collate.columns import (
     Column,
@@ -132,25 +133,30 @@ class FieldCollate:
         Raises:
             CollateError: the lengths of these fields differ.
         """
-        lengths = {path: one.lengths for path, one, _ in entries if one is not None}
-        ragged = [path for path, one in lengths.items() if one.shape[1]]
+        ragged = {path: one for path, one, _ in entries if one is not None and one.ragged_axes}
         if (self._sized_field,) in ragged:
             return (self._sized_field,)
-        alike = [path for path in ragged if path not in rules] or ragged
+        alike = [path for path in ragged if path not in rules] or list(ragged)
         for other in alike[1:]:
-            first, second = lengths[alike[0]], lengths[other]
-            axes = min(first.shape[1], second.shape[1])
-            differs = (first[:, :axes] != second[:, :axes]).any(axis=1)
-            if first is not second and differs.any():
-                i = int(np.argmax(differs))
-                ours, theirs = (" by ".join(map(str, one[i].tolist())) for one in (first, second))
-                raise CollateError(
-                    f"sample {i} of the batch: {show(alike[0])} has the length {ours}, and "
-                    f"{show(other)} {theirs}: give a rule to the one whose lengths are not the "
-                    f'batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or '
-                    '"stacked" for a field of one fixed shape'
-                )
-        return next(iter([*alike, *lengths, entries[0].path]))
+            if ragged[other] is not ragged[alike[0]]:
+                self._check_alike(*((path, ragged[path].lengths) for path in (alike[0], other)))
+        tensors = (path for path, one, _ in entries if one is not None)
+        return alike[0] if alike else next(tensors, entries[0].path)
+
+    def _check_alike(
+        self, one: tuple[FieldPath, IntArray], other: tuple[FieldPath, IntArray]
+    ) -> None:
+        axes = min(one[1].shape[1], other[1].shape[1])
+        differs = (one[1][:, :axes] != other[1][:, :axes]).any(axis=1)
+        if differs.any():
+            i = int(np.argmax(differs))
+            ours, theirs = (" by ".join(map(str, each[1][i].tolist())) for each in (one, other))
+            raise CollateError(
+                f"sample {i} of the batch: {show(one[0])} has the length {ours}, and "
+                f"{show(other[0])} {theirs}: give a rule to the one whose lengths are not the "
+                f'batch\'s, as in fields={{{key_of(other[0])!r}: "{self._ragged}"}}, or "stacked" '
+                "for a field of one fixed shape"
+            )
 
     _ragged: ClassVar[str] = ""
 

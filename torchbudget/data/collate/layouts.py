@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -67,6 +68,11 @@ class Layout(ABC):
     def lengths(self) -> IntArray:
         """The lengths of each sample on its ragged axes, `(n, k)`."""
         return self.shapes
+
+    @property
+    def ragged_axes(self) -> int:
+        """The number of ragged axes, k."""
+        return int(self.shapes.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -163,12 +169,14 @@ class JoinedLayout(Layout):
 
     Attributes:
         rule: how they were joined.
-        total: the length of the tensor.
-        offsets: 0 and the end of each segment, int32, on the field's device; `None` of a row.
+        bounds: 0 and the end of each segment: a sample, or padding, `(segments + 1,)`. Padding is
+            in segments of its own, none longer than the longest sample: so it costs no more than
+            samples of its size do, and its positions are ones that the model has.
+        offsets: the bounds as int32, on the field's device; `None` of a row.
     """
 
     rule: RowRule
-    total: int
+    bounds: IntArray
     offsets: Tensor | None = None
 
     @classmethod
@@ -179,31 +187,38 @@ class JoinedLayout(Layout):
             CollateError: the samples have more positions than the rule's total, or than int32 can
                 count.
         """
-        end = int(_rounded_up(lengths, rule.multiple).sum())
-        total = -(-end // rule.total_multiple) * rule.total_multiple
+        bounds = np.zeros(len(lengths) + 1, np.int64)
+        _rounded_up(lengths[:, 0], rule.multiple).cumsum(out=bounds[1:])
+        total = int(_rounded_up(bounds[-1], rule.total_multiple))
         if rule.total is not None and total > rule.total:
             raise CollateError(
                 f"the samples of a batch have {total} positions, more than total={rule.total}; "
                 "plan with a budget that is at most total, such as PackedCost(unit_bytes=1) and a "
                 "budget of total units, and with the same multiples"
             )
-        total = rule.total or total
-        if total >= 2**31:
+        bounds[-1] = rule.total or total
+        if bounds[-1] >= 2**31:
             raise CollateError(
-                f"{total} positions are more than the offsets, torch.int32, can count; make "
+                f"{bounds[-1]} positions are more than the offsets, torch.int32, can count; make "
                 "smaller batches"
             )
-        layout = cls(shapes=lengths, rule=rule, total=total)
-        if rule.in_row:
-            return layout
-        bounds = torch.tensor(layout.bounds())
-        offsets = new_tensor(tuple(bounds.shape), torch.int32).copy_(bounds)
-        return replace(layout, offsets=offsets.to(device))
+        if bounds[-1] > lengths.sum():
+            bounds = np.array(_with_padding(lengths[:, 0].tolist(), bounds.tolist()))
+        offsets = None
+        if not rule.in_row:
+            offsets = new_tensor(bounds.shape, torch.int32).copy_(torch.from_numpy(bounds))
+            offsets = offsets.to(device)
+        return cls(shapes=lengths, rule=rule, bounds=bounds, offsets=offsets)
+
+    @property
+    def total(self) -> int:
+        """The length of the tensor."""
+        return int(self.bounds[-1])
 
     @property
     def starts(self) -> IntArray:
         """The position of each sample's first element, `(n,)`."""
-        rooms = _rounded_up(self.shapes[:, 0], self.rule.multiple)
+        rooms: IntArray = _rounded_up(self.shapes[:, 0], self.rule.multiple)
         return rooms.cumsum() - rooms
 
     @property
@@ -212,23 +227,6 @@ class JoinedLayout(Layout):
         lengths = self.shapes[:, 0]
         shifts = self.starts - (lengths.cumsum() - lengths)
         return np.arange(int(lengths.sum())) + np.repeat(shifts, lengths)
-
-    def bounds(self) -> list[int]:
-        """0 and the end of each segment: a sample, or padding.
-
-        Padding is in segments of its own, none longer than the longest sample: so it costs no more
-        than samples of its size do, and its positions are ones that the model has.
-        """
-        lengths = self.shapes[:, 0].tolist()
-        if sum(lengths) == self.total:
-            return [0, *self.shapes[:, 0].cumsum().tolist()]
-        bounds = [0]
-        longest = max(*lengths, 1)
-        for length, stop in zip(lengths, [*self.starts[1:].tolist(), self.total], strict=True):
-            bounds.append(bounds[-1] + length)
-            bounds += range(bounds[-1] + longest, stop, longest)
-            bounds += [stop] if bounds[-1] < stop else []
-        return bounds
 
     @property
     def nbytes(self) -> int:
@@ -270,7 +268,18 @@ class JoinedLayout(Layout):
         return field.shape[: len(shape)] == shape
 
 
-def _rounded_up(lengths: IntArray, multiple: int) -> IntArray:
+def _with_padding(lengths: list[int], bounds: list[int]) -> list[int]:
+    """The bounds of samples and of padding, from those of the samples' rooms."""
+    found = [0]
+    longest = max(*lengths, 1)
+    for length, (start, stop) in zip(lengths, pairwise(bounds), strict=True):
+        found.append(start + length)
+        found += range(found[-1] + longest, stop, longest)
+        found += [stop] if found[-1] < stop else []
+    return found
+
+
+def _rounded_up(lengths: Any, multiple: int) -> Any:
     return lengths if multiple == 1 else -(-lengths // multiple) * multiple
 
 
@@ -334,6 +343,11 @@ class PaddedLayout(Layout):
     def lengths(self) -> IntArray:
         """See `Layout.lengths`."""
         return self.shapes[:, list(self.length_axes)]
+
+    @property
+    def ragged_axes(self) -> int:
+        """See `Layout.ragged_axes`."""
+        return len(self.length_axes)
 
     def place(self, i: int) -> tuple[int | slice, ...]:
         """The index of sample `i` in the field's tensor."""

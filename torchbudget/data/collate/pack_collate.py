@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +87,8 @@ class PackCollate(FieldCollate):
     position_ids_start: int = 0
     causal_labels: bool = True
 
+    _row: RowRule = field(default=RowRule(), init=False, repr=False)
+
     _ragged: ClassVar[str] = "joined"
 
     def __post_init__(self) -> None:
@@ -99,8 +101,14 @@ class PackCollate(FieldCollate):
         object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
         total_multiple = getattr(self.total_multiple, "total_multiple", self.total_multiple)
         object.__setattr__(self, "total_multiple", at_least_one("total_multiple", total_multiple))
-        optional("total", self.total)
-        natural("position_ids_start", self.position_ids_start)
+        row = RowRule(
+            multiple=size_multiple_of(self.size_multiple),
+            total=optional("total", self.total),
+            total_multiple=self.total_multiple,
+            in_row=self.layout is not None,
+            first_position=natural("position_ids_start", self.position_ids_start),
+        )
+        object.__setattr__(self, "_row", row)
         if self.layout is None and (self.position_ids_start, self.causal_labels) != (0, True):
             raise OptionError(
                 'position_ids_start and causal_labels are options of layout="transformers"'
@@ -119,13 +127,4 @@ class PackCollate(FieldCollate):
         if kind == "padded":
             ndim = column.shapes.shape[1]
             return pad(column, PaddingRule(value, 0.0, (1,) * ndim, (0,)), shared)
-        if is_own:
-            return join(column, RowRule(), value, shared)
-        rule = RowRule(
-            multiple=size_multiple_of(self.size_multiple),
-            total=self.total,
-            total_multiple=self.total_multiple,
-            in_row=self.layout is not None,
-            first_position=self.position_ids_start,
-        )
-        return join(column, rule, value, shared)
+        return join(column, RowRule() if is_own else self._row, value, shared)

@@ -55,11 +55,8 @@ class TransformersBatch(PackedMapping):
         positions: Tensor = self.data["position_ids"][0]
         return positions
 
-    def _bounds(self) -> list[int]:
-        if self._arrangement is None:
-            bounds: list[int] = self.cu_seqlens.tolist()
-            return bounds
-        return super()._bounds()
+    def _bounds(self) -> IntArray:
+        return self.cu_seqlens.cpu().numpy() if self._arrangement is None else super()._bounds()
 
     def _structured(self, values: Iterable[Any]) -> dict[str, Any]:
         named = zip(self._known.entries, values, strict=True)
@@ -145,7 +142,7 @@ def _causal(fields: dict[str, Tensor], layout: Layout | None) -> Tensor:
 def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
     """The fields of a row, and the ends of its segments as a model takes them."""
     layout: Any = arrangement.layout_of((IDS,))
-    bounds = np.asarray(layout.bounds(), dtype=np.int64)
+    bounds = layout.bounds
     lengths = np.diff(bounds)
     device = fields[IDS].device
     segments = np.repeat(np.arange(len(lengths)), lengths)
