@@ -233,7 +233,7 @@ class PackedCost(_Quadratic, AdditiveCost):
     @property
     def _whole_unit(self) -> int:
         unit: Any = self.unit_bytes
-        return math.ceil(unit)
+        return int(np.ceil(unit))
 
     def padded_totals(self, totals: IntArray) -> IntArray:
         """See `AdditiveCost.padded_totals`."""
@@ -274,8 +274,8 @@ class PackedCost(_Quadratic, AdditiveCost):
             return most
         size, budget = np.asarray(padded_size), np.asarray(budget_bytes)
         # Samples whose padding is not counted are too many by at most one multiple of units.
-        low = np.maximum(most - -(-self.total_multiple // np.maximum(size, 1)), 0)
-        high = np.where(most == MAX_BYTES, low, most)
+        high = np.where(most == MAX_BYTES, 0, most)
+        low = np.maximum(high - -(-self.total_multiple // np.maximum(size, 1)), 0)
         while (low < high).any():
             middle = (low + high + 1) // 2
             fits = self.batch_bytes(middle, size) <= budget
