@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._pytree import (
     GetAttrKey,
     register_pytree_node,
+    tree_flatten,
     tree_leaves,
-    tree_leaves_with_path,
     tree_map,
     tree_map_only,
 )
@@ -37,12 +37,12 @@ from torchbudget.data.collate.columns import (
     BoolArray,
     FieldPath,
     find_path,
+    path_of,
     put_together,
 )
 from torchbudget.data.collate.layouts import JoinedLayout, Layout, PaddedLayout, own_padding
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.machine.cuda import may_return_early
-from torchbudget.protocols import SplittableBatch
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -233,15 +233,12 @@ class Batch:
         Args:
             field: a name or a position; a tuple of those where samples are nested.
         """
-        known = self._known
-        for path, _, present in known.entries:
-            if path == (field if isinstance(field, tuple) else (field,)):
-                return (
-                    torch.ones(known.num_samples, dtype=torch.bool)
-                    if present is None
-                    else (torch.from_numpy(present.copy()))
-                )
-        return torch.zeros(known.num_samples, dtype=torch.bool)
+        path = path_of(field)
+        for own, _, present in self._known.entries:
+            if own == path and present is not None:
+                return torch.from_numpy(present.copy())
+        has = any(own == path for own, _, _ in self._known.entries)
+        return torch.full((self.num_samples,), has)
 
     @property
     def _known(self) -> Arrangement:
@@ -404,13 +401,9 @@ class Batch:
     def __repr__(self) -> str:
         known = self._arrangement
         samples = "rebuilt" if known is None else f"num_samples={known.num_samples}"
-        is_list = partial(_is, list)
-        fields = str(tree_map(_shown, self.data, is_leaf=is_list)).replace("'", "")
+        shown = tree_map(_shown, self.data, is_leaf=lambda value: isinstance(value, list))
+        fields = str(shown).replace("'", "")
         return f"{type(self).__name__}({samples}, {fields})"
-
-
-def _is(kind: type, value: Any) -> bool:
-    return isinstance(value, kind)
 
 
 def _shown(field: Any) -> str:
@@ -434,12 +427,6 @@ def _unflatten(
 ) -> BatchT:
     [data] = children
     return kind(data, None if arrangement is None else arrangement.of(data))
-
-
-if TYPE_CHECKING:
-    # Training splits batches by this protocol, without importing them: mypy checks that it fits.
-    def _splittable(batch: Batch) -> SplittableBatch:
-        return batch
 
 
 class MappingView(Batch, Mapping[Any, Any]):
@@ -506,12 +493,10 @@ def _accept(batch: Batch, given: Any) -> None:
     Raises:
         TypeError: something else was given, since a batch cannot be changed.
     """
-    ours, theirs = (tree_leaves_with_path(tree) for tree in (batch.data, given))
-    pairs = zip(ours, theirs, strict=False)
-    same = [path == other and _is_same(mine, leaf) for (path, mine), (other, leaf) in pairs]
-    if len(ours) != len(theirs) or not all(same):
+    (ours, structure), (theirs, other) = tree_flatten(batch.data), tree_flatten(given)
+    if structure != other or not all(map(_is_same, ours, theirs)):
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
-    if any(mine is not leaf for (_, mine), (_, leaf) in zip(ours, theirs, strict=True)):
+    if any(mine is not leaf for mine, leaf in zip(ours, theirs, strict=True)):
         batch._data = given
         vars(batch).update(vars(batch.pin_memory()))  # its layouts' tensors, too
 

@@ -315,18 +315,12 @@ class Column(NamedTuple):
     flat: Tensor | None = None
 
     def each(self) -> Sequence[Tensor] | Sequence[npt.NDArray[Any]]:
-        """The value of each sample, as tensors or as NumPy arrays.
-
-        Raises:
-            CollateError: a tensor is not dense, or not on the device of the first.
-        """
+        """The value of each sample, as tensors or as NumPy arrays."""
         if self.flat is not None:
             if self.shapes.shape[1] == 0:
                 return self.flat.unbind()
             return torch.split(self.flat, self.shapes[:, 0].tolist())
         assert self.values is not None  # noqa: S101  (a column has one of the two)
-        if isinstance(self.values[0], Tensor):
-            _check_dense(self.field, self.values)  # type: ignore[arg-type]  # all are like the first
         return self.values
 
     def join(self, out: Tensor | None = None) -> Tensor:
@@ -337,9 +331,6 @@ class Column(NamedTuple):
         Args:
             out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, the result
                 may share memory with the samples: do not write to it.
-
-        Raises:
-            CollateError: a tensor is not dense, or not on the device of the first.
         """
         if self.flat is not None:
             return self.flat if out is None else out.copy_(self.flat)
@@ -351,14 +342,7 @@ class Column(NamedTuple):
                 return torch.from_numpy(join(values))
             join(values, out=out.numpy())
             return out
-        try:
-            joined = (torch.stack if stacked else torch.cat)(values, out=out)
-        except RuntimeError:
-            _check_dense(self.field, values)
-            raise
-        if joined.layout is not torch.strided:  # sparse ones make a sparse one
-            _check_dense(self.field, values)
-        return joined
+        return (torch.stack if stacked else torch.cat)(values, out=out)
 
 
 def read_column(field: Field, list_dtype: torch.dtype | None = None) -> Column:
@@ -393,19 +377,19 @@ def _shapes(field: Field, shapes: Sequence[tuple[int, ...]]) -> IntArray:
 
 
 def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
-    # For short samples a check takes as long as the copy. So only what torch.cat would accept
-    # wrongly is checked here; Column.join explains what torch.cat refuses.
     if len({t.dtype for t in values}) > 1:
         field.fail_at_odd_one([t.dtype for t in values], "dtype {}".format)
-    try:
-        shapes = [t.shape for t in values]
-    except RuntimeError:
-        _check_dense(field, values)
-        raise
-    return Column(field, _shapes(field, shapes), values[0].dtype, values[0].device, values)
+    shapes = _shapes(field, [t.shape for t in values])
+    return Column(field, shapes, values[0].dtype, values[0].device, values)
 
 
-def _check_dense(field: Field, values: Sequence[Tensor]) -> None:
+def check_dense(field: Field) -> None:
+    """Raise a `CollateError` if a tensor is not dense, or not on the device of the first.
+
+    For short samples a check takes as long as the copy. So torch refuses such tensors, and this
+    explains it.
+    """
+    values = field.values if field.kind == "tensor" else ()
     for index, tensor in enumerate(values):
         if tensor.is_nested:
             field.fail(index, "a dense tensor", "a nested one")

@@ -15,6 +15,7 @@ from torchbudget.data.collate.columns import (
     Column,
     Field,
     FieldPath,
+    check_dense,
     find_path,
     key_of,
     path_of,
@@ -81,8 +82,13 @@ class FieldCollate:
         structure, fields = take_apart(samples, listed, optional)
         self._check_names([*(one.path for one in fields), *optional])
         shared: dict[Any, Any] = {}
-        with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
-            written = [self._write(one, rules.get(one.path), shared) for one in fields]
+        try:
+            with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+                written = [self._write(one, rules.get(one.path), shared) for one in fields]
+        except (RuntimeError, TypeError):
+            for one in fields:
+                check_dense(one)
+            raise
         entries = tuple(
             Entry(one.path, layout, one.present)
             for one, (_, layout) in zip(fields, written, strict=True)
