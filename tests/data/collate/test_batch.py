@@ -107,7 +107,9 @@ class TestReading:
 
     @collates
     def test_measured_by_another_field(self, collate: Any) -> None:
-        named = replace(collate, fields={"b": "padded" if isinstance(collate, PadCollate) else "joined"})
+        named = replace(
+            collate, fields={"b": "padded" if isinstance(collate, PadCollate) else "joined"}
+        )
         batch = named([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
         assert batch.num_tokens == 1
         other = batch.measured_by("b")

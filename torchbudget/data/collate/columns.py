@@ -80,7 +80,8 @@ class Field(NamedTuple):
         value searched for.
         """
         index = next(i for i, key in enumerate(keys) if key != keys[0])
-        expected = f"{describe(keys[0])} as in sample {self._place(0)}"
+        first = 0 if self.present is None else int(self.present.argmax())
+        expected = f"{describe(keys[0])} as in sample {first}"
         self.fail(index, expected, describe(keys[index]))
 
     def _place(self, index: int) -> int:

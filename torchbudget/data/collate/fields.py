@@ -57,7 +57,8 @@ class FieldCollate:
             object.__setattr__(self, option, kept)
 
     def _readers(self) -> dict[str, Callable[[Any], Any]]:
-        return {"fields": _read_rule, "dtype": _read_dtype, **self._per_field}
+        rules = {} if self.fields is None else {"fields": _read_rule}
+        return {**rules, "dtype": _read_dtype, **self._per_field}
 
     def of_sized_field(self: CollateT, name: Any | None) -> CollateT:
         """The same collate for samples whose sizes are those of a field, as a stream's are."""
@@ -190,9 +191,7 @@ def sized_by(
     return collate_fn if of_sized_field is None else of_sized_field(name)
 
 
-def _read_rule(rule: Any) -> tuple[str, ...] | None:
-    if rule is None:  # no field has one
-        return None
+def _read_rule(rule: Any) -> tuple[str, ...]:
     words = rule if isinstance(rule, tuple) else (rule,)
     layouts = [word for word in words if word in RULES]
     if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
