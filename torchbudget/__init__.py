@@ -13,10 +13,9 @@ from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost
 from torchbudget.data.cache.sample_cache import SampleCache
+from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.pack_collate import PackCollate
-from torchbudget.data.collate.packed_batch import PackedBatch
 from torchbudget.data.collate.pad_collate import PadCollate
-from torchbudget.data.collate.padded_batch import PaddedBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
