@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchbudget.data.padded_sizes import PaddedSizes
 from torchbudget.data.run import Run
 from torchbudget.data.same_on_ranks import check_same_samples
+from torchbudget.data.size_check import SizeCheck
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import host_group, is_distributed, keep
 from torchbudget.errors import OptionError, StateError
+from torchbudget.plan.grouping import ByCost
 
 if TYPE_CHECKING:
     from torchbudget.data.stream.dataset import BudgetedIterableDataset
@@ -97,7 +99,11 @@ class StreamRun(Run[StreamState]):
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
         self._stream, self._loader, self._settings = stream, loader, stream._settings
-        self._sizes = PaddedSizes(self._settings.size_multiple)
+        grouping = self._settings.grouping
+        packed = isinstance(grouping, ByCost) and grouping.rules.packing is not None
+        self._check = SizeCheck(
+            size_multiple=self._settings.size_multiple, packed=packed, sizes=None
+        )
         self._compared, self._has_ended = self._settings.ranks == 1, False
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -136,8 +142,8 @@ class StreamRun(Run[StreamState]):
             self._compared = True
         padded_size, number = came.planned
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
-        if padded_size is not None and self._settings.collate_fn is not list:
-            self._sizes.compare(batch, padded_size, number)
+        if padded_size is not None:
+            self._check.compare(batch, padded_size, np.arange(number))
         place = self.last.moved(came.worker, came.cursor)
         return place.following(self._settings.batches_per_epoch), batch
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from torchbudget.data.map_style import MapStyle
+from torchbudget.protocols import MapStyle
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.reader import Reader, Shuffled
