@@ -67,10 +67,3 @@ def test_endless_draws_seek() -> None:
     assert list(other) == whole[33:]
 
 
-def test_nothing_to_draw() -> None:
-    with pytest.raises(OptionError, match="empty"):
-        sample_forever([])
-    with pytest.raises(OptionError, match="one weight per sample"):
-        sample_forever("ab", weights=[1])
-    with pytest.raises(OptionError, match="numbers"):
-        sample_forever("ab", weights=["x", "y"])

@@ -17,11 +17,6 @@ import torch
 from torchbudget.data.stream.sample_bytes import held_bytes, without_rest
 
 
-class Slotted:
-    __slots__ = ("array",)
-
-    def __init__(self) -> None:
-        self.array = np.zeros(100_000)
 
 
 class Picture:
@@ -33,10 +28,6 @@ class Picture:
         return ("R", "G", "B")
 
 
-def jagged(rows: list[torch.Tensor], noted: object = None) -> torch.Tensor:
-    tensor = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    tensor.noted = noted
-    return tensor
 
 
 LARGE = np.zeros(10**6)
@@ -86,9 +77,3 @@ def test_a_crop_is_copied_from_what_is_much_larger() -> None:
         assert held_bytes(without_rest({"most": whole[:900_000]})[0]) > 3_900_000
 
 
-def test_a_copied_crop_has_what_was_noted_on_it() -> None:
-    crop: Any = torch.zeros(100_000)[5:8]
-    crop.note = "left"
-    copied, nbytes = without_rest(crop)
-    assert nbytes < 1000
-    assert copied.note == "left"

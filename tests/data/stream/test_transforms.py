@@ -119,31 +119,8 @@ def test_one_sample_is_not_several(sample: Any) -> None:
         draws(transforms.expand(lambda _: sample), 3)
 
 
-def nothing(value: int) -> bool:
-    return False
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"transforms": [transforms.keep_if(nothing)]},
-        {"transforms": [transforms.apply_at(0, double)], "on_error": "skip"},
-        {"size": int, "oversize": "skip"},
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_an_epoch_without_any_sample_left_is_no_epoch(
-    options: dict[str, Any], workers: int
-) -> None:
-    """An error, but where other workers may have some."""
-    options = {"size": always_one, "window": 50} | options
-    stream = BudgetedIterableDataset(range(100, 200), TOKENS, 99, collate_fn=list, **options)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    if workers == 2:
-        assert list(loader) == []
-        return
-    with pytest.raises(SampleError, match="none of the items that were read became a sample"):
-        list(loader)
 
 
 def test_zip_apply_wants_one_function_for_each_field() -> None:

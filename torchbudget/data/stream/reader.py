@@ -178,9 +178,10 @@ class Reader:
         """
         saved = cursor.source
         if self._source is not None and saved is not None:
-            self._source.load_state_dict(copy.deepcopy(saved["source"]))
             self._read, self.state, self.sought = saved["position"], saved, True
-            self._ahead = self._some(1)
+            with suppress(Exception):  # of the source: its state is not right, either
+                self._source.load_state_dict(copy.deepcopy(saved["source"]))
+                self._ahead = self._some(1)
             if [*map(_fingerprint, self._ahead)] != ([saved["item"]] if "item" in saved else []):
                 raise StateMismatchError("the source does not go where its state says")
         self.skip_to(cursor.checked)
