@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
-from tests.support.resuming import check_every_stop
 from tests.support.streams import (
     TOKENS,
     Numbered,
-    SplitsItself,
-    always_one,
     numbers,
     same,
     size_of,
-    with_parts,
     workers_of,
 )
-from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
-from torchbudget.errors import SampleError, SizesError, StateError
+from torchbudget import BudgetedIterableDataset, StateMismatchError
+from torchbudget.errors import SampleError, StateError
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
-
-
-
-
 
 
 def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
@@ -40,12 +31,6 @@ def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
     )
 
 
-
-
-
-
-
-
 def test_a_source_that_became_shorter() -> None:
     longer = make()
     list(islice(longer, 20))
@@ -53,8 +38,6 @@ def test_a_source_that_became_shorter() -> None:
     stream.load_state_dict(longer.state_dict())
     with pytest.raises(StateMismatchError, match="which has 20"):
         list(stream)
-
-
 
 
 def test_two_iterations_at_a_time() -> None:
@@ -67,8 +50,6 @@ def test_two_iterations_at_a_time() -> None:
         next(iter(stream))
         stream.set_epoch(3)
     assert threading.active_count() == before
-
-
 
 
 def test_passes_that_ranks_cannot_share_are_joined() -> None:
@@ -117,10 +98,6 @@ def test_an_epoch_without_any_sample_is_no_epoch(of: Any, options: dict[str, int
         list(make([[], []]))
 
 
-
-
-
-
 @pytest.mark.parametrize(
     "changed", [{"look_ahead": 9000}, {"drop_last": True}, {"oversize": "skip"}, {"budget": 500}]
 )
@@ -136,43 +113,10 @@ def test_other_rules_within_a_window_are_refused(changed: dict[str, Any]) -> Non
         iter(stream)
 
 
-
-
-
-
-
-
-READINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "size": ({}, {"size": by_number}),
-    "another transform": (
-        {"transforms": [transforms.keep_if(early)]},
-        {"transforms": [transforms.keep_if(lambda sample: sample[0] % 64 < 40)]},
-    ),
-    "one more transform": ({}, {"transforms": [transforms.keep_if(early)]}),
-    "a predicate": ({"cost": few, "budget": None}, {"cost": more, "budget": None}),
-}
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize("bad", [{}, None, 5, {"workers": []}])
 def test_what_is_no_state(bad: Any) -> None:
     with pytest.raises(StateError, match="state_dict"):
         make().load_state_dict(bad)
-
-
-
-
 
 
 def test_an_error_does_not_end_the_epoch() -> None:

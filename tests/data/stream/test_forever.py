@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from tests.support.streams import workers_of
 from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost
-from torchbudget.errors import OptionError
 from torchbudget.readers import sample_forever
 
 TOKENS = PaddedCost(unit_bytes=1)
@@ -65,5 +64,3 @@ def test_endless_draws_seek() -> None:
     assert begun == whole[:33]
     other.load_state_dict(state)
     assert list(other) == whole[33:]
-
-

@@ -5,18 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from numpy.random import mtrand
 from torch.utils.data import get_worker_info
 
-from tests.support.ranks import run_ranks
 from tests.support.resuming import check_every_stop
 from tests.support.streams import (
     TOKENS,
@@ -27,7 +22,6 @@ from tests.support.streams import (
     processes_of,
     same,
     size_of,
-    tracked_loop,
 )
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.errors import OptionError, UnevenRanksError
@@ -103,16 +97,6 @@ def test_ranks_see_the_same_samples(draw: str, kind: str, look_ahead: int | None
     assert len({len(worker) for worker in found[::2]}) == 1
 
 
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize("source", [None, "map"])
 @pytest.mark.parametrize("look_ahead", [None, 20_000])
 def test_the_process_keeps_its_own_numbers(source: Any, look_ahead: int | None) -> None:
@@ -183,8 +167,6 @@ def test_a_source_that_shuffles_itself(draw: str, transform: Any, look_ahead: in
     check_every_stop(partial(stream_of, transform, Shuffles(draw), look_ahead=look_ahead), every=5)
 
 
-
-
 # ---------------------------------------------------------------------- threads
 
 
@@ -199,14 +181,6 @@ def test_threads_refuse_global_generators(draw: str, workers: int) -> None:
         pytest.raises(OptionError, match=rf"generator of {name}.*transforms\.rng\(\)"),
     ):
         list(loader_of(stream, workers))
-
-
-
-
-
-
-
-
 
 
 def worker_seen(sample: Any) -> Any:

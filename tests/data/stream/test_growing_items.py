@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 import pytest
 
-from tests.support.streams import TOKENS, OneProcess
+from tests.support.streams import TOKENS
 from torchbudget import BudgetedIterableDataset
-from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import SampleError
 
 LARGE = 50_000
@@ -58,12 +55,6 @@ def test_what_was_small_may_be_large_in_a_moment(options: dict[str, Any], ranks:
     assert sum(batches) == 800 if ranks == 1 else 100 < sum(batches) < 700
     waiting = 2 * 4 * LARGE if ranks == 2 else 0  # the last round, of micro-batches of four
     assert source.most <= 1.2 * LOOK_AHEAD + LARGE + waiting
-
-
-
-
-
-
 
 
 def test_a_transform_that_fails_in_threads_is_told_soon() -> None:

@@ -44,8 +44,6 @@ def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
 # ---------------------------------------------------------------------- datasets
 
 
-
-
 KINDS = ("plain", "mapped", "filtered", "batched", "concatenated", "shuffled")
 SEEKS = frozenset(KINDS) - {"shuffled"}
 
@@ -71,8 +69,6 @@ def hugging_face(kind: str) -> Any:
 
 def all_of_them(row: Any) -> bool:
     return "n" in row
-
-
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -129,10 +125,6 @@ def test_a_loop_within_another_one_over_a_datasets_stream(kind: str) -> None:
     assert begun + list(outer) == begun + list(resumed) == whole
 
 
-
-
-
-
 def test_a_datasets_stream_that_is_split_by_node() -> None:
     """Each rank has its own part, so that their numbers of batches differ."""
     distributed = pytest.importorskip("datasets.distributed")
@@ -144,12 +136,6 @@ def test_a_datasets_stream_that_is_split_by_node() -> None:
         stream = stream_of(mine, num_replicas=2, rank=rank, uneven=True)
         found += numbers(DataLoader(stream, batch_size=None, num_workers=2))
     assert sorted(found) == list(range(N))
-
-
-
-
-
-
 
 
 # ---------------------------------------------------------------------- webdataset
@@ -173,8 +159,6 @@ def pipeline(tars: list[str], **options: Any) -> Any:
     import webdataset
 
     return webdataset.WebDataset(tars, **({"shardshuffle": False} | options)).decode().map(named)
-
-
 
 
 def test_webdataset_pipelines_of_two_ranks(
@@ -237,8 +221,6 @@ def test_what_splits_itself_goes_on_in_a_plain_loader(
     check_every_stop(make, loop=partial(tracked_loop, workers=workers), every=15, file=as_pickle)
 
 
-
-
 def test_stages_of_webdataset_that_count_their_passes_begin_with_the_streams_epoch(
     tars: list[str],
 ) -> None:
@@ -293,5 +275,3 @@ def test_ray_data_is_not_read_twice(ray_data: Any) -> None:
         list(loader)
     with pytest.raises(OptionError, match=r"streaming_split\(2\)"):
         list(stream_of(ray_data, num_replicas=2, rank=0, uneven=True))
-
-

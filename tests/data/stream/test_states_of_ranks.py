@@ -10,8 +10,6 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from tests.support.tracked_streams import make
 from torchbudget import BudgetedIterableDataset, StateMismatchError
-from torchbudget.data.stream.cursor import StreamCursor, StreamState
-from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import StateError
 
 
@@ -46,5 +44,3 @@ def test_a_checkpoint_of_all_ranks_takes_no_position_apart() -> None:
         paths: list[Any] = []
         traverse_state_dict(stream.state_dict(), lambda path, _, to=paths: to.append(path))
         assert max(map(len, paths)) == 1
-
-

@@ -169,8 +169,6 @@ def test_other_numbers_of_workers_and_ranks_go_on(
         assert numbers(begun + rest) == list(range(n))
 
 
-
-
 def test_epochs_differ_and_repeat() -> None:
     sizes = np.random.default_rng(0).integers(1, 30, 300)
     stream = BudgetedIterableDataset(
@@ -184,8 +182,6 @@ def test_epochs_differ_and_repeat() -> None:
     assert numbers(second) == numbers(first)
     stream.set_epoch(0)
     assert list(stream) == first
-
-
 
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
@@ -202,8 +198,6 @@ def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
         if found is None:
             return
         assert found == batches
-
-
 
 
 def test_drop_last_leaves_only_what_is_full() -> None:
@@ -249,8 +243,6 @@ def test_a_predicate_instead_of_a_cost() -> None:
         batches = [list(one) for [one] in processes_of(partial(stream, ranks), 1)]
         assert numbers([b for rank in batches for b in rank]) == list(range(7))
         assert len(set(map(len, batches))) == 1
-
-
 
 
 def test_oversize() -> None:
@@ -329,8 +321,6 @@ def test_what_cannot_hold_is_refused_at_once(case: str) -> None:
     arguments = {"cost": TOKENS, "budget": 10} | options
     with pytest.raises(error, match=text):
         BudgetedIterableDataset(source, **arguments)
-
-
 
 
 def test_states_of_other_streams_are_refused() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
@@ -22,10 +19,9 @@ from tests.support.streams import (
     same,
     size_of,
     tracked_loop,
-    workers_of,
 )
-from tests.support.tracked_streams import SIZES, begun_at, make, samples_of
-from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
+from tests.support.tracked_streams import SIZES, begun_at, make
+from torchbudget import BudgetedIterableDataset, StateMismatchError
 from torchbudget.errors import OptionError, StateError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -43,10 +39,6 @@ def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
     assert whole == list(loader_of(make(kind), workers))
     for done in range(1, len(whole) - 3, 16):
         assert in_parts(partial(make, kind), [done, 3], loop=loop) == whole
-
-
-
-
 
 
 class Foreign:
@@ -115,16 +107,6 @@ def test_workers_that_persist(workers: int) -> None:
         assert running.state_dict()["epoch"] == epoch + 1
 
 
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_state_of_one_rank_is_that_of_all(rank: int) -> None:
     """Ranks that plan from one source stand in one place."""
@@ -153,14 +135,10 @@ def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
     assert stream.state_dict()["epoch"] == 1
 
 
-
-
 def test_another_number_of_workers() -> None:
     _, stream = begun_at(1)
     with pytest.raises(StateMismatchError, match="num_workers=2"):
         list(loader_of(stream, 3))
-
-
 
 
 def test_a_plain_loop_over_tracked_workers() -> None:
@@ -184,15 +162,7 @@ def test_other_loaders() -> None:
         stream.tracked(stateful(stream, batch_size=None))
 
 
-
-
 # ---------------------------------------------------------------------- windows
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize("taken", [1, 3, None])

@@ -60,10 +60,6 @@ def test_epochs_of_a_number_of_batches_go_on_from_any_batch(done: int, persisten
         assert sorted(found) == sorted(expected) if persistent else found == expected
 
 
-
-
-
-
 def test_new_workers_that_start_over_say_so() -> None:
     """They cannot know where those before them ended."""
     stream = make(batches_per_epoch=11)

@@ -18,8 +18,8 @@ from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.collate.fields import sized_by
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.frameworks import Caller
-from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.run import warn_of_discarded_state
+from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.cursor import Split, StreamCursor, StreamState, WorkerSlot, share_of
 from torchbudget.data.stream.epoch_reader import EpochReader, Standing, raising

@@ -192,7 +192,7 @@ class _Rounds:
         """
         try:
             yield from self._read(start)
-        except _OtherCuts:
+        except _OtherCutsError:
             if not self._settings.source.may_seek:
                 raise
         else:
@@ -229,7 +229,7 @@ class _Rounds:
             at = buffered.cursor
             checksum = crc32(cuts, buffered.checksum)
             if expected not in (None, checksum):
-                raise _OtherCuts(
+                raise _OtherCutsError(
                     f"the window at item {at.start} has other sizes, or is cut in other places, "
                     "than when the state was saved: the source, its transforms, size= or the "
                     "predicate changed, or the source gives other items each time; go on with "
@@ -292,7 +292,7 @@ class _Rounds:
         return np.array(rounds.stops).tobytes(), list(zip(batches, padded, strict=False))
 
 
-class _OtherCuts(StateMismatchError):
+class _OtherCutsError(StateMismatchError):
     """The samples that a state has begun are other ones: see `StateMismatchError`."""
 
 

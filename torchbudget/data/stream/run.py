@@ -1,4 +1,4 @@
-"""Loops over a `DataLoader` of a stream whose position is known, and loops that ranks end together."""
+"""Loops over a stream's `DataLoader` whose position is known, and loops that ranks end together."""
 
 from __future__ import annotations
 

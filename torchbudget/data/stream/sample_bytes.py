@@ -62,7 +62,7 @@ class KeptBytes:
         return sample, held
 
     def _count(self, sample: Any) -> tuple[int, set[int], set[int]]:
-        """Bytes that a sample adds; identities of parts of something larger, and of what may recur."""
+        """Bytes that a sample adds; identities of parts of something larger, of what may recur."""
         total, parts, shared = 0, set[int](), set[int]()
         # With the objects: some are made here, and others may get the identity of one that is gone.
         seen: dict[int, Any] = {}

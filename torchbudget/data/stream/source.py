@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from torchbudget.protocols import MapStyle
 from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.protocols import MapStyle
 
 
 class Source:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from torchbudget.data.sizes.sizes_of import check_first_axis_of
 from torchbudget.data.sizes.key import size_of, sizes_of_all
+from torchbudget.data.sizes.sizes_of import check_first_axis_of
 from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import (
     numbers_put_aside,
