@@ -214,9 +214,9 @@ class Windows:
             )
         if none_left and not self._endless:
             text = (
-                f"none of the items that worker {slot.worker} of {slot.workers} on rank "
-                f"{slot.rank} read became a sample: transforms dropped them, or they were "
-                "skipped; see skipped_samples, oversize= and on_error="
+                f"none of the items that were read by worker {slot.worker} of {slot.workers} on "
+                f"rank {slot.rank} became a sample: transforms dropped them, or they were skipped; "
+                "see skipped_samples, oversize= and on_error="
             )
             if parts == slot.workers == 1:
                 raise SampleError(text)
