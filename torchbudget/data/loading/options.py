@@ -298,7 +298,11 @@ def _too_small(needs: HostBytes, limits: HostLimits, is_stream: bool) -> BudgetE
 
 
 def _speeds(
-    sampler: MemoryBudgetBatchSampler, parts: LoaderParts, choice: _Choice, trial: Trial, seconds: float
+    sampler: MemoryBudgetBatchSampler,
+    parts: LoaderParts,
+    choice: _Choice,
+    trial: Trial,
+    seconds: float,
 ) -> dict[int, float]:
     """Samples a second of the numbers of workers that were timed."""
     return time_workers(

@@ -68,7 +68,9 @@ def loader_model(
     )
 
 
-def _by_plan(sampler: MemoryBudgetBatchSampler, parts: LoaderParts, seconds: float) -> tuple[Trial, InFlight]:
+def _by_plan(
+    sampler: MemoryBudgetBatchSampler, parts: LoaderParts, seconds: float
+) -> tuple[Trial, InFlight]:
     """A trial of batches that a plan decides, and what all of them need by it."""
     shapes = batch_shapes(sampler.plan, epoch=sampler.epoch, rank=sampler.rank)
     numbers = _to_try(shapes)
