@@ -635,8 +635,8 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     def _began(self) -> Cursor:
         if not hasattr(self, "iteration"):
             raise StateError(
-                "iter(loader) began no iteration of this sampler: a loader's own __iter__ must call "
-                "super().__iter__() at once, and not with its first batch, as a generator does"
+                "iter(loader) began no iteration of this sampler: a loader's own __iter__ must "
+                "call super().__iter__() at once, and not with its first batch, as a generator does"
             )
         return self.iteration.began
 
