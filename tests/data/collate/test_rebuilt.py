@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import (
     tree_flatten,
-    tree_flatten_with_path,
     tree_map,
     tree_map_only,
-    tree_unflatten,
 )
 
-from tests.support.sample_strategies import Pair, Samples, batches_of_samples, tensors_of
+from tests.support.sample_strategies import Pair, tensors_of
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PadCollate
 from torchbudget.errors import CollateError
@@ -97,7 +93,6 @@ class TestRebuilt:
         batch = rebuilt(collate(samples))
         assert "rebuilt" in repr(batch)
         assert batch.nbytes > 0
-        assert batch.more_than_planned((), 1) is None
         assert type(batch.to("meta")) is type(batch)
         for again in (copy.copy(batch), pickle.loads(pickle.dumps(batch))):  # noqa: S301  (our own)
             assert all(map(bitwise, tensors_of_fields(again), tensors_of_fields(batch)))
@@ -117,33 +112,6 @@ def tensors_of_fields(batch: Any) -> list[Tensor]:
 
 
 class TestTrees:
-    @given(batches_of_samples(same_trailing=True), st.booleans())
-    def test_mapping_keeps_the_samples(self, drawn: Samples, packed: bool) -> None:
-        """What a function makes of every field is at the places where the samples were."""
-        kind: Any = PackCollate if packed else PadCollate
-        batch = kind(length_field=drawn.length_field)(drawn.samples)
-        twice = tree_map_only(Tensor, lambda t: torch.stack([t, t], dim=-1), batch)
-        assert type(twice) is type(batch)
-        assert twice.num_samples == batch.num_samples
-        if any(isinstance(leaf, Tensor) for leaf in tree_flatten(batch)[0]):
-            assert twice.lengths.tolist() == batch.lengths.tolist()
-        for mine, other in zip(twice.samples(), batch.samples(), strict=True):
-            pairs = zip(tree_flatten(mine)[0], tree_flatten(other)[0], strict=True)
-            for a, b in pairs:
-                assert a == b if isinstance(b, str) else bitwise(a, torch.stack([b, b], dim=-1))
-
-    @collates
-    @pytest.mark.parametrize("samples", [dicts, tuples, [[1, 2], [3]]])
-    def test_flattening_and_back(self, collate: Any, samples: list[Any]) -> None:
-        batch = collate(samples)
-        leaves, structure = tree_flatten(batch)
-        again = tree_unflatten(leaves, structure)
-        assert all(
-            mine is other for mine, other in zip(tree_flatten(again)[0], leaves, strict=True)
-        )
-        assert again.lengths.tolist() == batch.lengths.tolist()
-        assert [leaf for _, leaf in tree_flatten_with_path(batch)[0]] == leaves
-
     @collates
     def test_two_batches_at_once(self, collate: Any) -> None:
         batch = collate([{"x": [1, 2]}, {"x": [3]}])
