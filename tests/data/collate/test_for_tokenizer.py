@@ -63,24 +63,19 @@ class TestDicts:
         assert bitwise(batch["attention_mask"].bool(), batch.mask)
         assert batch.lengths.tolist() == list(map(len, sources))
 
-    def test_their_own_mask_is_kept(self) -> None:
-        samples = [{"input_ids": [1, 2], "attention_mask": [0, 1]}]
-        batch = PadCollate.for_tokenizer(duck(), size_multiple=3)(samples)
-        assert batch["attention_mask"].tolist() == [[0, 0, 1]]
-
-    def test_a_model_without_a_mask_gets_none(self) -> None:
-        collate = PadCollate.for_tokenizer(duck(model_input_names=["ids"]))
-        batch = collate([{"ids": [1]}, {"ids": [2, 3]}])
-        assert dict(batch).keys() == {"ids"}
-        assert batch["ids"].tolist() == [[7, 1], [2, 3]]
-
-    def test_padding_that_is_a_token_too_is_masked_by_lengths(self) -> None:
-        """As where the padding token is the end of the text."""
-        batch = PadCollate.for_tokenizer(duck())([{"input_ids": [7, 7]}, {"input_ids": [7]}])
+    def test_the_mask_of_the_ids_is_added_where_the_model_takes_one(self) -> None:
+        """Of their lengths, whatever the padding token; a mask of the samples is kept."""
+        ids = [{"input_ids": [7, 7]}, {"input_ids": [7]}]
+        batch = PadCollate.for_tokenizer(duck())(ids)
         assert batch["attention_mask"].tolist() == [[1, 1], [0, 1]]
+        own = PadCollate.for_tokenizer(duck())([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
+        assert own["attention_mask"].tolist() == [[0, 1]]
+        assert set(PadCollate.for_tokenizer(duck(model_input_names=["input_ids"]))(ids)) == {
+            "input_ids"
+        }
 
     def test_the_mask_is_that_of_the_ids_whatever_sizes_are_of(self) -> None:
-        collate = PadCollate.for_tokenizer(duck(), length_field="labels").of_sized_field("labels")
+        collate = PadCollate.for_tokenizer(duck()).of_sized_field("labels")
         batch = collate(
             [{"input_ids": [1], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
         )
@@ -89,14 +84,6 @@ class TestDicts:
         assert PadCollate.for_tokenizer(duck()).of_sized_field(None)(
             [{"input_ids": [1], "labels": [1, 2]}]
         ).lengths.tolist() == [1]
-
-    def test_options_come_first(self) -> None:
-        collate = PadCollate.for_tokenizer(duck(), side="right", padding_value={"labels": -1})
-        batch = collate(
-            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1, 2]}]
-        )
-        assert batch["input_ids"][0].tolist() == [1, 7]
-        assert batch["labels"][0].tolist() == [1, -1]
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_fields_that_a_mapping_does_not_name_are_the_tokenizers(self, side: str) -> None:
@@ -147,15 +134,11 @@ class TestTuples:
         assert x.tolist() == [[1, 2], [7, 5]]
         assert y.tolist() == [[3, 4], [-100, 6]]
         assert batch.mask.tolist() == [[True, True], [False, True]]
-
-    def test_labels_may_be_of_the_whole_sample(self) -> None:
-        x, y = PadCollate.for_tokenizer(duck())([([1, 2], 0), ([5], 1)])
-        assert x.tolist() == [[1, 2], [7, 5]]
-        assert y.tolist() == [0, 1]
-
-    def test_inputs_may_be_a_dict(self) -> None:
+        x, y = PadCollate.for_tokenizer(duck())([([1, 2], 0), ([5], 1)])  # labels of whole samples
+        assert (x.tolist(), y.tolist()) == ([[1, 2], [7, 5]], [0, 1])
         inputs, y = PadCollate.for_tokenizer(duck())([({"input_ids": [1, 2]}, [3, 4])] * 2)
         assert inputs["input_ids"].shape == y.shape
+        assert PadCollate.for_tokenizer(duck())([[1, 2], [5]]).data.tolist() == [[1, 2], [7, 5]]
 
     def test_of_more_than_pairs_nothing_says_which_is_which(self) -> None:
         """Of ids, mask and labels the second would get -100, which masks nothing."""
@@ -181,10 +164,6 @@ class TestTuples:
             [Text([1, 1], [3, 4], [1, 2]), Text([1], [6], [5])]
         )
         assert [field[1].tolist() for field in batch] == [[0, 1], [-100, 6], [7, 5]]
-
-    def test_ids_alone(self) -> None:
-        batch = PadCollate.for_tokenizer(duck())([[1, 2], [5]])
-        assert batch.data.tolist() == [[1, 2], [7, 5]]
 
 
 class TestRefused:
