@@ -94,7 +94,7 @@ def test_a_field_of_lists_has_one_dtype_in_every_batch(collate: Any) -> None:
         ({"x": [1], "y": 1.0}, "sample 2 .*field 'y': expected an int .*got a float"),
         ({"x": [1], "y": [1]}, "sample 2 .*field 'y': expected an int .*got a list"),
         ({"x": [1], "y": 2**63}, "sample 2 .*field 'y': expected an int of 64 bits"),
-        ({"x": [2**63], "y": 1}, "sample 2 .*field 'x': expected a rectangular list of bools, 64-bit ints"),
+        ({"x": [2**63], "y": 1}, "sample 2 .*field 'x': .* list of bools, 64-bit ints"),
         ({"x": [2**63, -1], "y": 1}, "sample 2 .*field 'x': .*64-bit ints .*Overflow"),
         ({"x": [1, None], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
         ({"x": [1, "a"], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),

@@ -90,8 +90,8 @@ def test_it_is_every_sample_and_its_padding_in_segments_of_their_own(
 
 def test_fields_of_tokens_are_in_the_row_and_others_are_stacked() -> None:
     samples = [
-        {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([3, 4]), "w": [0.5, 1.0], "id": 7},
-        {"input_ids": torch.tensor([3]), "labels": torch.tensor([5]), "w": [2.0], "id": 8},
+        {"input_ids": [1, 2], "labels": torch.tensor([3, 4]), "w": [0.5, 1.0], "id": 7},
+        {"input_ids": [3], "labels": torch.tensor([5]), "w": [2.0], "id": 8},
     ]  # fmt: skip
     batch = collate(size_multiple=4)(
         [one | {"attention_mask": [1] * len(one["w"])} for one in samples]

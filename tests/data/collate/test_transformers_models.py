@@ -115,7 +115,7 @@ def test_flex_attention_with_the_batch_s_mask(kind: str, options: dict[str, Any]
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 20))
 def test_transformers_finds_the_segments(lengths: list[int], multiple: int, more: int) -> None:
-    """What it reads from `position_ids` is `seq_idx`, padding included; with a cache it does not."""
+    """It reads `seq_idx` from `position_ids`, padding included; with a cache it does not."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     total = sum(-(-length // multiple) * multiple for length in lengths) + more
