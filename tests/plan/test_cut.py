@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.support import oracles
 from tests.support.strategies import one_axis_sizes, problems, rules, several_axes_sizes
 from torchbudget import PaddedCost
-from torchbudget.plan.arrange import arrange, ascending
-from torchbudget.plan.cut import SortedWindows, TiledWindows
+from torchbudget.plan.cut import SortedWindows, TiledWindows, arrange, ascending
 from torchbudget.plan.rules import BatchRules
 
 TOKENS = PaddedCost(unit_bytes=1)

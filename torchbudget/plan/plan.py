@@ -11,8 +11,8 @@ import numpy as np
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cursor import BoolArray, Cursor
+from torchbudget.plan.cut import arrange
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.numbers import Allotment, spare_of
 from torchbudget.plan.report import PlanReport, plan_report
