@@ -201,16 +201,12 @@ def failing_together(gather: Callable[[object], list[Any]]) -> Iterator[None]:
             raise RankError(f"rank {rank} failed, see its traceback: {failure}")
 
 
-def largest_of_all_ranks(
-    ranks: int, margin: float, after: int, *, lost: bool
-) -> tuple[float, int, bool]:
-    """The largest margin and the latest window of any rank of the default group; a collective.
+def largest_of_all_ranks(ranks: int, *values: Any) -> list[Any]:
+    """The largest of each value over all ranks of the default group; a collective.
 
     Args:
         ranks: how many must be joined.
-        margin: this rank's, a share.
-        after: this rank's number of windows that were begun.
-        lost: whether its observations would be; whether any rank's are is returned, too.
+        values: of this rank, comparable and pickled.
 
     Raises:
         OptionError: the default process group does not join that many.
@@ -219,5 +215,21 @@ def largest_of_all_ranks(
         raise OptionError(
             f"the {ranks} ranks must agree on a margin, but torch.distributed does not join them"
         )
-    margins, windows, losses = zip(*gathered((margin, after, lost)), strict=True)
-    return max(margins), max(windows), max(losses)
+    return [max(column) for column in zip(*gathered(values), strict=True)]
+
+
+def gathered_of_all(value: T) -> list[T]:
+    """Return the value of each rank of the default group, once all have come; a collective.
+
+    Raises:
+        RankError: one did not come within the group's timeout; torch's message names it.
+    """
+    try:
+        group = host_group()
+        torch.distributed.monitored_barrier(group, timeout_of(group), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RankError(
+            "not all ranks came to share out samples: each must begin its loop over the same "
+            f"sampler or stream. Give num_replicas and rank to read on one alone. {error}"
+        ) from error
+    return gathered(value)

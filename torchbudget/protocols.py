@@ -105,6 +105,65 @@ class DealsToRanks(Protocol):
         ...
 
 
+@runtime_checkable
+class StepSource(Protocol):
+    """A source of micro-batches that plans how they make up optimizer steps.
+
+    `MemoryBudgetBatchSampler` is one; `GradAccumulator(…, steps=…)` takes any.
+    """
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Micro-batches of each step that was begun, on this rank, in the present iteration.
+
+        It grows while micro-batches are drawn. Each iteration has a sequence of its own.
+        """
+
+    def accumulates(self) -> bool:
+        """Whether steps of the coming epoch have several micro-batches."""
+
+
+@runtime_checkable
+class IndexSource(Protocol):
+    """A sampler that knows which samples each batch of an epoch has: see `predict`, `warm_up`."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share the epoch."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+
+    def unchanged(self) -> AbstractContextManager[object]:
+        """An iteration inside changes nothing for a loop around it."""
+
+    def check_dataset(self, dataset: Any, /) -> None:
+        """Raise an `OptionError` where a data set has not one sample for each size."""
+
+    def check_whole_epoch(self) -> None:
+        """Raise where the coming epoch has not every sample once."""
+
+    def extremes(self) -> dict[str, Any]:
+        """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""
+
+    def batch_bytes(self, indices: Any, /) -> int:
+        """Predicted bytes of a micro-batch of these samples."""
+
+
+class TrackedLoop(Protocol):
+    """A loop over a loader that knows its position: see `torchbudget.data.run.Run`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def __next__(self) -> Any: ...
+
+    def position(self, back: int = 0, /) -> dict[str, Any]:
+        """The position after the last batch, or that many batches before it."""
+
+    def close(self) -> None:
+        """End the loop."""
+
+
 class ResumableSource(ABC):
     """A sampler or stream that knows where it stands after each batch that came from it.
 
@@ -131,11 +190,8 @@ class ResumableSource(ABC):
         """Raise a `RankError` where ranks plan otherwise; for loops that do not find out."""
 
     @abstractmethod
-    def tracked(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of a loader; after each, `state_dict` is the position after it.
-
-        The loop over the loader begins with the call.
-        """
+    def tracked(self, loader: Any) -> TrackedLoop:
+        """Begin a loop over a loader; after each batch, `state_dict` is the position after it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

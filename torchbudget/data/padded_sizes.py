@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, strided
 
-from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.other_samples import OtherSamples, attention_mask_of
+from torchbudget.data.other_samples import attention_mask_of
 from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
-from torchbudget.plan.iterator import PlanIterator
-from torchbudget.plan.plan import Plan
 from torchbudget.warn import warn
 
 Path: TypeAlias = tuple[Any, ...]
@@ -153,53 +149,6 @@ class PaddedSizes:
             "sample",
             PaddedSizeWarning,
         )
-
-
-class PlannedLoop:
-    """One loop over a loader: what was planned for each of its batches, and what came.
-
-    Args:
-        plan: of the batches.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._sizes = PaddedSizes(plan.rules.size_multiple)
-        self._samples: OtherSamples | None = OtherSamples(
-            plan.sizes.values,
-            packed=plan.rules.packing is not None,
-            # In the data set's order a window begins with its longest samples.
-            least=0 if plan.order.shuffle else plan.window,
-        )
-        self._is_padded = plan.rules.packing is None
-        self._has_judged = False  # that the sizes are those of the samples that come
-        self._planned: deque[tuple[list[int], IntArray]] = deque()  # of batches on their way
-
-    def note(self, batches: PlanIterator) -> None:
-        """Note what is drawn from now on, on its way to the loader."""
-        batches.noted = self._planned
-
-    def compare(self, batch: Any) -> None:
-        """Look at the next batch that came."""
-        if not self._planned:
-            return
-        amounts, indices = self._planned.popleft()
-        own = _knows_padding(type(batch))  # type: ignore[arg-type]  # types are hashable
-        if own and self._has_judged and batch.has_at_most(min(amounts), len(indices)):
-            return  # at once, as nearly all
-        self._sizes.compare(batch, amounts if self._is_padded else (), len(indices))
-        if self._samples is not None:
-            self._warn(self._samples.compare(batch, indices, amounts))
-            self._has_judged = self._samples is None or self._samples.has_judged
-
-    def end(self) -> None:
-        """Judge by an epoch that is over."""
-        if self._samples is not None:
-            self._warn(self._samples.judge())
-
-    def _warn(self, found: str | None) -> None:
-        if found is not None:
-            self._samples = None  # once
-            warn(found, OtherSizesWarning)
 
 
 @lru_cache(maxsize=64)  # the check of a protocol takes as long as all the rest

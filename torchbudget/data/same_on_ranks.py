@@ -1,29 +1,16 @@
-"""Ranks that plan otherwise than others: they are refused, or agree on one cost and budget."""
+"""Checks that ranks which share samples plan by the same facts and read the same samples."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch.utils.data import get_worker_info
 
-from torchbudget.budget import MemoryBudget
-from torchbudget.cost.models.protocol import CostModel
-from torchbudget.distributed import (
-    AskedRanks,
-    failing_together,
-    gathered,
-    host_group,
-    is_distributed,
-    timeout_of,
-)
+from torchbudget.distributed import AskedRanks, gathered_of_all
 from torchbudget.errors import RankError
 from torchbudget.plan.fingerprint import MEANING
-
-T = TypeVar("T")
 
 
 def check_same_on_ranks(ranks: AskedRanks, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -77,47 +64,6 @@ def _may_compare() -> bool:
     return in_main_thread and get_worker_info() is None
 
 
-def agreed(
-    cost: T, budget: MemoryBudget | int | str, balance: CostModel | None
-) -> tuple[T, MemoryBudget, Any]:
-    """Rank 0's costs, and the smallest budget of any rank; a collective.
-
-    Raises:
-        RankError: another rank's budget or cost is none, or it does not come here within the
-            timeout of its process group.
-    """
-    if not is_distributed():
-        return cost, MemoryBudget.of(budget), balance
-    with failing_together(gathered_of_all):
-        mine = pickle.dumps((cost, balance, MemoryBudget.of(budget)))
-    sent = [pickle.loads(one) for one in gathered(mine)]  # noqa: S301  (of the same job)
-    costs, balances, budgets = zip(*sent, strict=True)
-    least = {
-        name: min(filter(None, (getattr(one, name) for one in budgets)), default=None)
-        for name in ("device", "host", "shared")
-    }
-    if torch.distributed.get_rank():
-        cost, balance = costs[0], balances[0]  # on rank 0 they stay what they are
-    return cost, MemoryBudget(**least), balance
-
-
-def gathered_of_all(value: T) -> list[T]:
-    """What each rank of the default group has passed, once all of them have come; a collective.
-
-    Raises:
-        RankError: one did not come within the group's timeout; torch's message names it.
-    """
-    try:
-        group = host_group()
-        torch.distributed.monitored_barrier(group, timeout_of(group), wait_all_ranks=True)
-    except RuntimeError as error:
-        raise RankError(
-            "not all ranks came to share out samples: each must begin its loop over the same "
-            f"sampler or stream. Give num_replicas and rank to read on one alone. {error}"
-        ) from error
-    return gathered(value)
-
-
 def _raise_difference(facts: list[dict[str, Any]]) -> None:
     names = dict.fromkeys(name for each in facts for name in each)
     found = []
@@ -130,7 +76,7 @@ def _raise_difference(facts: list[dict[str, Any]]) -> None:
     if found:
         raise RankError(
             "ranks would share out samples that differ, so that some would come twice and others "
-            f"never: {'; '.join(found)}. Make them the same on all ranks; with agree=True they "
-            "take the smallest budget and rank 0's cost. If they are to differ, say which part "
-            "each reads, by num_replicas and rank"
+            f"never: {'; '.join(found)}. Make them the same on all ranks: cost, budget = "
+            "agree(cost, budget) takes rank 0's cost and the smallest budget. If they are to "
+            "differ, say which part each reads, by num_replicas and rank"
         )

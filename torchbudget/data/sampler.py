@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+import copy
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 import numpy.typing as npt
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from torchbudget.budget import MemoryBudget
-from torchbudget.checks import check_flags, natural, optional
-from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.framework_loader import check_framework_loader
-from torchbudget.data.iterations import Iterations
-from torchbudget.data.loaded_state import warn_of_discarded_state, warn_of_other_numbers
-from torchbudget.data.padded_sizes import PlannedLoop
-from torchbudget.data.planned_sampler import PlannedSampler, window_of
-from torchbudget.data.same_on_ranks import agreed, check_same_on_ranks
-from torchbudget.data.sampler_loader import (
-    WorkersLoop,
-    check_end,
-    check_loader,
-    check_not_batched_again,
-)
+from torchbudget.checks import check_flags, is_number, natural, optional
+from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
+from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.data.frameworks import Caller
+from torchbudget.data.run import Run, warn_of_discarded_state
+from torchbudget.data.same_on_ranks import check_same_on_ranks
+from torchbudget.data.size_check import SizeCheck
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
-from torchbudget.plan.fingerprint import order_identity
-from torchbudget.plan.iterator import PlanIterator
-from torchbudget.plan.numbers import Numbers
+from torchbudget.plan.fingerprint import cost_fingerprint, order_identity
 from torchbudget.plan.order import Order, weights_of
 from torchbudget.plan.oversize import Oversize, skipped_samples
-from torchbudget.plan.plan import Plan
-from torchbudget.plan.replanned import margins_of, with_margin_of
+from torchbudget.plan.plan import MicroBatch, Plan, Window
+from torchbudget.plan.report import PlanReport
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
-from torchbudget.plan.step_source import StepSource
-from torchbudget.protocols import ResumableSource
+from torchbudget.protocols import IndexSource, ResumableSource, StepSource
 from torchbudget.units import Amount
 
 
-class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
+class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, IndexSource):
     """Batches of ragged samples that fit a budget of bytes and fill it.
 
     Windows of samples are chosen uniformly at random, sorted by size and cut into micro-batches,
@@ -60,8 +54,8 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             packed: the sum of their samples' costs fits).
         budget: a `MemoryBudget`, or the device's bytes as an int or text such as `"8GiB"`.
         samples_per_step: samples in one optimizer step, over all ranks. A window is then exactly
-            one step (the last one may be smaller, or larger by what cannot be dealt evenly alone),
-            and ranks are balanced by what they do in a step.
+            one step (the last one may be smaller, or larger by samples that cannot be dealt evenly
+            alone), and ranks are balanced by their sums over a step.
         window: samples that are chosen, sorted and cut together, over all ranks. Default:
             `samples_per_step`, else 4,096 for each rank, or as many as fill 32 micro-batches on
             each where that is more; but at most a quarter of a shuffled epoch, so that epochs
@@ -72,34 +66,26 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         seed: of all randomness. The order is a function of (seed, epoch, position) alone.
         drop_last: drop the incomplete last window if `samples_per_step` is set, else the last
             micro-batch that could still have taken a sample.
+        weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s;
+            copied. Samples are drawn with replacement, and `batches_per_epoch` is needed.
         max_batch_size: samples in a micro-batch at the most.
         batch_size_multiple: numbers of samples are multiples of it wherever that many fit, are
             left, and need no splitting to give every rank as many micro-batches.
         size_multiple: padded sizes are rounded up to a multiple of it (the collate's must be the
             same, of another library too; `tracked` warns).
+        limits: further caps, pairs of a cost model and an amount that no micro-batch exceeds, such
+            as `[(PaddedCost(unit_bytes=16), "64MiB")]` for two fields of int64 on the host.
+        oversize: the fate of a sample that alone is over the budget or a limit: `"raise"`, `"skip"`
+            (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
         balance: the cost model whose sums are made equal over the ranks of a step, such as the
             measured time of a step (`balance=cost.time`). Default: the cost itself.
-        oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
-            (counted, logged once) or `"alone"` (a micro-batch of its own, over the budget).
-        replacement: choose each position's sample independently.
-        weights: relative frequencies, shape `(N,)`, as `torch.utils.data.WeightedRandomSampler`'s;
-            copied.
-        num_samples: samples in an epoch. Default: all. Without replacement, more than all are
-            several passes.
-        batches_per_epoch: micro-batches of every epoch on each rank, for trainers that read `len`
-            once: by splitting, spread over the windows. `"auto"`: a number that hardly any epoch
-            exceeds. One that does raises before its first batch.
-        host_batch_bytes: the cost of a micro-batch on the host, and what it may not exceed, such as
-            `(PaddedCost(unit_bytes=16), "64MiB")` for two fields of int64. See `loader_options`.
-        micro_batches_per_step: micro-batches of every full step on each rank, for trainers that
-            accumulate a constant number, likewise; the last step, where it has fewer samples, has
-            at most as many.
+        batches_per_epoch: micro-batches of an epoch on each rank. The next epoch goes on in the
+            order where the last one ended, and data that ends starts over. Default: an epoch is one
+            pass over the data. Not with `samples_per_step`.
         num_replicas: ranks that share each window. Default: those of `torch.distributed`, asked
-            whenever they are needed, where it is initialised, else 1.
+            whenever they are needed, where it is initialised, else 1. Ranks that measured or
+            detected for themselves call `agree(cost, budget)` first.
         rank: of this process. Default: that of `torch.distributed`, else 0.
-        agree: take the smallest budget of all ranks of `torch.distributed`, and rank 0's `cost` and
-            `balance`: a collective, here. `cost` is then what to observe steps by. Otherwise ranks
-            that differ raise at the first loop.
 
     Attributes:
         cost: that batches are planned by.
@@ -113,11 +99,10 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         UnevenRanksError: fewer samples than ranks.
 
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
-    per sample beside `sizes`. `len` counts the whole epoch once. With `batches_per_epoch` or
-    `micro_batches_per_step` each epoch is counted before its first batch, O(samples), unless it
-    goes on from a state; for `"auto"` those of 30 million samples, 10 to 100, are counted once.
+    per sample beside `sizes`. `len` counts the whole epoch once.
 
-    After an epoch's last micro-batch the next epoch follows; `set_epoch` chooses one.
+    After an epoch's last micro-batch the next epoch follows; `set_epoch` chooses one. A loop that
+    is broken off starts the epoch over, unless it is `tracked`: then the next one goes on.
 
     >>> from torchbudget import MemoryBudgetBatchSampler, PaddedCost
     >>> tokens = PaddedCost(unit_bytes=1)  # a budget in tokens, padding included
@@ -137,132 +122,212 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        weights: npt.ArrayLike | None = None,
         max_batch_size: int | None = None,
         batch_size_multiple: int = 1,
         size_multiple: int = 1,
-        balance: CostModel | None = None,
+        limits: Sequence[tuple[CostModel, Amount]] = (),
         oversize: Oversize = "raise",
-        replacement: bool = False,
-        weights: npt.ArrayLike | None = None,
-        num_samples: int | None = None,
-        batches_per_epoch: int | Literal["auto"] | None = None,
-        micro_batches_per_step: int | None = None,
-        host_batch_bytes: tuple[CostModel, Amount] | None = None,
+        balance: CostModel | None = None,
+        batches_per_epoch: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
-        agree: bool = False,
     ) -> None:
-        check_flags(shuffle=shuffle, drop_last=drop_last, replacement=replacement, agree=agree)
-        ranks, length = AskedRanks(num_replicas, rank), window_of(samples_per_step, window)
-        given = cost
-        if agree:
-            cost, budget, balance = agreed(cost, budget, balance)
+        check_flags(shuffle=shuffle, drop_last=drop_last)
+        ranks = AskedRanks(num_replicas, rank)
+        if samples_per_step is not None:
+            for name, given in (("window", window), ("batches_per_epoch", batches_per_epoch)):
+                if given is not None:
+                    raise OptionError(
+                        f"with samples_per_step a window is one step, and an epoch is one pass: "
+                        f"leave {name} out, got {name}={given}, samples_per_step={samples_per_step}"
+                    )
+        if weights is not None and batches_per_epoch is None:
+            raise OptionError(
+                "weights draw with replacement, so that an epoch has no length of its own: give "
+                "batches_per_epoch"
+            )
+        self._window = optional("samples_per_step", samples_per_step) or optional("window", window)
         table = SizeTable.of(sizes)
         rules = BatchRules.of(
             cost,
             budget,
+            limits=limits,
             size_multiple=size_multiple,
             max_batch_size=max_batch_size,
             batch_size_multiple=batch_size_multiple,
             balance=balance,
-            host_batch_bytes=host_batch_bytes,
         )
         check_cost(rules, table.values, table.largest)
         order = Order(
             dataset_length=len(table),
             skipped=skipped_samples(table, rules, oversize),
-            num_samples=optional("num_samples", num_samples),
             shuffle=shuffle,
-            replacement=replacement,
             weights=weights_of(weights),
             seed=natural("seed", seed),
         )
-        plan = Plan(
+        self.cost = cost
+        self._ranks = ranks
+        self._order = order_identity(order, table.fingerprint)
+        self._plan = Plan(
             table,
             rules,
             order,
             Ranks(number=ranks.now()[0], even_sums=samples_per_step is not None),
-            window=length,
+            window=self._window,
             drop_last=drop_last,
-            numbers=Numbers.of(
-                batches_per_epoch, micro_batches_per_step, samples_per_step=samples_per_step
-            ),
+            batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
         )
-        identity = order_identity(order, table.fingerprint)
-        super().__init__(plan, ranks, window=length, order=identity)
-        self.cost, self._given = cost, given
-        self._is_loaded = False  # a state, and no iteration has begun since
-        self._beginning: PlannedLoop | None = None  # the tracked loop that begins now
+        self._length_read: tuple[int, int] | None = None  # by a framework's loop
+        self._begin_at(Cursor(epoch=0))
+
+    def _begin_at(self, place: Cursor, loaded: Mapping[str, Any] | None = None) -> None:
+        """Make the next `iter()` begin at a place, which no loop of before moves any more."""
+        self._place: Cursor | MicroBatch = place
+        self._loaded = loaded  # the state that the place was decoded from
+        self._runs: WeakSet[Run[Any]] = WeakSet()  # those that are open
+        self._beginning: SamplerRun | None = None  # the run whose `iter(loader)` is under way
+        self._present: _Iteration | None = None  # the one that drew a batch, or yielded one, last
+        self._length: tuple[Cursor, int] | None = None
+
+    # ------------------------------------------------------------------ the plan
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share each window."""
+        return self._ranks.now()[0]
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._ranks.now()[1]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of every epoch, for the ranks that there are now.
+
+        Raises:
+            OptionError: there were others when this epoch's iteration began; or the window is below
+                their number.
+            UnevenRanksError: fewer samples than ranks.
+        """
+        number, before = self.num_replicas, self._plan.ranks.number
+        if number == before:
+            return self._plan
+        if self._present is not None:
+            raise OptionError(
+                f"an iteration began on num_replicas={before}, and torch.distributed has {number} "
+                "ranks now, which would take other samples: start it before the first iter(), or "
+                "call set_epoch() after it started"
+            )
+        plan = self._plan.changed(ranks=number, window=self._window)
+        if self._loaded is not None:
+            self._place = Cursor.decode(self._loaded, self._order, plan)
+        self._plan, self._length = plan, None
+        return plan
+
+    @property
+    def size_multiple(self) -> int:
+        """Padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads it."""
+        return self._plan.rules.size_multiple
+
+    @property
+    def total_multiple(self) -> int:
+        """The sum of a packed row is a multiple of it; `PackCollate` reads it."""
+        return int(getattr(self._plan.rules.cost, "total_multiple", 1))
+
+    def __len__(self) -> int:
+        """Micro-batches of the whole epoch on this rank; O(samples) once an epoch.
+
+        From a loaded position on they are those that were done, as they were counted then, and
+        those that are left.
+
+        Raises:
+            StateError: a framework reads it that goes on from a checkpoint without a position.
+        """
+        caller = Caller.find()
+        caller.check_not_resumed()
+        left = self.batches_left
+        length = self._cursor.done + left
+        self._length_read = caller.length_read(length) or self._length_read
+        return length
+
+    @property
+    def batches_left(self) -> int:
+        """Micro-batches that the next `iter()` yields on this rank: fewer after a loaded state."""
+        plan, cursor, known = self.plan, self._cursor, self._length
+        if known is None or known[0] is not cursor:
+            known = self._length = cursor, plan.batches_left(cursor)
+        return known[1]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` yields."""
+        return self._cursor.epoch
 
     @property
     def sampler(self) -> MemoryBudgetBatchSampler:
-        """Itself: frameworks call `batch_sampler.sampler.set_epoch`."""
+        """The sampler itself: frameworks call `batch_sampler.sampler.set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` yield this epoch from its beginning.
+        """Make the next `iter()` yield this epoch.
 
-        If that is the next epoch anyway, a loaded position stays.
+        If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
+        order goes on. Any other epoch begins with a fresh pass over the data.
         """
-        epoch = natural("epoch", epoch)
-        if epoch != self.epoch:
-            if self._is_loaded:
-                warn_of_discarded_state(self.epoch, epoch, within=bool(self._cursor.stop))
-            self._cursor = Cursor(epoch=epoch)
-        self._iterations, self._is_loaded = Iterations(self._iterations.begun), False
+        cursor = self._cursor
+        if natural("epoch", epoch) != cursor.epoch:
+            if self._loaded is not None:
+                warn_of_discarded_state(cursor.epoch, epoch, within=cursor.done > 0)
+            self._begin_at(Cursor(epoch=epoch))
+        else:
+            self._begin_at(cursor, self._loaded)
+
+    @property
+    def _cursor(self) -> Cursor:
+        """The place where the next `iter()` begins."""
+        if isinstance(self._place, MicroBatch):
+            self._place = self._place.after
+        return self._place
+
+    def _stands_at(self, run: SamplerRun, place: Cursor | MicroBatch) -> None:
+        """A batch of a run came, after which the epoch stands there."""
+        self._place, self._present, self._loaded = place, run.iteration, None
+
+    # ------------------------------------------------------------------ iteration
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the epoch from its beginning, or from the loaded position.
+        """Return an iterator over the epoch, from its beginning or from where a run stands.
 
         Raises:
             UnevenRanksError: the samples cannot be dealt evenly to the ranks.
-            OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; the epoch needs
-                more micro-batches than it is to have; or a framework has read `len` once, and this
-                epoch has more, or counts epochs anew.
+            OptionError: the loader has it as `sampler=`, not as `batch_sampler=`; or a framework
+                has read `len` once, and this epoch has more batches, or counts epochs anew.
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: ranks of `torch.distributed` plan by other sizes, costs, budgets or options,
                 or one does not begin within the timeout of the process group; at the first `iter()`
                 in the main thread, where `num_replicas` was not given.
         """
-        check_not_batched_again()
-        check_framework_loader(self.num_replicas)
-        plan = self.plan
-        check_same_on_ranks(self._ranks, lambda: self._order | plan.dealing | self._cursor.position)
-        self._read_once.check(self.epoch, self.__len__)
-        if self._cursor.is_uncounted:
-            warn_of_other_numbers(plan.numbers, self._cursor)
-        self._is_loaded = False
-        iterator = PlanIterator(
-            plan,
-            self._cursor,
-            rank=self.rank,
-            when_asked=self._go_on,
-            when_finished=self._finish,
+        caller = Caller.find()
+        caller.check_loader(self.num_replicas)
+        plan, cursor = self.plan, self._cursor
+        at = {"epoch": cursor.epoch, "pass": cursor.number, "start": cursor.start}
+        facts = self._order | at | {"rounds": cursor.rounds}
+        check_same_on_ranks(self._ranks, lambda: facts | plan.dealing)
+        caller.check_length(
+            self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
         )
-        shuffled = plan.order.shuffle
-        self._iterations.begin(iterator, WorkersLoop.of_caller(), shuffled=shuffled)
-        if self._beginning is not None:
-            self._beginning.note(iterator)
+        run = self._beginning
+        self._present = iterator = _Iteration(
+            self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead
+        )
+        if run is not None:
+            run.iteration = iterator
         return iterator
 
-    @property
-    def iterations(self) -> int:
-        """How often `iter()` was called, up to the iteration that was asked for a batch last."""
-        return self._iterations.number
-
-    @property
-    def steps(self) -> Iterator[int]:
-        """How many micro-batches each optimizer step takes on this rank.
-
-        Of the epoch of the last `iter()`, or of the one that was asked for a batch since, from
-        where it began; before the first `iter()`, and after `set_epoch`, of the coming one. Steps
-        already yielded keep their plan; later ones are planned lazily.
-        """
-        iterator = self._iterations.present
-        return self.plan.steps(self._cursor) if iterator is None else iterator.steps()
-
-    def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader with this batch sampler, and count which of them came.
+    def tracked(self, loader: DataLoader[Any]) -> SamplerRun:
+        """Begin a loop over a loader with this batch sampler that knows which batches came.
 
         After each of them `state_dict()` is the position after it, although workers read ahead.
 
@@ -272,64 +337,85 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         Raises:
             OptionError: it is another loader, yields batches out of their order, or its data set
                 has not one sample for each size.
-            SampleError: it ended before the epoch did.
+            SampleError: in the loop: it ended before the epoch did.
+            StateError: in the loop: another loop over the same persistent workers began.
         """
-        check_loader(loader, self)
-        batches: Iterator[Any] = self._track(loader)
-        next(batches)  # up to where the loop begins
-        return batches
+        if getattr(loader, "batch_sampler", None) is not self or hasattr(loader, "state_dict"):
+            raise OptionError(
+                "tracked needs a DataLoader whose batch_sampler this is; a StatefulDataLoader "
+                f"saves its position itself: got {type(loader).__name__}"
+            )
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            raise OptionError(
+                "with in_order=False it is unknown which batches came: use in_order=True"
+            )
+        self.check_dataset(loader.dataset)
+        return SamplerRun(self, loader)
 
-    def _track(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        loop = self._beginning = PlannedLoop(self.plan)
-        try:
-            batches = iter(loader)
-        finally:
-            self._beginning = None
-        iterator = self._iterations.present
-        found = None if iterator is None else self._iterations.find(iterator)
-        if iterator is None or found is None:
-            raise StateError("the loader began no iteration of this sampler")
-        found.came, found.is_open, done = 0, True, 0
-        try:
-            yield None
-            for batch in batches:
-                done += 1
-                loop.compare(batch)
-                found.came = done
-                self._go_on(iterator)  # also after another loop inside this one
-                given = [batch]
-                del batch  # nothing keeps it here while the next one is made
-                yield given.pop()
-            check_end(iterator, done)
-            loop.end()
-        finally:
-            found.is_open = False
-            if self._iterations.present is iterator:
-                # Where it was broken off it may have been read to its end, ahead of the loop.
-                self._cursor = iterator.coming(done)
+    @property
+    def steps(self) -> Sequence[int]:
+        """Micro-batches of each optimizer step that was begun, on this rank, in the present loop.
 
-    def state_dict(self, *, batches_done: int | None = None) -> dict[str, Any]:
+        The list grows while batches are drawn; a new loop has a new one.
+        """
+        return () if self._present is None else self._present.steps
+
+    def accumulates(self) -> bool:
+        """Whether the first steps of the coming epoch have several micro-batches."""
+        plan = self.plan
+        first = next(plan.spans(self._cursor), None) if plan.ranks.even_sums else None
+        return first is not None and bool((first.block.rounds > 1).any())
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, iterations change nothing for a loop around it: see `predict`."""
+        before = vars(self).copy()
+        self._begin_at(self._cursor, self._loaded)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, a shallow one too, begins where `iter()` would, and has loops of its own.
+        begun = {"_place": self._cursor, "_present": None, "_beginning": None}
+        return {**vars(self), **begun, "_runs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _runs=WeakSet())
+
+    # ------------------------------------------------------------------ position
+
+    def state_dict(self) -> dict[str, Any]:
         """The position in the epoch, in plain JSON types.
 
-        Args:
-            batches_done: of the current loop: a plain `DataLoader`'s workers read ahead of it, so
-                only the loop knows. Default: those that came in `tracked(loader)`, else those
-                yielded, without workers or in a `StatefulDataLoader`.
+        In a loop over `tracked(loader)` it is the position after the last batch that came. In any
+        other loop it is the position after the last batch that was drawn.
 
         Raises:
-            OptionError: `batches_done` is more than were yielded.
-            StateError: another loop began within a tracked one, or workers read ahead of the loop.
+            StateError: workers of a plain `DataLoader` read ahead of its loop, which is not
+                tracked.
             SizesError: the array of sizes was changed in place.
         """
-        plan, cursor, iterator = self.plan, self._cursor, self._iterations.present
-        if iterator is not None:
-            given = None if batches_done is None else natural("batches_done", batches_done)
-            plan, cursor = iterator.after(self._iterations.came() if given is None else given)
-        elif batches_done:
-            raise OptionError(f"batches_done={batches_done}, but no batch was yielded yet")
-        plan.sizes.check_unchanged(when=(cursor.epoch, cursor.start))
-        state = cursor.encode(plan.left_of(cursor), self._order, plan)
-        return state | {"margins": margins_of(plan, self.plan)}
+        cursor, present = self._cursor, self._present
+        if present is not None and not present.is_tracked and not self._runs:
+            if present.reads_ahead and present.last is not None:
+                raise StateError(
+                    "workers of the DataLoader read ahead of its loop, so that it is unknown which "
+                    "batches came: loop over sampler.tracked(loader), use a StatefulDataLoader, or "
+                    "call set_epoch first"
+                )
+            cursor = present.cursor
+        return self._state_of(cursor)
+
+    def _state_of(self, cursor: Cursor) -> dict[str, Any]:
+        plan = self._plan
+        plan.sizes.check_unchanged(when=cursor.place)
+        cost, replanned = plan.rules.cost, None
+        if isinstance(cost, MeasuredCost):
+            of_cost = cost_fingerprint(cost, plan.sizes.largest)
+            replanned = {"margin": float(cost.margin), "cost": of_cost}
+        return cursor.encode(self._order) | {"replanned": replanned}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` start at a saved position, until its epoch ends.
@@ -342,22 +428,22 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
             StateError: the state is malformed.
             StateMismatchError: it is of another data set or order; the message names what differs.
         """
-        self._load(state_dict, with_margin_of(self.plan, state_dict))
-        self._iterations, self._is_loaded = Iterations(self._iterations.begun), True
+        plan = _with_margin_of(self._plan, state_dict)
+        cursor = Cursor.decode(state_dict, self._order, plan)
+        self._plan = plan
+        self._begin_at(cursor, copy.deepcopy(dict(state_dict)))
 
     def replan(self) -> float:
         """Plan later windows with the margin that `MeasuredCost.observe` has found.
 
-        The first window, and those of which a micro-batch was yielded, keep their plan; so does
-        what a `DataLoader`'s workers have prefetched. An epoch that is being read may end with more
-        micro-batches than its `len` was: `batches_per_epoch` holds again from the next one on. A
-        sample over the budget now is a micro-batch of its own.
+        It takes effect at the first window from which no rank has drawn a batch; batches that
+        workers have prefetched keep their plan. An epoch that is being read may end with more
+        micro-batches than its `len` was. A sample over the budget now is a micro-batch of its own.
 
         With `torch.distributed` every rank must call it after the same micro-batch: it is a
-        collective, and all ranks go on with the largest margin of any, from the same window on. If
-        the micro-batches of single samples cannot be dealt evenly to the ranks, the iteration
-        raises `UnevenRanksError` on all of them; where a later step needs more micro-batches than
-        `micro_batches_per_step`, an `OptionError`.
+        collective, and all ranks go on with the largest margin of any. If the micro-batches of
+        single samples cannot be dealt evenly to the ranks, the iteration raises `UnevenRanksError`
+        on all of them.
 
         Returns:
             The margin.
@@ -369,34 +455,236 @@ class MemoryBudgetBatchSampler(PlannedSampler, ResumableSource, StepSource):
         used = self.plan.rules.cost
         if not isinstance(used, MeasuredCost):
             raise OptionError(f"only a measured cost is corrected, this is {used!r}")
-        given = self._given
-        lost = given is not self.cost and isinstance(given, MeasuredCost) and given.was_observed
-        # Observations are shared with the cost that was agreed on.
         margin = used.with_observed_margin().margin
-        iterator = self._iterations.present
-        after = 0 if iterator is None else iterator.windows_begun
+        present = self._present
+        place = (self._cursor if present is None else present.cursor).place
         ranks = self.num_replicas
         if ranks > 1:
-            margin, after, lost = largest_of_all_ranks(ranks, margin, after, lost=lost)
-        if lost:
-            raise OptionError(
-                "steps were observed by the cost that was given, but ranks agreed on another one: "
-                "call observe of sampler.cost"
-            )
-        if margin <= used.margin:
-            return used.margin
-        self._cursor = self._cursor.dealt_anew(self.plan.left_of(self._cursor))
-        self._plan = self._plan.with_cost(used.planned_with(margin))
-        if iterator is not None:
-            iterator.replan(self._plan, after=after)
-            if iterator.began.epoch == self.epoch:
-                warn_of_other_numbers(self._plan.numbers, Cursor(epoch=self.epoch))
+            margin, place = largest_of_all_ranks(ranks, margin, place)
+        if margin > used.margin:
+            self._plan = plan = self._plan.changed(cost=used.planned_with(margin))
+            self._length = None
+            if present is not None:
+                present.replan(plan, place)
         return margin
 
-    def _go_on(self, iterator: PlanIterator) -> None:
-        if self._iterations.goes_on(iterator):
-            self._cursor = iterator.coming()
+    # ------------------------------------------------------------------ what an epoch holds
 
-    def _finish(self, iterator: PlanIterator) -> None:
-        if self._iterations.find(iterator) is not None:  # the next epoch follows
-            self._cursor = Cursor(epoch=iterator.began.epoch + 1)
+    def extremes(self) -> dict[str, IntArray]:
+        """The micro-batches of the coming epoch that are likeliest to fail: see `warm_up`."""
+        return self.plan.extremes(self._cursor)
+
+    def batch_bytes(self, indices: IntArray) -> int:
+        """Predicted bytes of a micro-batch of these samples."""
+        return self._plan.batch_bytes(indices)
+
+    def report(self) -> PlanReport:
+        """Fill, padding and imbalance of the coming pass; O(samples)."""
+        return self.plan.report(self._cursor)
+
+    def check_dataset(self, dataset: Any) -> None:
+        """Raise an `OptionError` where a data set has not one sample for each size."""
+        if isinstance(dataset, Sized):
+            self._plan.order.check_length(len(dataset))
+
+    def check_whole_epoch(self) -> None:
+        """Check that the coming epoch has every sample once, so that results can be put in order.
+
+        Raises:
+            OptionError: the epoch leaves samples out or repeats them.
+            StateError: it goes on within an epoch.
+        """
+        plan, cursor = self.plan, self._cursor
+        skipped = plan.order.skipped
+        if len(skipped):
+            raise OptionError(
+                f"oversize='skip' leaves out {len(skipped):,} samples, the first at index "
+                f"{skipped[0]}, so that they would have no output: raise the budget, or use "
+                "oversize='alone'"
+            )
+        for name, given in (
+            ("drop_last", plan.drop_last),
+            ("weights", plan.order.weights is not None),
+            ("batches_per_epoch", plan.batches_per_epoch is not None),
+        ):
+            if given:
+                raise OptionError(
+                    f"{name} leaves samples out or repeats them, so that some would have no "
+                    f"output, or several: leave {name} out"
+                )
+        if not cursor.is_beginning:
+            raise StateError(
+                f"the sampler goes on within epoch {cursor.epoch}, so that samples that are done "
+                "would have no output: use another sampler, or call "
+                f"set_epoch({cursor.epoch + 1}) first"
+            )
+
+
+class _Iteration(Iterator[list[int]]):
+    """One iteration of a sampler: the micro-batches of an epoch on one rank, as lists of indices.
+
+    Args:
+        sampler: that is iterated.
+        plan: of the epoch.
+        began: where it begins.
+        is_tracked: a run takes a record for each batch.
+        reads_ahead: the workers of a plain `DataLoader` iterate.
+
+    Attributes:
+        last: the record of the micro-batch that was drawn last.
+        steps: micro-batches of each optimizer step of the windows that were begun.
+        queue: records of batches on their way to the run.
+    """
+
+    def __init__(
+        self,
+        sampler: MemoryBudgetBatchSampler,
+        plan: Plan,
+        began: Cursor,
+        *,
+        is_tracked: bool,
+        reads_ahead: bool,
+    ) -> None:
+        self._sampler, self._rank = sampler, sampler.rank
+        self._runs = sampler._runs
+        self._plan, self.began = plan, began
+        self.is_tracked, self.reads_ahead = is_tracked, reads_ahead
+        self.last: MicroBatch | None = None
+        self.steps = array("q")
+        self.queue: deque[MicroBatch] = deque()
+        self._window: Window | None = None
+        self._last_place = -1  # of the micro-batch that ends the epoch, in this window
+        self._records = plan.micro_batches(began, rank=self._rank)
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place where the epoch stands after the last batch that was drawn."""
+        return self.began if self.last is None else self.last.after
+
+    def __next__(self) -> list[int]:
+        try:
+            record = next(self._records)
+        except StopIteration:
+            if self.last is None:  # nothing is left of the epoch
+                self._end(self._plan.next_epoch(self.began))
+            raise
+        except Exception:  # a generator that raised is over: the next call raises again
+            self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
+            raise
+        self.last = record
+        self._sampler._present = self
+        if record.window is not self._window:
+            self._window, self._last_place = record.window, record.window.last
+            self.steps.extend(record.window.steps)
+        if self.is_tracked:
+            self.queue.append(record)
+        elif record.place == self._last_place:
+            self._end(record.after)
+        indices: list[int] = record.indices.tolist()
+        return indices
+
+    def _end(self, after: Cursor) -> None:
+        """The epoch's last batch was drawn: the next epoch follows, unless a run is open."""
+        if not self.is_tracked and not self._runs and self._sampler._runs is self._runs:
+            self._sampler._place, self._sampler._loaded = after, None
+
+    def replan(self, plan: Plan, place: tuple[int, int, int]) -> None:
+        """Go on with another plan from the first window at or after a place."""
+        self._records = self._replanned(self._records, plan, place)
+        self._plan = plan
+
+    def _replanned(
+        self, records: Iterator[MicroBatch], plan: Plan, place: tuple[int, int, int]
+    ) -> Iterator[MicroBatch]:
+        for record in records:
+            if record.window.place >= place:
+                break
+            yield record
+        else:
+            return
+        yield from plan.micro_batches(self.cursor, rank=self._rank)
+
+
+class SamplerRun(Run["Cursor | MicroBatch"]):
+    """A loop over a loader with a `MemoryBudgetBatchSampler`: see `Run`.
+
+    Attributes:
+        iteration: of the sampler, whose batches come.
+    """
+
+    iteration: _Iteration
+
+    def __init__(self, sampler: MemoryBudgetBatchSampler, loader: DataLoader[Any]) -> None:
+        plan = sampler.plan
+        self._sizes = SizeCheck(
+            size_multiple=plan.rules.size_multiple,
+            packed=plan.rules.packing is not None,
+            sizes=plan.sizes.values,
+        )
+        self._delivered = 0
+        super().__init__(sampler, loader)
+
+    def _began(self) -> Cursor:
+        if not hasattr(self, "iteration"):
+            raise StateError("the loader began no iteration of this sampler")
+        return self.iteration.began
+
+    def _take(self, came: Any) -> tuple[MicroBatch, Any]:
+        queue = self.iteration.queue
+        if not queue:
+            raise StateError(
+                f"batch {self._delivered} came from the loader, but its sampler has drawn no batch "
+                "for it: another loop over the same workers, or a loader that makes batches itself"
+            )
+        record = queue.popleft()
+        self._delivered += 1
+        self._sizes.compare(came, record.padded_size, record.indices)
+        return record, came
+
+    def _end(self) -> Cursor:
+        place, began = self.last, self.iteration.began
+        if isinstance(place, MicroBatch):
+            after = place.after
+        else:
+            after = self._source._plan.next_epoch(place)
+        if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
+            raise SampleError(
+                f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "
+                "has more: its data set or its collate_fn raised StopIteration, as next() does on "
+                "an iterator that has no more"
+            )
+        self._sizes.end()
+        return after
+
+    def _state(self, place: Cursor | MicroBatch) -> dict[str, Any]:
+        cursor = place.after if isinstance(place, MicroBatch) else place
+        state: dict[str, Any] = self._source._state_of(cursor)
+        return state
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices in the data set of the batch that came last."""
+        return self.last.indices.tolist() if isinstance(self.last, MicroBatch) else []
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the batch that came last is the last one of its optimizer step."""
+        return self.last.ends_step if isinstance(self.last, MicroBatch) else False
+
+
+def _with_margin_of(plan: Plan, state: Any) -> Plan:
+    """The plan with the margin that a saved one had gone on with, if it is of the same cost.
+
+    A malformed state changes nothing here: decoding its cursor refuses it.
+    """
+    cost = plan.rules.cost
+    match state:
+        case {"replanned": {"margin": margin, "cost": saved}} if is_number(margin):
+            pass
+        case _:
+            return plan
+    if not isinstance(cost, MeasuredCost) or not cost.margin < margin <= MOST_MARGIN:
+        return plan
+    if cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) != saved:
+        return plan
+    return plan.changed(cost=cost.planned_with(margin))

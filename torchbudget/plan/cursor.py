@@ -1,194 +1,185 @@
-"""Where in an epoch a run stands: one frozen value, its encoding as plain JSON types, and back."""
+"""`Cursor`: the place where a run stands in an epoch, and its encoding as plain JSON types."""
 
 from __future__ import annotations
 
 import base64
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.checks import is_int
-from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.fingerprint import MEANING, Plain
 
+if TYPE_CHECKING:
+    from torchbudget.plan.plan import Plan
+
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-VERSION: Final = 3
-_PLACE: Final = ("epoch", "start", "stop", "rounds", "done", "spare", "strips")  # natural numbers
-_KEYS: Final = frozenset([*_PLACE, "version", "least", "dealt", "left", "order", "dealing"])
-
-
-class DealsWindows(Protocol):
-    """What a cursor asks of a plan."""
-
-    @property
-    def dealing(self) -> Plain:
-        """What must be the same for a window to be cut and dealt the same way."""
-
-    @property
-    def strips(self) -> int:
-        """By which windows of several axes are cut: see `arrange`."""
-
-    def arranged(self, epoch: int, start: int, stop: int, strips: int) -> IntArray:
-        """The positions of a window in the order in which so many strips cut it.
-
-        Shape `(stop − start,)`; a function of the sizes.
-        """
+_PLACE: Final = (
+    "epoch",
+    "first",
+    "pass",
+    "start",
+    "stop",
+    "rounds",
+    "done",
+    "strips",
+)  # natural numbers
+_KEYS: Final = frozenset([*_PLACE, "dealt", "left", "order", "dealing"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cursor:
     """A place between two micro-batches of an epoch.
 
-    The epoch's positions before `start` are done, those from `stop` on are untouched. Those between
-    are one window that was dealt: as a whole, or what was `left` of it when another number of ranks
-    or another budget took over; `rounds` of its rounds are done.
+    Positions of the pass before `start` are done, those from `stop` on are untouched. The positions
+    between are one window that was dealt: as a whole, or the part of it that was `left` when other
+    ranks, another budget or another cost took over. `rounds` of its rounds are done.
 
     Attributes:
         epoch: number of the epoch.
+        first: epoch from which passes over the data are counted. Default: the epoch itself.
+        number: of the pass, from 0. Only epochs of a given length have others.
         start: first position of the window.
         stop: the position after its last one.
-        left: which of its positions were dealt, shape `(stop − start,)`; `None`: all.
-        rounds: how many of its micro-batches each rank is done with.
+        left: the window's positions that were dealt, shape `(stop − start,)`; `None`: all.
+        rounds: micro-batches of the window that each rank is done with.
         done: micro-batches of the epoch that each rank is done with, those included, as the ranks
             were then.
-        least: micro-batches that each rank needs from the window's first one to the epoch's last;
-            `None`: they were not counted, or not by these rules.
-        spare: those that it gets beyond, to have the number that the epoch was to have.
+        plan: that dealt the window; `None` between windows.
     """
 
     epoch: int
+    first: int = -1
+    number: int = 0
     start: int = 0
     stop: int = 0
     left: BoolArray | None = None
     rounds: int = 0
     done: int = 0
-    least: int | None = None
-    spare: int = 0
+    plan: Plan | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.first < 0:
+            object.__setattr__(self, "first", self.epoch)
 
     @property
-    def position(self) -> Plain:
-        """Where it stands, without what was left of a window."""
-        return {"epoch": self.epoch, "start": self.start, "rounds": self.rounds}
-
-    def same_window(self, other: Cursor) -> bool:
-        """Whether both stand in the same window of the same epoch, dealt alike."""
-        return self._window() == other._window() and self.left is other.left
-
-    def _window(self) -> tuple[int | None, ...]:
-        return self.epoch, self.start, self.stop, self.least, self.spare
+    def pass_key(self) -> tuple[int, int]:
+        """The key of the order of the present pass."""
+        return self.first, self.number
 
     @property
-    def is_uncounted(self) -> bool:
-        """Whether it is within an epoch whose micro-batches were not counted by these rules."""
-        return bool(self.done) and self.least is None
+    def place(self) -> tuple[int, int, int]:
+        """The first position that no window before it has: epoch, pass and position."""
+        return self.epoch, self.number, self.stop
 
-    def dealt_anew(self, left: BoolArray | None) -> Cursor:
-        """The same place, under other rules: what is left of the window is dealt once more."""
-        return replace(self, left=left, rounds=0, least=None, spare=0)
+    @property
+    def is_beginning(self) -> bool:
+        """Whether no sample of the pass was drawn, so that a fresh pass loses nothing."""
+        return not (self.stop or self.number)
 
-    def encode(self, left: BoolArray | None, order: Plain, plan: DealsWindows) -> dict[str, Any]:
+    def next_epoch(self) -> Cursor:
+        """The beginning of the next epoch, with a fresh pass."""
+        return Cursor(epoch=self.epoch + 1)
+
+    def next_pass(self) -> Cursor:
+        """The beginning of the next pass, in the same epoch."""
+        return Cursor(epoch=self.epoch, first=self.first, number=self.number + 1, done=self.done)
+
+    def dealt_by(self, plan: Plan) -> Cursor:
+        """The same place under another plan, which deals anew what is left of the window."""
+        if self.plan is None or self.plan is plan:
+            return self
+        left = self.plan.left_of(self)
+        return replace(self, left=left, rounds=0, plan=plan)
+
+    def encode(self, order: Plain) -> dict[str, Any]:
         """The cursor as plain JSON types.
 
-        Its size does not depend on the data set or the position: some hundred bytes, and inside a
-        window at most one bit for each of its samples, so that another number of ranks can take
-        over. In the order in which a window is cut, micro-batches are runs: their lengths are what
-        is saved.
+        Their size does not depend on the data set: some hundred bytes, and inside a window at most
+        one bit for each of its samples, so that other ranks can take over. The bits are in the
+        order in which windows are cut, so that micro-batches are runs, and are compressed.
 
         Args:
-            left: which of the window's positions are still to come, shape `(stop − start,)`;
-                `None`: all that were dealt.
             order: what must be the same for positions to mean the same samples.
-            plan: by which the window was dealt.
         """
-        dealt = self.left
-        if left is not None:
-            positions = plan.arranged(self.epoch, self.start, self.stop, plan.strips)
-            left = left[positions]
+        dealt, left, plan = self.left, None, self.plan
+        if plan is not None:
+            as_cut = plan.sorted_positions(self, plan.strips)
+            left = plan.left_of(self)
+            if left is not None:
+                left = left[as_cut]
             if dealt is not None:
-                dealt = dealt[positions]
-                left = left[dealt]
+                dealt = dealt[as_cut]
+        place = (self.epoch, self.first, self.number, self.start, self.stop, self.rounds, self.done)
         return {
-            "version": VERSION,
-            "epoch": self.epoch,
-            "start": self.start,
-            "stop": self.stop,
-            "rounds": self.rounds,
-            "done": self.done,
-            "least": self.least,
-            "spare": self.spare,
-            "strips": plan.strips,
+            **dict(zip(_PLACE, (*place, 0 if plan is None else plan.strips), strict=True)),
             "dealt": _text(dealt),
             "left": _text(left),
             "order": dict(order),
-            "dealing": dict(plan.dealing),
+            "dealing": None if plan is None else dict(plan.dealing),
         }
 
     @classmethod
-    def decode(cls, state: Mapping[str, Any], order: Plain, plan: DealsWindows) -> Cursor:
-        """The cursor that a state names, under this order and plan.
+    def decode(cls, state: Mapping[str, Any], order: Plain, plan: Plan) -> Cursor:
+        """The cursor of a state, under this order and plan.
 
-        Where the same dealing goes on, the cursor is the very same. Where the ranks, the budget or
-        another rule changed, what is left of the window is dealt anew.
+        Under the same dealing the cursor is the very same. Under other ranks, another budget or
+        another rule, what is left of the window is dealt anew.
 
         Raises:
             StateError: the state is malformed.
-            StateMismatchError: it belongs to another data set, order or version.
+            StateMismatchError: it belongs to another data set or order.
         """
         check_meaning(state, _KEYS, order)
-        epoch, start, stop, rounds, done, spare, strips = (_natural(state, key) for key in _PLACE)
-        positions = int(order["num_samples"] or 0)
+        place = (_natural(state, key) for key in _PLACE)
+        epoch, first, number, start, stop, rounds, done, strips = place
+        positions = len(plan.order)
         if not start <= stop <= positions:
             raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
         if rounds > stop - start:
             raise StateError(
                 f"the state's rounds, {rounds}, are more than its window's {stop - start} samples"
             )
-        if rounds > done:
-            raise StateError(f"the state's rounds, {rounds}, are more than the {done} done")
-        dealt = left = None
-        if state["left"] is not None:
-            among = plan.arranged(epoch, start, stop, max(strips, 1))
-            if state["dealt"] is not None:
-                among = among[_mask(state["dealt"], stop - start)]
-                dealt = _spread(among, stop - start)
-            left = _spread(among[_mask(state["left"], len(among))], stop - start)
-        known = cls(
+        found = cls(
             epoch=epoch,
+            first=first,
+            number=number,
             start=start,
             stop=stop,
-            left=dealt,
-            rounds=rounds,
             done=done,
-            least=None if state["least"] is None else _natural(state, "least"),
-            spare=spare,
+            plan=plan if stop > start else None,
         )
-        return known if state["dealing"] == plan.dealing else known.dealt_anew(left)
+        if found.plan is None:
+            return found
+        same = state["dealing"] == plan.dealing
+        text = state["dealt"] if same else state["left"]
+        if text is None:
+            return replace(found, rounds=rounds if same else 0)
+        left = np.zeros(stop - start, np.bool_)
+        left[plan.sorted_positions(found, strips)] = _mask(text, stop - start)
+        return replace(found, left=left, rounds=rounds if same else 0)
 
 
 def check_meaning(state: object, keys: frozenset[str], order: Plain) -> None:
     """Check that a state is one, and that its positions mean the same samples here.
 
     Args:
-        state: with a version, an order and what else it consists of.
-        keys: of all that.
+        state: a mapping with an order and these keys.
+        keys: that it must have.
         order: what must be the same.
 
     Raises:
         StateError: the state is malformed.
-        StateMismatchError: it belongs to another data set, order or version.
+        StateMismatchError: it belongs to another data set or order.
     """
     if not isinstance(state, Mapping):
         raise StateError(f"expected a mapping from state_dict(), got {type(state).__name__}")
-    if state.get("version", VERSION) != VERSION:
-        raise StateMismatchError(
-            f"the state has version {state['version']!r}, this torchbudget reads {VERSION}"
-        )
     missing = sorted(keys - set(state))
     if missing:
         raise StateError(
@@ -219,36 +210,18 @@ def _natural(state: Mapping[str, Any], key: str) -> int:
 
 
 def _text(mask: BoolArray | None) -> str | None:
-    """The lengths of its runs in a byte each, the first one of those that are false.
-
-    They are Huffman coded: of a mask without any pattern that takes a bit for each of its values.
-    """
     if mask is None:
         return None
-    ends = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0))
-    runs = np.diff(ends, prepend=0, append=len(mask))
-    # A longer run is several, with runs of none of the other kind between them: 255, 0, 255, 0, 9.
-    more = np.maximum(runs - 1, 0) // 255
-    number = np.repeat(np.arange(len(runs)), 2 * more + 1)
-    lengths = np.where((np.arange(len(number)) - number) % 2, 0, 255).astype(np.uint8)
-    lengths[np.cumsum(2 * more + 1) - 1] = runs - 255 * more
-    coder = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
-    return base64.b85encode(coder.compress(lengths.tobytes()) + coder.flush()).decode("ascii")
+    return base64.b85encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode("ascii")
 
 
 def _mask(text: object, length: int) -> BoolArray:
+    packed = -(-length // 8)
     try:
-        coded = base64.b85decode(str(text))
-        # No more is made of what may come from anywhere.
-        lengths = np.frombuffer(zlib.decompressobj().decompress(coded, length + 2), np.uint8)
+        # A longer text than any mask of this window has is not unpacked.
+        unpacked = zlib.decompressobj().decompress(base64.b85decode(str(text)), packed + 1)
     except (ValueError, zlib.error):
-        lengths = np.empty(0, np.uint8)
-    if lengths.sum() != length:
+        unpacked = b""
+    if len(unpacked) != packed:
         raise StateError(f"the state's window of {length} samples is malformed")
-    return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
-
-
-def _spread(positions: IntArray, length: int) -> BoolArray:
-    mask = np.zeros(length, np.bool_)
-    mask[positions] = True
-    return mask
+    return np.unpackbits(np.frombuffer(unpacked, np.uint8), count=length).astype(np.bool_)

@@ -80,14 +80,7 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     return rounds
 
 
-def lowest_budgets(
-    windows: Windows,
-    *,
-    lowered: npt.NDArray[np.bool_],
-    target: IntArray,
-    low: IntArray,
-    high: int,
-) -> IntArray:
+def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: int) -> IntArray:
     """Lower the budgets of windows as far as their numbers of micro-batches allow.
 
     Under the whole budget a window has some number of micro-batches, which the ranks round up to a
@@ -96,7 +89,6 @@ def lowest_budgets(
 
     Args:
         windows: windows to cut.
-        lowered: True for windows that get a lowered budget, shape `(windows,)`.
         target: numbers of micro-batches, at least as under the whole budget, `(windows,)`.
         low: lower bound on the bytes of a micro-batch in each window, `(windows,)`.
         high: the budget.
@@ -111,7 +103,7 @@ def lowest_budgets(
     precision = max(high // _PRECISION, 1)
     feasible = np.full(len(low), high)
     least_bytes = windows.least(target)
-    infeasible = np.where(lowered, np.maximum(low, least_bytes) - 1, high)
+    infeasible = np.maximum(low, least_bytes) - 1
     # A first trial just above the bound ends the search if micro-batches are nearly full.
     near = np.minimum(infeasible + precision, feasible)
     middle = np.where(least_bytes > low, near, (infeasible + feasible) // 2)

@@ -73,9 +73,7 @@ def order_identity(order: Order, sizes: str) -> Plain:
         "samples": order.dataset_length,
         "sizes": sizes,
         "skipped": fingerprint(order.skipped) if len(order.skipped) else None,
-        "num_samples": len(order),
         "shuffle": order.shuffle,
-        "replacement": order.replacement,
         "weights": None if order.weights is None else fingerprint(order.weights),
         "seed": order.seed,
     }

@@ -29,7 +29,6 @@ class Stream(IntEnum):
 
     PASS = 0  # the permutation of a pass over the data set
     DRAW = 1  # independent draws
-    WAIT = 2  # waiting times of weighted draws
     ROUNDS = 3  # the order of a window's micro-batches
     TURNS = 4  # the first place of each rank
     SHARDS = 5  # the order of a stream's shards

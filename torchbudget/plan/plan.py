@@ -1,65 +1,277 @@
-"""The plan of an epoch: which samples form which micro-batch, on which rank, in which order."""
+"""The plan of every epoch: which samples form which micro-batch, on which rank, in which order.
+
+A pass over the data is a sequence of positions, cut into windows of one length. A window is solved
+by itself (`solve`), so that a run can begin in any of them. `Plan.micro_batches` is the one
+generator of an epoch: each `MicroBatch` knows the place where the epoch stands after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
-from torchbudget.errors import UnevenRanksError
+from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.cut import arrange
+from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
-from torchbudget.plan.numbers import Allotment, spare_of
+from torchbudget.plan.order import EpochOrder, Order
 from torchbudget.plan.report import PlanReport, plan_report
-from torchbudget.plan.solver import Reach, WindowKey, run_costs, solve
-from torchbudget.plan.stretch import Span, Stretch
-from torchbudget.plan.windows import EpochWindows
+from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.size_table import SizeTable
+from torchbudget.plan.solver import (
+    Block,
+    WindowKey,
+    best_strips,
+    default_window,
+    rounds_needed,
+    run_costs,
+    solve,
+    without_last,
+)
 
-# What a plan is made of, beside the sizes.
-_PARTS: Final = ("rules", "order", "ranks", "window", "drop_last", "numbers")
+# Samples that one call plans: enough to drown the call's own time. Blocks of windows grow up to
+# that, so that the first micro-batch waits for one window only.
+_BLOCK_SAMPLES: Final = 2**18
+_WIDE_BLOCK_SAMPLES: Final = 2**19  # several axes: cutting makes more calls for each window
+# Samples whose capacities tell how many micro-batches a window will have.
+_SURVEY: Final = 4096
+# Positions in a window: samples that cost nothing fit in any number, and 64 bits count them.
+_MOST_POSITIONS: Final = 2**62
+_ONE_RANK: Final = Ranks()
 
 
-class Plan(EpochWindows):
-    """Micro-batches of every epoch, as a function of (seed, epoch, position).
+@dataclass(frozen=True, eq=False)  # without slots, for the cached property
+class Span:
+    """Consecutive windows of one length, solved by one call.
 
-    Nothing is kept per sample beside the sizes. The first micro-batch of an epoch, or after any
-    position, comes after planning one window; of an epoch that is to have a given number of
-    micro-batches, after counting those that it needs, O(samples).
-
-    It is made of what its windows are made of: see `EpochWindows`.
+    Attributes:
+        plan: that dealt them.
+        cursor: the beginning of the first window.
+        length: positions in each window.
+        end: the position at which the pass ends.
+        indices: indices in the data set, shape `(windows·S,)`; `block` refers to them.
+        block: the micro-batches.
     """
 
-    _turns: tuple[Cursor, IntArray] | None = None
-    _positions: tuple[tuple[int, int, int, int], IntArray] | None = None
+    plan: Plan
+    cursor: Cursor
+    length: int
+    end: int
+    indices: IntArray
+    block: Block
 
-    def with_cost(self, cost: CostModel) -> Plan:
-        """The same windows, cut by another cost; epochs have as many micro-batches if any do."""
-        return self.changed(
-            rules=replace(self.rules, cost=cost), counted_by=self._counted_by or self
+    @cached_property
+    def amounts(self) -> IntArray:
+        """The padded size of each micro-batch; of packed ones the sum; `(micro-batches, d)`."""
+        return self.block.amounts(self.plan.rules)
+
+
+class Window:
+    """One window of a span, on one rank."""
+
+    __slots__ = ("_done", "_first", "_number", "_span", "last", "rounds")
+
+    def __init__(self, span: Span, number: int, first: int, rounds: int, last: int, done: int):
+        """Set the window's place.
+
+        Args:
+            span: that it is part of.
+            number: of the window in the span.
+            first: its first micro-batch in the span's block, of rank 0.
+            rounds: micro-batches of the window that this rank takes in this iteration.
+            last: the micro-batch in the block that ends the epoch on this rank; −1: none does.
+            done: micro-batches of the epoch that were done before the window's first round.
+        """
+        self._span, self._number, self._first = span, number, first
+        self.rounds, self.last, self._done = rounds, last, done
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Epoch, pass and first position: comparable with `Cursor.place`."""
+        cursor = self._span.cursor
+        return cursor.epoch, cursor.number, cursor.start + self._number * self._span.length
+
+    @property
+    def steps(self) -> list[int]:
+        """Micro-batches of each optimizer step that this rank takes in the window."""
+        return [self.rounds] if self._span.plan.ranks.even_sums else [1] * self.rounds
+
+    def padded_size(self, place: int) -> IntArray:
+        """The padded size of a micro-batch of the block, shape `(d,)`; of packed ones the sum."""
+        amounts: IntArray = self._span.amounts[place]
+        return amounts
+
+    def ends_step(self, place: int) -> bool:
+        """Whether a micro-batch of the block is the last one of its optimizer step."""
+        return not self._span.plan.ranks.even_sums or self._round(place) == self._rounds - 1
+
+    def after(self, place: int) -> Cursor:
+        """The place where the epoch stands after a micro-batch of the block."""
+        span, plan = self._span, self._span.plan
+        begun = span.cursor
+        rounds = self._round(place) + 1
+        done = self._done + rounds
+        start = begun.start + self._number * span.length
+        stop = start + span.length
+        here = replace(begun, start=stop, stop=stop, left=None, done=done)
+        if rounds < self._rounds:
+            here = replace(here, start=start, left=begun.left, rounds=rounds, plan=plan)
+        elif stop >= span.end:
+            if plan.batches_per_epoch is None:
+                return begun.next_epoch()
+            here = here.next_pass()
+        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
+
+    @property
+    def _rounds(self) -> int:
+        return int(self._span.block.rounds[self._number])
+
+    def _round(self, place: int) -> int:
+        return (place - self._first) // self._span.plan.ranks.number
+
+
+class MicroBatch:
+    """One micro-batch of the plan, on one rank.
+
+    One is made for each batch of an epoch, so that only three slots are filled: everything else is
+    computed when it is asked for.
+
+    Attributes:
+        indices: positions in the data set, shape `(n,)`.
+        window: that it is part of.
+        place: of the micro-batch in its block.
+    """
+
+    __slots__ = ("indices", "place", "window")
+
+    def __init__(self, indices: IntArray, window: Window, place: int) -> None:
+        self.indices, self.window, self.place = indices, window, place
+
+    @property
+    def padded_size(self) -> IntArray:
+        """The padded size as planned, shape `(d,)`; of packed samples, the sum of their sizes."""
+        return self.window.padded_size(self.place)
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether it is the last micro-batch of its optimizer step."""
+        return self.window.ends_step(self.place)
+
+    @property
+    def after(self) -> Cursor:
+        """The place where the epoch stands after it; after the epoch's last one, the next epoch."""
+        return self.window.after(self.place)
+
+
+class Plan:
+    """Micro-batches of every epoch, as a function of (seed, epoch, position). Immutable.
+
+    Nothing is kept per sample beside the sizes. The first micro-batch of an epoch, or after any
+    position, comes after one window was planned.
+
+    Args:
+        sizes: of all samples.
+        rules: what a micro-batch may be.
+        order: which sample stands at which position.
+        ranks: that share each window; with `even_sums` a window is an optimizer step, otherwise
+            every micro-batch is one.
+        window: positions that are sorted and cut together, at least as many as there are ranks;
+            `None`: see `default_window`.
+        drop_last: drop an incomplete last window (where a window is a step), or else the last
+            micro-batch that could still have taken a sample.
+        batches_per_epoch: micro-batches of an epoch on each rank. The data starts over where it
+            ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
+
+    Raises:
+        UnevenRanksError: fewer samples than ranks.
+        OptionError: nothing would be left of an epoch.
+    """
+
+    def __init__(
+        self,
+        sizes: SizeTable,
+        rules: BatchRules,
+        order: Order,
+        ranks: Ranks = _ONE_RANK,
+        *,
+        window: int | None = None,
+        drop_last: bool = False,
+        batches_per_epoch: int | None = None,
+    ) -> None:
+        self.sizes = sizes
+        self.rules = rules
+        self.order = order
+        self.ranks = ranks
+        self.drop_last = drop_last
+        self.batches_per_epoch = batches_per_epoch
+        number = ranks.number
+        if len(order) < number:
+            raise UnevenRanksError(
+                f"{len(order)} samples cannot be dealt to {number} ranks: every rank needs at "
+                "least one; use fewer ranks"
+            )
+        # Sizes of up to about 4,096 samples, evenly spaced over the data set.
+        survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
+        if window is None:
+            each = float((1 / rules.capacity(survey, rules.budget_bytes)).mean())
+            # Epochs that are not shuffled are alike anyway: there, no window is too wide.
+            positions = len(order) if order.shuffle else 4 * len(order)
+            window = default_window(number, positions=positions, micro_batches=each)
+        window = min(window, _MOST_POSITIONS)
+        if window < number:
+            name = "samples_per_step" if ranks.even_sums else "window"
+            raise OptionError(f"{name}={window} is below the number of ranks, {number}")
+        if ranks.even_sums and drop_last and len(order) < window:
+            raise OptionError(
+                f"drop_last=True leaves nothing: {len(order)} samples do not fill one step of "
+                f"{window}"
+            )
+        # A window can be impossible to deal evenly only where no two samples fit together, and
+        # never if it has a multiple of the ranks' number.
+        pairs = bool(rules.capacity(sizes.largest, rules.budget_bytes) >= 2)
+        self.window = window if ranks.even_sums or pairs else window - window % number
+        self._last_is_even = number == 1 or pairs
+        self._all_are_even = self._last_is_even or self.window % number == 0
+        self.strips = best_strips(survey[: self.window], rules)
+        self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
+        self._turns: tuple[tuple[Any, ...], IntArray] | None = None
+
+    def changed(
+        self, *, cost: CostModel | None = None, ranks: int | None = None, window: int | None = None
+    ) -> Plan:
+        """The plan under another cost, or for other ranks.
+
+        Args:
+            cost: `None`: the same one.
+            ranks: number of ranks; `None`: the same ones, with the same windows.
+            window: for other ranks; `None`: the default one.
+        """
+        return Plan(
+            self.sizes,
+            self.rules if cost is None else replace(self.rules, cost=cost),
+            self.order,
+            self.ranks if ranks is None else replace(self.ranks, number=ranks),
+            window=self.window if ranks is None else window,
+            drop_last=self.drop_last,
+            batches_per_epoch=self.batches_per_epoch,
         )
-
-    def for_ranks(self, number: int, *, window: int | None) -> Plan:
-        """The plan for other ranks, with windows of that length; `None`: the default one."""
-        return self.changed(ranks=replace(self.ranks, number=number), window=window)
-
-    def changed(self, **changes: Any) -> Plan:
-        """The plan of other rules, ranks, numbers or windows, counted by itself."""
-        kept = {name: getattr(self, name) for name in _PARTS}
-        return Plan(self.sizes, **kept | changes)
 
     @cached_property
     def dealing(self) -> Plain:
-        """What must be the same for a window to be cut and dealt the same way."""
+        """The facts that must be the same for a window to be cut and dealt the same way."""
         rules, largest = self.rules, self.sizes.largest
-        balance, on_host = rules.balance, rules.host_batch_bytes
-        host_batch = None
-        if on_host is not None:
-            host_batch = fingerprint(cost_fingerprint(on_host[0], largest), str(on_host[1]))
+        balance = rules.balance
+        limits = [
+            fingerprint(cost_fingerprint(model, largest), str(amount))
+            for model, amount in rules.further_limits
+        ]
         return {
             "cost": cost_fingerprint(rules.cost, largest),
             "budget_bytes": rules.budget_bytes,
@@ -69,77 +281,85 @@ class Plan(EpochWindows):
             "window": self.window,
             "step_per_window": self.ranks.even_sums,
             "drop_last": self.drop_last,
-            "batches_per_epoch": self.numbers.per_epoch,
-            "micro_batches_per_step": self.numbers.per_step,
             "ranks": self.ranks.number,
             "balance": None if balance is None else cost_fingerprint(balance, largest),
-            "host_batch_bytes": host_batch,
+            "limits": " ".join(limits),
         }
 
-    def spans(self, cursor: Cursor) -> Iterator[Span]:
-        """The windows from `cursor` on, the one that it stands in included (and whole).
+    # ------------------------------------------------------------------ an epoch
+
+    def micro_batches(self, cursor: Cursor, *, rank: int) -> Iterator[MicroBatch]:
+        """The micro-batches of one rank, from a cursor to the end of its epoch.
 
         Raises:
-            UnevenRanksError: what is left cannot be dealt evenly; before the first span.
-            OptionError: `drop_last` leaves nothing of the epoch; or it cannot have the numbers of
-                micro-batches that it is to have; before the first span.
+            UnevenRanksError: what is left of the epoch cannot be dealt evenly. Before the first
+                micro-batch, except with `batches_per_epoch`.
+            OptionError: `drop_last` leaves nothing of the epoch.
         """
-        epoch, allotment = cursor.epoch, self._allotment(cursor)
-        first, start = self._begun(cursor, allotment)
-        if cursor.least is None:
-            allotment = self._first_allotment(cursor, start)
-        tail, end = self._tail(epoch, start)
-        if first is not None:
-            yield first
-        for begins, windows in self._whole(start, tail):
-            yield self._span(epoch, begins, self.window, windows, allotment=allotment)
-        last = self._last(epoch, tail, end, allotment)
-        if last is not None:
-            yield last
+        cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
+        if left == 0:
+            return
+        ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
+        for span in self.spans(cursor):
+            block, indices, first = span.block, span.indices, 0
+            starts, stops = block.starts[rank::ranks].tolist(), block.stops[rank::ranks].tolist()
+            rounds_of_windows = block.rounds.tolist()
+            last_window = len(rounds_of_windows) - 1
+            for number, rounds in enumerate(rounds_of_windows):
+                to = rounds if left is None else min(rounds, begun + left)
+                over = left == to - begun or (
+                    left is None
+                    and number == last_window
+                    and span.cursor.start + len(rounds_of_windows) * span.length >= span.end
+                )
+                place = first * ranks + rank
+                last = place + (to - 1) * ranks if over else -1
+                window = Window(span, number, first * ranks, to - begun, last, done - begun)
+                here = slice(first + begun, first + to)
+                places = range(place + begun * ranks, place + to * ranks, ranks)
+                for at, start, stop in zip(places, starts[here], stops[here], strict=True):
+                    yield MicroBatch(indices[start:stop], window, at)
+                if over:
+                    return
+                first, done = first + rounds, done + to - begun
+                left = None if left is None else left - (to - begun)
+                begun = 0
 
-    def _first_allotment(self, cursor: Cursor, start: int) -> Allotment | None:
-        """What the windows from `start` on get of an epoch whose micro-batches were not counted.
+    def spans(self, cursor: Cursor) -> Iterator[Span]:
+        """The solved windows from a cursor on; the one that the cursor stands in comes whole.
 
-        If they may be impossible to deal, or are to have given numbers, they are counted: so what
-        cannot be is found before the first micro-batch. An epoch that goes on by other rules than
-        it began has no number of its own.
+        Those of one pass; with `batches_per_epoch`, of endless passes.
+
+        Raises:
+            UnevenRanksError: what is left of the pass cannot be dealt evenly; before the first
+                span.
+            OptionError: `drop_last` leaves nothing of the pass; before the first span.
         """
-        begins = not cursor.done
-        if not self._all_are_even or self.numbers.per_step or (self.numbers and begins):
-            least, most = self._count(cursor.epoch, start)
+        yield from self._spans_of_pass(cursor)
+        while self.batches_per_epoch is not None:
+            cursor = cursor.next_pass()
+            yield from self._spans_of_pass(cursor)
+
+    def _spans_of_pass(self, cursor: Cursor) -> Iterator[Span]:
+        cursor = cursor.dealt_by(self)
+        begun, start = self._begun(cursor)
+        tail, end, stays = self._tail(cursor, start)
+        if not self._all_are_even:
+            self._count(cursor, start)  # raises where a window cannot be dealt evenly
         elif not self._last_is_even:
-            tail, end = self._tail(cursor.epoch, start)
-            self._needed(cursor.epoch, tail, end - tail, left=self._stays(cursor.epoch, tail, end))
-        if not self.numbers or not begins:
-            return None
-        number, epoch = self.batches_per_epoch or least, cursor.epoch
-        spare = spare_of(number, least, most, epoch=epoch, ranks=self.ranks.number)
-        return Allotment(least=least, most=most, spare=spare)
+            self._needed(cursor, tail, end - tail, left=stays)
+        if begun is not None:
+            yield replace(begun, end=end)
+        for begins, windows in self._whole(start, tail):
+            yield self._span(cursor, begins, self.window, windows, end=end)
+        if end > tail:
+            yield self._span(cursor, tail, end - tail, 1, stays, end=end)
 
-    def _allotment(self, cursor: Cursor) -> Allotment | None:
-        """What the window gets that `cursor` stands in, and later ones, if they were counted."""
-        if cursor.least is None:
-            return None
-        most = self._most(cursor.epoch, cursor.stop)
-        if cursor.stop > cursor.start:
-            samples = cursor.stop - cursor.start if cursor.left is None else int(cursor.left.sum())
-            most += self.numbers.most(samples, self.ranks.number)
-        return Allotment(least=cursor.least, most=most, spare=cursor.spare)
+    def _begun(self, cursor: Cursor) -> tuple[Span | None, int]:
+        """The window that a cursor stands in, and where the next one starts.
 
-    def _last(
-        self, epoch: int, tail: int, end: int, allotment: Allotment | None = None
-    ) -> Span | None:
-        """The last window, less what `drop_last` drops of it; `None` where there is none."""
-        stays = self._stays(epoch, tail, end)
-        if tail == end or (stays is not None and not stays.any()):
-            return None
-        return self._span(epoch, tail, end - tail, 1, stays, allotment)
-
-    def _begun(self, cursor: Cursor, allotment: Allotment | None) -> tuple[Span | None, int]:
-        """The window that `cursor` stands in, and where the next one starts.
-
-        What is left of a window under another number of ranks may be too little to be dealt: then
-        windows after it join it.
+        Too few samples may be left of a window to be dealt to other ranks: then windows after it
+        join it.
         """
         start, stop, left = cursor.start, cursor.stop, cursor.left
         end = self._end(stop)
@@ -149,127 +369,228 @@ class Plan(EpochWindows):
             if 0 < end - stop < self.ranks.number:
                 left, stop = _joined(left, stop - start, end - stop), end
             try:
-                span = self._span(cursor.epoch, start, stop - start, 1, left, allotment)
+                return self._span(cursor, start, stop - start, 1, left), stop
             except UnevenRanksError:
                 if stop == end:
                     raise
-            else:
-                return span, stop
             more = min(self.window, end - stop)
             left, stop = _joined(left, stop - start, more), stop + more
 
     def _span(
         self,
-        epoch: int,
+        cursor: Cursor,
         start: int,
         length: int,
         windows: int = 1,
         left: BoolArray | None = None,
-        allotment: Allotment | None = None,
+        *,
+        end: int = 0,
     ) -> Span:
         """Solve windows: the function of (seed, epoch, position) that everything else asks."""
         order = self.order
-        indices, sizes = self._samples(epoch, start, length, windows, left)
+        indices, sizes = self._samples(cursor, start, length, windows, left)
         places = start + np.arange(windows) * length
-        numbers = epoch * -(-len(order) // self.window) + places // self.window
+        passes = cursor.first + cursor.number
         key = WindowKey(
             seed=order.seed,
-            path=(epoch,),
+            path=cursor.pass_key,
             places=places,
-            numbers=numbers,
+            numbers=passes * -(-len(order) // self.window) + places // self.window,
             shuffle=order.shuffle,
         )
-        full = left is None and length >= self.window
-        reach = self._reach(allotment, sizes.shape[1], numbers, full=full)
-        block = solve(self.rules, sizes, self.ranks, key, strips=self._strips, reach=reach)
-        counted = None if allotment is None else allotment.counted()
-        stretch = Stretch(start, length, left, counted)
-        return Span(stretch, indices.take(block.samples, mode="clip"), block)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips)
+        begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
+        return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
-    def _reach(
-        self, allotment: Allotment | None, samples: int, numbers: IntArray, *, full: bool
-    ) -> Reach | None:
-        """From what windows of so many samples need to the micro-batches that they get."""
-        if not self.numbers:
+    # ------------------------------------------------------------------ where windows lie
+
+    def _whole(self, start: int, tail: int) -> Iterator[tuple[int, int]]:
+        """The starts of blocks of whole windows, and how many windows each has: more and more."""
+        samples = _WIDE_BLOCK_SAMPLES if self.sizes.axes > 1 else _BLOCK_SAMPLES
+        most = 1 if self.rules.packing is not None else max(samples // self.window, 1)
+        windows = 1
+        while start < tail:
+            windows = min(windows, (tail - start) // self.window)
+            yield start, windows
+            start += windows * self.window
+            windows = min(2 * windows, most)
+
+    def _end(self, start: int) -> int:
+        """The end of a pass that goes on at `start`, less an incomplete step that is dropped."""
+        total = len(self.order)
+        if self.drop_last and self.ranks.even_sums:
+            return total - (total - start) % self.window
+        return total
+
+    def _tail(self, cursor: Cursor, start: int) -> tuple[int, int, BoolArray | None]:
+        """The last window of a pass: its start, its end, and which of its samples stay.
+
+        It is the incomplete one, joined by the one before where it cannot be dealt evenly alone.
+        With `drop_last` it is also the one whose last micro-batch may be dropped.
+        """
+        end = self._end(start)
+        rest = (end - start) % self.window
+        if not rest and (start == end or not self.drop_last or self.ranks.even_sums):
+            return end, end, None
+        tail = end - (rest or self.window)
+        stays = self._stays(cursor, tail, end)
+        if tail - self.window >= start and not self._is_dealable(cursor, tail, end, stays):
+            tail -= self.window
+            stays = self._stays(cursor, tail, end)
+        if stays is not None and not stays.any():
+            return tail, tail, None
+        return tail, end, stays
+
+    def _is_dealable(self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None) -> bool:
+        if end - tail < self.ranks.number:
+            return False
+        if self._last_is_even:
+            return True
+        try:
+            self._needed(cursor, tail, end - tail, left=stays)
+        except UnevenRanksError:
+            return False
+        return True
+
+    def _stays(self, cursor: Cursor, tail: int, end: int) -> BoolArray | None:
+        """Which samples of the last window stay, shape `(end − tail,)`; `None`: all."""
+        if not self.drop_last or self.ranks.even_sums:
             return None
+        sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
+        stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
+        if stays.sum() < self.ranks.number:
+            if not tail:
+                raise OptionError(
+                    f"drop_last=True leaves nothing of the epoch's {end} samples: they do not "
+                    "fill one micro-batch on each rank"
+                )
+            stays[:] = False
+        return None if stays.all() else stays
 
-        def reach(needed: IntArray) -> IntArray:
-            least = self.numbers.least(needed, full=full)
-            if allotment is None:
-                return least
-            return allotment.give(least, self.numbers.most(samples, self.ranks.number), numbers)
+    def _samples(
+        self, cursor: Cursor, start: int, length: int, windows: int, left: BoolArray | None
+    ) -> tuple[IntArray, npt.NDArray[Any]]:
+        """The indices of windows' samples, and their sizes, shape `(windows, S)` or with `d`.
 
-        return reach
+        Raises:
+            UnevenRanksError: there are fewer than ranks.
+        """
+        indices = self._order_of(cursor).indices(start, start + windows * length)
+        if left is not None:
+            indices = indices[left]
+        if len(indices) < self.ranks.number:
+            raise UnevenRanksError(
+                f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
+                f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"
+            )
+        sizes = self._sizes_at(indices)
+        return indices, sizes.reshape(windows, len(indices) // windows, *sizes.shape[1:])
+
+    def _sizes_at(self, indices: IntArray) -> npt.NDArray[Any]:
+        # The indices are in range by construction: "clip" spares NumPy checking each of them.
+        return self.sizes.values.take(indices, axis=0, mode="clip")
+
+    def _order_of(self, cursor: Cursor) -> EpochOrder:
+        known = self._pass_order  # read once: another thread may read another pass
+        if known is None or known[0] != cursor.pass_key:
+            known = self._pass_order = cursor.pass_key, self.order.of_pass(*cursor.pass_key)
+        return known[1]
+
+    # ------------------------------------------------------------------ what is left
 
     def left_of(self, cursor: Cursor) -> BoolArray | None:
-        """Which positions of the window that `cursor` stands in are still to come.
+        """Which positions of the window that a cursor stands in are still to come.
 
-        Shape `(stop − start,)`; `None`: all. Plans that window once: O(its samples).
+        The cursor must be this plan's. Shape `(stop − start,)`; `None`: all. O(the window's samples
+        · log), once for a window.
         """
         if not cursor.rounds:
             return cursor.left
+        key = cursor.pass_key, cursor.start, cursor.stop, cursor.left
         turns = self._turns  # read once: another thread may stand in another window
-        if turns is None or not turns[0].same_window(cursor):
-            turns = self._turns = cursor, self._rounds_of(cursor)
+        if turns is None or turns[0][:3] != key[:3] or turns[0][3] is not cursor.left:
+            turns = self._turns = key, self._rounds_of(cursor)
         return turns[1] >= cursor.rounds
 
     def _rounds_of(self, cursor: Cursor) -> IntArray:
         """The round in which each position of a window comes, −1 where none does."""
-        start, stop = cursor.start, cursor.stop
-        allotment = self._allotment(cursor)
-        span = self._span(cursor.epoch, start, stop - start, 1, cursor.left, allotment)
-        block = span.block
+        length = cursor.stop - cursor.start
+        block = self._span(cursor, cursor.start, length, 1, cursor.left).block
         rounds = np.empty(len(block.samples), np.int64)
         rounds[block.samples] = block.for_samples(np.arange(len(block.starts)) // self.ranks.number)
         if cursor.left is None:
             return rounds
-        spread = np.full(stop - start, -1)
+        spread = np.full(length, -1)
         spread[cursor.left] = rounds
         return spread
 
-    @property
-    def strips(self) -> int:
-        """By which windows of several axes are cut: see `arrange`."""
-        return self._strips
+    def sorted_positions(self, cursor: Cursor, strips: int) -> IntArray:
+        """The positions of a cursor's window in the order in which so many strips cut it.
 
-    def arranged(self, epoch: int, start: int, stop: int, strips: int) -> IntArray:
-        """See `DealsWindows`; kept for the window that was asked for last."""
-        place, known = (epoch, start, stop, strips), self._positions  # read once, as in `left_of`
-        if known is None or known[0] != place:
-            sizes = self._sizes_at(self._order_of(epoch).indices(start, stop))
-            known = self._positions = place, arrange(sizes[None], strips)[0]
-        return known[1]
+        Shape `(stop − start,)`; a function of the sizes: see `arrange`.
+        """
+        sizes = self._sizes_at(self._order_of(cursor).indices(cursor.start, cursor.stop))
+        positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
+        return positions
 
-    def micro_batches(self, cursor: Cursor) -> int:
-        """Micro-batches of each rank from `cursor` to the end of its epoch.
+    def batches_left(self, cursor: Cursor) -> int:
+        """Micro-batches of each rank from a cursor to the end of its epoch.
 
-        O(samples left), unless their number is given, or was counted.
+        O(samples left), in a part of the time that planning them takes; O(1) with
+        `batches_per_epoch`.
+        """
+        left = self._batches_left(cursor)
+        if left is not None:
+            return left
+        cursor = cursor.dealt_by(self)
+        begun, start = self._begun(cursor)
+        rounds = 0 if begun is None else int(begun.block.rounds.sum()) - cursor.rounds
+        return rounds + self._count(cursor, start)
+
+    def _batches_left(self, cursor: Cursor) -> int | None:
+        number = self.batches_per_epoch
+        return None if number is None else max(number - cursor.done, 0)
+
+    def next_epoch(self, cursor: Cursor) -> Cursor:
+        """The epoch after a cursor's; with `batches_per_epoch` it goes on at the cursor."""
+        if self.batches_per_epoch is None:
+            return cursor.next_epoch()
+        return replace(cursor, epoch=cursor.epoch + 1, done=0)
+
+    def windows_left(self, cursor: Cursor) -> int:
+        """Windows from a cursor to the end of its pass: optimizer steps, where a window is one."""
+        cursor = cursor.dealt_by(self)
+        begun, start = self._begun(cursor)
+        tail, end, _ = self._tail(cursor, start)
+        return (begun is not None) + (tail - start) // self.window + (end > tail)
+
+    def _count(self, cursor: Cursor, start: int) -> int:
+        """Micro-batches on each rank that the windows from `start` to the end of a pass need.
 
         Raises:
-            OptionError: the epoch cannot be split into the number that is given.
+            UnevenRanksError: a window cannot be dealt evenly.
         """
-        if cursor.least is not None:
-            return cursor.least + cursor.spare - cursor.rounds
-        number = None if cursor.done else self.batches_per_epoch
-        if number is not None:
-            if number > self._most(cursor.epoch, cursor.stop):
-                self._first_allotment(cursor, cursor.stop)  # raises, and says how many would do
-            return number
-        first, start = self._begun(cursor, None)
-        begun = 0 if first is None else int(first.block.rounds.sum())
-        return begun - cursor.rounds + self._count(cursor.epoch, start)[0]
+        tail, end, stays = self._tail(cursor, start)
+        needed = self._needed(cursor, tail, end - tail, left=stays)
+        for begins, windows in self._whole(start, tail):
+            needed += self._needed(cursor, begins, self.window, windows)
+        return needed
 
-    def steps(self, cursor: Cursor) -> Iterator[int]:
-        """How many micro-batches each optimizer step takes on each rank, from `cursor` on."""
-        done = cursor.rounds
-        for span in self.spans(cursor):
-            for rounds in span.block.rounds.tolist():
-                yield from self.steps_of(rounds - done)
-                done = 0
+    def _needed(
+        self,
+        cursor: Cursor,
+        start: int,
+        length: int,
+        windows: int = 1,
+        left: BoolArray | None = None,
+    ) -> int:
+        """Micro-batches that each rank needs of windows."""
+        if not length:
+            return 0
+        sizes = self._samples(cursor, start, length, windows, left)[1]
+        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self.strips).sum())
 
-    def steps_of(self, rounds: int) -> list[int]:
-        """The optimizer steps that a window's rounds make: one, or one each."""
-        return [rounds] if self.ranks.even_sums else [1] * rounds
+    # ------------------------------------------------------------------ what an epoch holds
 
     def batch_bytes(self, indices: IntArray) -> int:
         """Predicted bytes of a micro-batch of these samples."""
@@ -278,15 +599,15 @@ class Plan(EpochWindows):
             run_costs(self._sizes_at(indices), starts, stops, self.rules, self.rules.cost)[0]
         )
 
-    def extremes(self, epoch: int) -> dict[str, IntArray]:
-        """The micro-batches of an epoch that are likeliest to fail; O(samples).
+    def extremes(self, cursor: Cursor) -> dict[str, IntArray]:
+        """The micro-batches of a pass that are likeliest to fail; O(samples).
 
         Returns:
             Indices in the data set of the "largest" micro-batch, whose cost is the highest; the
             "longest", of which a single sample would cost the most; and the "shortest".
         """
         best: dict[str, tuple[int, IntArray]] = {}
-        for span in self.spans(Cursor(epoch=epoch)):
+        for span in self._spans_of_pass(cursor):
             block = span.block
             costs = block.costs(self.rules, self.rules.cost)
             singles = self.rules.cost.batch_bytes(1, self.rules.padded(block.padded()))
@@ -297,14 +618,15 @@ class Plan(EpochWindows):
                     best[name] = int(values[number]), indices
         return {name: indices for name, (_, indices) in best.items()}
 
-    def report(self, epoch: int = 0) -> PlanReport:
-        """Plan a whole epoch and sum it up; O(samples)."""
-        blocks = (span.block for span in self.spans(Cursor(epoch=epoch)))
+    def report(self, cursor: Cursor) -> PlanReport:
+        """Plan a whole pass and sum up what it holds; O(samples)."""
+        beginning = Cursor(epoch=cursor.epoch, first=cursor.first, number=cursor.number)
+        blocks = (span.block for span in self._spans_of_pass(beginning))
         return plan_report(
             blocks, self.sizes, self.rules, self.ranks, self.order, window=self.window
         )
 
 
 def _joined(left: BoolArray | None, length: int, more: int) -> BoolArray:
-    """Which samples are left of a window that so many later ones join."""
+    """Which samples are left of a window that later ones join."""
     return np.append(np.ones(length, np.bool_) if left is None else left, np.ones(more, np.bool_))

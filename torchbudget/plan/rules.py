@@ -1,7 +1,8 @@
-"""What a micro-batch may be."""
+"""The rules of a micro-batch: its cost, its budget, and the options that shape it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, optional
 from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, OptionError
-from torchbudget.units import MAX_BYTES, parse_bytes
+from torchbudget.units import MAX_BYTES, Amount, parse_bytes
 
 # A table of capacities is kept for sizes below this: 8 MiB at most.
 _TABLE_SIZES: Final = 2**20
@@ -30,8 +31,8 @@ class BatchRules:
         batch_size_multiple: the number of samples in a micro-batch is a multiple of it wherever
             that many fit and are left.
         balance: what ranks are to have equal sums of, such as time; `None`: the cost.
-        host_batch_bytes: what a micro-batch needs on the host, and what that may not exceed;
-            `None`: anything.
+        further_limits: costs beside the first one, each with the amount that no micro-batch may
+            exceed of it.
 
     Raises:
         OptionError: one is none of its kind, or a pair of them cannot hold.
@@ -43,7 +44,7 @@ class BatchRules:
     max_batch_size: int | None = None
     batch_size_multiple: int = 1
     balance: CostModel | None = None
-    host_batch_bytes: tuple[CostModel, int] | None = None
+    further_limits: tuple[tuple[CostModel, int], ...] = ()
     _table: list[IntArray] = field(default_factory=list, init=False, repr=False)
     _fitting: list[int] = field(default_factory=lambda: [-1], init=False, repr=False)
 
@@ -56,10 +57,9 @@ class BatchRules:
         object.__setattr__(self, "max_batch_size", optional("max_batch_size", self.max_batch_size))
         if self.packing is not None and self.balance is not None:
             raise OptionError("packed batches are balanced by their cost; leave balance as it is")
-        if self.packing is not None and self.host_batch_bytes is not None:
+        if self.packing is not None and self.further_limits:
             raise OptionError(
-                "packed batches take as many bytes on the host as the budget lets them: lower it, "
-                "and leave host_batch_bytes out"
+                "packed batches have one limit, the budget: lower it, and leave limits out"
             )
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size_multiple:
             raise OptionError(
@@ -74,11 +74,10 @@ class BatchRules:
 
     @property
     def limits(self) -> list[tuple[str, CostModel, int]]:
-        """Name, cost model and bytes of all that no micro-batch may exceed."""
-        found = [("cost", self.cost, self.budget_bytes)]
-        if self.host_batch_bytes is not None:
-            found.append(("host_batch_bytes", *self.host_batch_bytes))
-        return found
+        """Name, cost model and amount of everything that no micro-batch may exceed."""
+        further = enumerate(self.further_limits)
+        named = [(f"limits[{number}]", model, amount) for number, (model, amount) in further]
+        return [("cost", self.cost, self.budget_bytes), *named]
 
     @classmethod
     def of(
@@ -86,20 +85,20 @@ class BatchRules:
         cost: CostModel,
         budget: MemoryBudget | int | str,
         *,
-        host_batch_bytes: Any = None,
+        limits: Sequence[tuple[CostModel, Amount]] = (),
         **options: Any,
     ) -> BatchRules:
         """The rules with a budget and options as users give them.
 
         Raises:
-            BudgetError: the budget does not limit the device; or the limit of `host_batch_bytes`
-                is no amount of bytes.
+            BudgetError: the budget does not limit the device; or a limit is no amount.
+            OptionError: a limit is no pair of a cost model and an amount.
         """
         device_bytes = MemoryBudget.of(budget).device
         if device_bytes is None:
             raise BudgetError(f"the budget must limit the device, got {budget!r}")
-        on_host = None if host_batch_bytes is None else _on_host(host_batch_bytes)
-        return cls(cost=cost, budget_bytes=device_bytes, host_batch_bytes=on_host, **options)
+        further = tuple(map(_limit, limits))
+        return cls(cost=cost, budget_bytes=device_bytes, further_limits=further, **options)
 
     @property
     def packing(self) -> AdditiveCost | None:
@@ -108,19 +107,19 @@ class BatchRules:
 
     @property
     def work(self) -> CostModel:
-        """What ranks are balanced by."""
+        """The cost model that ranks are balanced by."""
         return self.cost if self.balance is None else self.balance
 
     def costs(self, model: CostModel, n: ArrayLike, padded_sizes: ArrayLike) -> IntArray:
-        """What `cost` or `work` says of micro-batches, shape `(…)`.
+        """The costs of micro-batches by `cost` or `work`, shape `(…)`.
 
-        Just above the budget where it says nothing, `MAX_BYTES`, of which sums would wrap.
+        Unknown costs (`MAX_BYTES`, of which sums would wrap) are just above the budget.
         """
         found = model.batch_bytes(n, padded_sizes)
         return np.where(found == MAX_BYTES, self.budget_bytes + 1, found)
 
     def model_bytes(self, size: npt.NDArray[Any]) -> int:
-        """What a batch needs without any sample; 0 where the cost cannot say that.
+        """Bytes of a batch without any sample; 0 where the cost cannot say that.
 
         Args:
             size: of any sample, for the number of axes.
@@ -138,10 +137,10 @@ class BatchRules:
         return -(-whole // self.size_multiple) * self.size_multiple
 
     def capacity(self, sizes: npt.NDArray[Any], budget_bytes: ArrayLike) -> IntArray:
-        """How many samples a micro-batch holds whose largest sample has the size; at least 1.
+        """The largest number of samples, if the largest of them has the size; at least 1.
 
-        A sample that alone is over the budget was dealt with before planning, and with a budget
-        that is lowered to even out the ranks it stands alone: hence never 0.
+        A sample over the budget was dealt with before planning. Under a budget that is lowered to
+        even out the ranks it stands alone. So the number is never 0.
 
         Args:
             sizes: before rounding, shape `(…)` or `(…, d)`.
@@ -149,13 +148,12 @@ class BatchRules:
         """
         padded = self.padded(sizes)
         n = np.maximum(self.cost.capacity(padded, budget_bytes), 1)
-        if self.host_batch_bytes is not None:
-            model, limit = self.host_batch_bytes
-            n = np.minimum(n, np.maximum(model.capacity(padded, limit), 1))
+        for model, amount in self.further_limits:
+            n = np.minimum(n, np.maximum(model.capacity(padded, amount), 1))
         return n if self.max_batch_size is None else np.minimum(n, self.max_batch_size)
 
     def exceeded_alone(self, sizes: npt.NDArray[Any]) -> IntArray:
-        """Which of `limits` a sample alone exceeds, the first one, −1: none; shape `(…)`."""
+        """The first of `limits` that a sample alone exceeds, −1: none; shape `(…)`."""
         padded = self.padded(sizes)
         fits = [model.capacity(padded, limit) >= 1 for _, model, limit in self.limits]
         return np.where(np.all(fits, axis=0), -1, np.argmin(fits, axis=0))
@@ -189,12 +187,11 @@ class BatchRules:
         return self._table[0]
 
 
-def _on_host(given: Any) -> tuple[CostModel, int]:
-    """What `host_batch_bytes` says, checked."""
+def _limit(given: Any) -> tuple[CostModel, int]:
     pair = isinstance(given, tuple) and len(given) == 2
     if not pair or isinstance(given[0], type) or not isinstance(given[0], CostModel):
         raise OptionError(
-            "host_batch_bytes must be the cost of a batch on the host and its limit, such as "
-            f"(PaddedCost(unit_bytes=16), '64MiB'), got {given!r}"
+            "limits must be pairs of a cost model and an amount, such as "
+            f"[(PaddedCost(unit_bytes=16), '64MiB')], got {given!r}"
         )
     return given[0], parse_bytes(given[1])

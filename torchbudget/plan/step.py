@@ -118,7 +118,7 @@ def plan_step(
     )
     skipped = skipped_samples(table, rules, oversize)
     order = Order(dataset_length=len(table), skipped=skipped, shuffle=False)
-    kept = order.epoch(0).indices(0, len(order))
+    kept = order.of_pass(0, 0).indices(0, len(order))
     block = solve(rules, table.values[kept][None], ranks)
     indices = kept[block.samples].tolist()
     batches = [indices[start:stop] for start, stop in zip(block.starts, block.stops, strict=True)]

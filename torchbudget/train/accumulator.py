@@ -15,8 +15,7 @@ from torchbudget.checks import positive_number, several
 from torchbudget.cost.measuring.training_state import AccumulatesGradients
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import OptionError, StepError
-from torchbudget.plan.step_source import StepSource
-from torchbudget.protocols import SplittablePaddedBatch
+from torchbudget.protocols import SplittablePaddedBatch, StepSource
 from torchbudget.train.batches import check_splittable, num_samples
 from torchbudget.train.half_precision import backward_times, check_carried
 from torchbudget.train.misuse import MisuseDetector
@@ -45,7 +44,7 @@ class GradAccumulator(AccumulatesGradients):
             FSDP2's `fully_shard` included. Needed for those two, for `run_or_split`, and to notice
             batch normalisation.
         steps: when a step is complete: a `MemoryBudgetBatchSampler`, which plans the steps (or
-            another `torchbudget.plan.step_source.StepSource`), or the number of micro-batches on
+            another `torchbudget.protocols.StepSource`), or the number of micro-batches on
             each rank.
         samples: or, at least this many samples, over all ranks.
         weight: or, at least this weight, over all ranks. With none of the three, `step` ends it.

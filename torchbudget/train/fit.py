@@ -18,8 +18,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.files import make_folder
-from torchbudget.plan.step_source import IndexSource
-from torchbudget.protocols import BatchMonitor, Stateful
+from torchbudget.protocols import BatchMonitor, IndexSource, Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
 from torchbudget.dtensors import is_dtensor
 from torchbudget.errors import OptionError, StateError, StateMismatchError
-from torchbudget.plan.step_source import StepSource
+from torchbudget.protocols import StepSource
 from torchbudget.train.process_group import Ranks
 
 Number = TypeVar("Number")
 
 _VERSION: Final = 3  # of the state
-_JUDGED: Final = 256  # planned steps that tell whether steps have several micro-batches
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
@@ -319,43 +317,42 @@ class Planned:
 
     def __init__(self, source: StepSource) -> None:
         self._source = source
-        self._iteration: int | None = None  # that the numbers are of
-        self._numbers: Iterator[int] = iter(())  # micro-batches of the iteration's further steps
+        self._steps: Sequence[int] | None = None  # those of the iteration
+        self._begun = 0  # steps of the iteration that were begun
         self._end: int | None = None  # micro-batches at which the present step ends
 
     def ends(self, pending: Pending) -> bool:
         """See `Reaching.ends`.
 
         Raises:
-            OptionError: the source plans no further step in this iteration.
+            OptionError: the source has planned no further step in this iteration.
         """
-        if self._iteration != self._source.iterations:
-            self._iteration = self._source.iterations
-            self._numbers = iter(self._source.steps)
-            self._end = None
+        steps = self._source.steps
+        if steps is not self._steps:
+            self._steps, self._begun, self._end = steps, 0, None
         if self._end is None:
-            number = next(self._numbers, None)
-            if number is None:
+            if self._begun == len(steps):
                 raise OptionError(
                     "a micro-batch came, but no further step is planned: give the accumulator the "
                     "sampler that the batches come from, and take each of its batches once"
                 )
             # What is pending from an epoch without flush() goes into this step.
-            self._end = pending.micro_batches - 1 + number
+            self._end = pending.micro_batches - 1 + steps[self._begun]
+            self._begun += 1
         return pending.micro_batches >= self._end
 
     def taken(self, micro_batches: int) -> None:
-        """See `Reaching.taken`; what a step that was ended early lacks is the next step."""
+        """See `Reaching.taken`; micro-batches that an early end leaves out are the next step."""
         if self._end is not None:
             self._end = self._end - micro_batches if self._end > micro_batches else None
 
     def restarted(self) -> bool:
         """See `Reaching.restarted`."""
-        return self._iteration not in (None, self._source.iterations)
+        return self._steps is not None and self._steps is not self._source.steps
 
     def has_several(self) -> bool:
         """See `Reaching.has_several`; judged by the first steps."""
-        return any(number > 1 for number in islice(self._source.steps, _JUDGED))
+        return self._source.accumulates()
 
 
 StepBoundary: TypeAlias = Reaching | Planned
@@ -379,7 +376,7 @@ def step_boundary_of(
         if not is_int(steps) or steps < 1:
             raise OptionError(
                 "steps must be an int of at least 1, or a sampler that has `steps` and "
-                f"`iterations`, such as a MemoryBudgetBatchSampler; got {steps!r}"
+                f"`accumulates`, such as a MemoryBudgetBatchSampler; got {steps!r}"
             )
         return Reaching(amount="micro_batches", least=int(steps))
     if samples is not None:

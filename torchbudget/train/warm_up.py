@@ -12,7 +12,7 @@ from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import peak_memory
-from torchbudget.plan.step_source import IndexSource
+from torchbudget.protocols import IndexSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

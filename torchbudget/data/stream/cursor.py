@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 from torchbudget.checks import is_int
 from torchbudget.data.stream.slot import WorkerSlot, share_of
 from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.plan.cursor import VERSION, check_meaning
+from torchbudget.plan.cursor import check_meaning
 from torchbudget.plan.fingerprint import Plain
 
-_KEYS: Final = frozenset(["version", "order", "dealing", "turn", "workers"])
+_KEYS: Final = frozenset(["order", "dealing", "turn", "workers"])
 # What each worker's cursor is called in a state, in the order of its fields, but for the epoch.
 _COLUMNS: Final = ("start", "rounds", "first_epoch", "pass", "to_come", "finished", "source")
 
@@ -131,7 +131,6 @@ class StreamState:
         """
         columns = map(list, zip(*(cursor[1:] for cursor in self.cursors), strict=True))
         plain = {
-            "version": VERSION,
             "order": dict(order),
             "dealing": dict(self.dealing),
             "turn": self.turn,

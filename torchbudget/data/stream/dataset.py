@@ -10,10 +10,9 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.callables import callable_fingerprint
-from torchbudget.data.collate.options import of_sized_field
+from torchbudget.data.collate.fields import sized_by
 from torchbudget.data.collate.pad_collate import PadCollate
-from torchbudget.data.resumed_by_host import check_not_resumed
-from torchbudget.data.same_on_ranks import agreed
+from torchbudget.data.frameworks import Caller
 from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.resumable import ResumableStream
 from torchbudget.data.stream.settings import Settings
@@ -109,9 +108,6 @@ class BudgetedIterableDataset(ResumableStream):
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
             where it is initialized, else 1. A worker takes what its parent saw.
         rank: of this process.
-        agree: take the smallest budget of all ranks of `torch.distributed`, and rank 0's cost: a
-            collective, here. Otherwise ranks that plan from one source and differ raise at their
-            first tracked loop.
 
     Raises:
         OptionError: an option, or a pair of options, that cannot hold.
@@ -167,15 +163,10 @@ class BudgetedIterableDataset(ResumableStream):
         split: Split | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
-        agree: bool = False,
     ) -> None:
-        check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven, agree=agree)
+        check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven)
         asked = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
-        if agree:
-            if not isinstance(cost, CostModel) or self.budget is None:
-                raise OptionError("agree=True needs a cost and a budget: ranks take one of each")
-            cost, self.budget, _ = agreed(cost, self.budget, None)
         if on_error not in ("raise", "skip"):
             raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         self.cost = cost
@@ -212,7 +203,7 @@ class BudgetedIterableDataset(ResumableStream):
             drop_last=drop_last,
             skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
-            collate_fn=of_sized_field(collate, field_of(size)),
+            collate_fn=sized_by(collate, field_of(size)),
             size_multiple=self.size_multiple,
             rules=rules,
         )
@@ -225,7 +216,7 @@ class BudgetedIterableDataset(ResumableStream):
             TypeError: it is known with `batches_per_epoch` only.
             StateError: a framework reads it that goes on from a checkpoint without a position.
         """
-        check_not_resumed()
+        Caller.find().check_not_resumed()
         batches = self._settings.batches_per_epoch
         if batches is None:
             raise TypeError("the length of a stream is known with batches_per_epoch only")

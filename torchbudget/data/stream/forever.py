@@ -30,7 +30,7 @@ class SampleForever(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield samples, from the beginning or from the loaded position."""
-        epoch = self._order.epoch(self._epoch)
+        epoch = self._order.of_pass(self._epoch, 0)
         while True:
             start = self._position
             for index in epoch.indices(start, start + _CHUNK).tolist():
@@ -70,9 +70,7 @@ def sample_forever(
     order = Order(
         dataset_length=len(dataset),
         skipped=np.empty(0, np.int64),
-        num_samples=2**62,
-        replacement=True,
-        weights=weights_of(weights),
+        weights=weights_of(np.ones(len(dataset)) if weights is None else weights),
         seed=natural("seed", seed),
     )
     return SampleForever(dataset, order)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.checks import natural
-from torchbudget.data.framework_loader import check_framework_loader
-from torchbudget.data.loaded_state import warn_of_discarded_state
+from torchbudget.data.frameworks import Caller
+from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.stream import tracking
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
@@ -87,7 +87,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
             ShardedTwiceError: it is chosen by a framework that deals these batches again.
         """
         # Workers that it starts raise in the one process that reads: the others wait for ever.
-        check_framework_loader(self.num_replicas)
+        Caller.find().check_loader(self.num_replicas)
         loops, reader, state = self._loops, self._loops.present, self._loaded()
         if natural("epoch", epoch) != self.epoch:
             if state is not None and reader is None and self._progress.last == OWN:
@@ -166,7 +166,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
         """See `tracked`, which does it itself."""
         settings, cursor = self._settings, self._start().cursors[0]
         at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
-        check_framework_loader(self.num_replicas)
+        Caller.find().check_loader(self.num_replicas)
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
             check_same_on_ranks(self._ranks, lambda: settings.shared | at)
 
@@ -344,7 +344,7 @@ class ResumableStream(IterableDataset[Any], ResumableSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker does not see what starts it.
-        check_framework_loader(self.num_replicas)
+        Caller.find().check_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         loops = Loops(self._loops.state, self._loops.changes)
         kept = {"_last_loops": loops, "_readers": None, "_progress": copy.copy(self._progress)}

@@ -1,0 +1,255 @@
+"""Who iterates a sampler or stream: loaders and frameworks that would lose or repeat its batches.
+
+`Caller.find` passes over the stack once, for each `iter`, `len`, `set_epoch` and pickling. A
+framework that was not imported costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from torch.utils.data import BatchSampler
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from torchbudget.errors import OptionError, ShardedTwiceError, StateError
+
+_LIGHTNING: Final = "torchbudget.integrations.lightning.BudgetDataMixin"
+_TRANSFORMERS: Final = "torchbudget.integrations.transformers.BudgetTrainerMixin"
+_ADAPTERS: Final = frozenset(name.rpartition(".")[0] for name in (_LIGHTNING, _TRANSFORMERS))
+
+# Classes that deal batches to processes, by module, and the setting that chooses each.
+_SHARDING: Final = {
+    "accelerate.data_loader": {
+        "BatchSamplerShard": "prepare()",
+        "DataLoaderDispatcher": "prepare() with dispatch_batches=True",
+        "IterableDatasetShard": "prepare() with dispatch_batches=False",
+    },
+    "transformers.trainer_pt_utils": {"IterableDatasetShard": "Trainer"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """The functions of a framework's training or evaluation loop that matter here.
+
+    Attributes:
+        reads: reads the number of batches once.
+        begin: begin to read batches.
+        takes: takes a batch, called by one of `begin`: a loader of Accelerate begins with its first
+            batch, and so does one that passes over batches.
+        run: the function around them that is given a checkpoint, and the name of that argument.
+        instead: the adapter or option that needs no number of batches.
+    """
+
+    reads: str
+    begin: tuple[str, ...]
+    takes: str = ""
+    run: tuple[str, str] | None = None
+    instead: str
+
+
+_FIT: Final = _Loop(
+    reads="setup_data", begin=("advance",), run=("_run", "ckpt_path"), instead=_LIGHTNING
+)
+_EVALUATE: Final = _Loop(  # of several loaders, `run` begins the later ones
+    reads="setup_data", begin=("reset", "run"), instead="shuffle=False"
+)
+_TRAIN: Final = _Loop(
+    reads="set_initial_training_values",
+    begin=("_run_epoch",),
+    takes="get_batch_samples",
+    run=("_inner_training_loop", "resume_from_checkpoint"),
+    instead=_TRANSFORMERS,
+)
+_LOOPS: Final = {
+    "lightning.pytorch.loops.fit_loop": _FIT,
+    "lightning.pytorch.loops.evaluation_loop": _EVALUATE,
+    "pytorch_lightning.loops.fit_loop": _FIT,
+    "pytorch_lightning.loops.evaluation_loop": _EVALUATE,
+    "transformers.trainer": _TRAIN,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoop:
+    """A framework's loop that calls without an adapter between.
+
+    Attributes:
+        framework: whose it is.
+        instead: the adapter or option that needs no number of batches.
+        loop: the object.
+        reads: it reads the number of batches; otherwise it begins an epoch.
+        resumed: the argument by which a training was given a checkpoint; `None`: it was given none.
+    """
+
+    framework: str
+    instead: str
+    loop: Any
+    reads: bool
+    resumed: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Caller:
+    """The code that iterates a sampler or stream, asks for its length, or chooses its epoch.
+
+    Attributes:
+        batches_again: torch would collect its batches into batches.
+        reads_ahead: a plain `DataLoader` with workers, which draws batches before its loop takes
+            them.
+        wrappers: loaders of frameworks around it, with their modules.
+        host: the framework's loop that calls; `None`: none, or an adapter of ours is between.
+    """
+
+    batches_again: bool
+    reads_ahead: bool
+    wrappers: list[tuple[str, Any]]
+    host: HostLoop | None = None
+
+    @classmethod
+    def find(cls) -> Caller:
+        """Look at the stack above the caller of the function that calls this."""
+        frame: FrameType | None = sys._getframe(2)
+        assert frame is not None  # noqa: S101  (a method of ours, which somebody has called)
+        # Before Python 3.13 `f_locals` keeps a caller's values alive: only those of torch and of
+        # the frameworks named above are looked at.
+        name = frame.f_globals.get("__name__")
+        fetches = name == fetch.__name__ and bool(frame.f_locals.get("auto_collation"))
+        workers = name == _MultiProcessingDataLoaderIter.__module__
+        found = cls(
+            batches_again=name == BatchSampler.__module__ or fetches,
+            reads_ahead=workers
+            and isinstance(frame.f_locals.get("self"), _MultiProcessingDataLoaderIter),
+            wrappers=[],
+        )
+        wrap = [name for name in _SHARDING if name in sys.modules]
+        loops = [name for name in _LOOPS if name in sys.modules]
+        by_adapter = False
+        while frame is not None and (wrap or loops):
+            module = frame.f_globals.get("__name__", "")
+            if module in wrap:
+                found.wrappers.append((module, frame.f_locals.get("self")))
+            by_adapter = by_adapter or module in _ADAPTERS
+            takes = module in loops and frame.f_code.co_name == _LOOPS[module].takes
+            if module in loops and not (takes or by_adapter):
+                found.host = _host_in(frame, module)
+                loops = []
+            frame = frame.f_back
+        return found
+
+    def check_loader(self, num_replicas: int) -> None:
+        """Raise where a loader would lose or repeat batches.
+
+        Raises:
+            OptionError: torch would batch them again; or Accelerate's loader keeps a position of
+                its own, and goes on from it in another epoch.
+            ShardedTwiceError: a framework's part of this rank's part is all that would come.
+        """
+        if self.batches_again:
+            raise OptionError(
+                "whole batches come already, which the DataLoader would batch again: pass a "
+                "sampler as batch_sampler=, not as sampler=, and batch_size=None with a stream"
+            )
+        for module, wrapper in self.wrappers:
+            if num_replicas > 1:
+                _check_sharding(module, wrapper, num_replicas)
+            # It begins to read before it chooses the epoch, and counts epochs from 0 again when it
+            # goes on: the epoch after the loaded one would be that one once more.
+            if getattr(wrapper, "__dict__", {}).get("use_stateful_dataloader"):
+                raise OptionError(
+                    "use_stateful_dataloader=True has accelerate's own loader count epochs from 0 "
+                    "after load_state, and read one of them again: use "
+                    "torchbudget.integrations.accelerate.prepare(accelerator, loader), which saves "
+                    "the position with either setting, or leave it out"
+                )
+
+    def check_not_resumed(self) -> None:
+        """Raise where a framework asks for the number of batches to go on without our position.
+
+        Lightning begins its loader before it chooses the epoch, and reads ahead of a
+        `StatefulDataLoader`'s state. The Trainer counts epochs and batches back from its steps, by
+        the first epoch's `len`, and passes over as many batches, whatever they were under the
+        budget and the ranks of before. Both ask for `len` first, in the process that trains.
+
+        Raises:
+            StateError: samples would be lost, or come again.
+        """
+        host = self.host
+        if host is None or not host.reads or host.resumed is None:
+            return
+        otherwise = f"leave {host.resumed} out"
+        if host.framework == "transformers":
+            if host.loop.args.ignore_data_skip:
+                return
+            otherwise = "load its own state and set ignore_data_skip=True"
+        raise StateError(
+            f"{host.framework} goes on from {host.resumed}, which has no position of this sampler "
+            f"or stream: samples would be lost, or come again. Use {host.instead}, whose "
+            f"checkpoints have it, or {otherwise}"
+        )
+
+    def length_read(self, length: int) -> tuple[int, int] | None:
+        """The loop that reads `len` once for all its epochs, and the length; `None` without one."""
+        return (id(self.host.loop), length) if self.host is not None and self.host.reads else None
+
+    def check_length(
+        self, read: tuple[int, int] | None, epoch: int, count: Callable[[], int]
+    ) -> None:
+        """Raise an `OptionError` where a loop begins a longer epoch than the length it has read."""
+        host = self.host
+        if read is None or host is None or id(host.loop) != read[0]:
+            return
+        length = count()
+        if length > read[1]:
+            raise OptionError(
+                f"epoch {epoch} has {length} batches, but {host.framework} has read len once, "
+                f"{read[1]}, and would leave the others out: use {host.instead}, or "
+                "batches_per_epoch, with which every epoch has as many"
+            )
+
+
+def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
+    for name, setting in _SHARDING[module].items():
+        if not isinstance(wrapper, getattr(sys.modules[module], name, ())):
+            continue
+        processes = vars(wrapper).get("num_processes")
+        if processes is None:  # a dispatcher, which may be half made: it asks for a state first
+            processes = sys.modules[module].PartialState().num_processes
+        if processes > 1:
+            package = module.partition(".")[0]
+            raise ShardedTwiceError(
+                f"batches are dealt to {num_replicas} ranks already, and {package}'s {name}, by "
+                f"{setting}, deals them to {processes} processes again: most samples would never "
+                "come. With Accelerate, use torchbudget.integrations.accelerate.prepare("
+                f"accelerator, loader); with transformers' Trainer, {_TRANSFORMERS}"
+            )
+
+
+def _host_in(frame: FrameType, module: str) -> HostLoop | None:
+    """The loop of a framework's function, if that reads the number or begins an epoch."""
+    functions, name = _LOOPS[module], frame.f_code.co_name
+    if name != functions.reads and name not in functions.begin:
+        return None
+    framework = module.partition(".")[0]
+    return HostLoop(
+        framework=framework,
+        instead=functions.instead,
+        loop=frame.f_locals["self"],
+        reads=name == functions.reads,
+        resumed=None if functions.run is None else _resumed(frame, framework, *functions.run),
+    )
+
+
+def _resumed(frame: FrameType | None, framework: str, function: str, argument: str) -> str | None:
+    """The argument's name, if the function of the framework that is around a frame got one."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == function and module.partition(".")[0] == framework:
+            return None if frame.f_locals.get(argument) is None else argument
+        frame = frame.f_back
+    return None

@@ -1,0 +1,151 @@
+"""`Run`: one loop over a loader that knows where it stands after each batch that came.
+
+Workers read ahead of the loop, so that a sampler or a stream alone does not know which of its
+batches came. A run takes one record for each of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final, Generic, TypeVar
+
+from torch.utils.data import DataLoader
+
+from torchbudget.errors import DiscardedStateWarning, StateError
+from torchbudget.warn import warn
+
+Place = TypeVar("Place")
+
+# A host that reads one batch ahead asks for the position before it; one more for an end that it
+# has seen ahead.
+_KEPT: Final = 3
+_ENDED: Final = object()
+
+
+class Run(Iterator[Any], ABC, Generic[Place]):
+    """One loop over a loader; `tracked` of a sampler or a stream returns one.
+
+    While a run is open, other loops over its sampler or stream change nothing; of several runs the
+    last that yielded a batch counts. A run that is broken off leaves the sampler or stream where
+    its last batch was, and the next loop goes on there. An exception of the loader ends it.
+
+    Args:
+        source: the sampler or stream.
+        loader: whose batches come; `iter(loader)` is called here.
+    """
+
+    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
+        self._source = source
+        self._runs = source._runs  # replaced where a position is chosen: then this run is over
+        source._beginning = self
+        try:
+            self._batches: Iterator[Any] | None = iter(loader)
+        finally:
+            source._beginning = None
+        # The loaders' iterator of workers that persist is one object, which a later loop restarts.
+        self._restarts = getattr(self._batches, "_sampler_iter", None)
+        self._places: deque[Place] = deque([self._began()], _KEPT)
+        self._runs.add(self)
+
+    @abstractmethod
+    def _began(self) -> Place:
+        """Return the place where the loop begins, once `iter(loader)` was called."""
+
+    @abstractmethod
+    def _take(self, came: Any) -> tuple[Place, Any]:
+        """Return the place after what came from the loader, and the user's batch."""
+
+    @abstractmethod
+    def _end(self) -> Place:
+        """Return the place after the loader's end; raise where batches are missing."""
+
+    @abstractmethod
+    def _state(self, place: Place) -> dict[str, Any]:
+        """Return the state of a place."""
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            if getattr(self._batches, "_sampler_iter", None) is not self._restarts:
+                raise StateError(
+                    "another loop over this loader, whose workers persist, began while a tracked "
+                    "one was open: end that one first, or give the other loop a loader of its own"
+                )
+            came = next(self._batches, _ENDED)
+            if came is _ENDED:
+                self._places.append(self._end())
+                del self._places[-2]  # the same place, before the epoch was known to be over
+            else:
+                place, came = self._take(came)
+                self._places.append(place)
+        except BaseException:
+            self.close()
+            raise
+        if self._source._runs is self._runs:
+            self._source._stands_at(self, self._places[-1])
+        if came is _ENDED:
+            self.close()
+            raise StopIteration
+        return came
+
+    @property
+    def last(self) -> Place:
+        """The record of the batch that came last; before the first one, where the loop began."""
+        return self._places[-1]
+
+    def position(self, back: int = 0) -> dict[str, Any]:
+        """The position after the last batch that came, as `state_dict` returns it.
+
+        Args:
+            back: batches before it, for a host that reads ahead: 0, 1 or 2.
+
+        Raises:
+            StateError: more than are kept.
+        """
+        if back >= _KEPT:
+            raise StateError(f"the last {_KEPT} positions are kept, asked for {back} before it")
+        return self._state(self._places[max(len(self._places) - 1 - back, 0)])
+
+    def close(self) -> None:
+        """End the run where it stands."""
+        self._batches = None  # ends workers that do not persist
+        self._runs.discard(self)
+
+    def __enter__(self) -> Run[Place]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
+    """Warn the caller of `set_epoch` where samples would be lost, or come again.
+
+    Args:
+        loaded: the epoch in which the state stands.
+        chosen: another one.
+        within: it stands after the first of that epoch's batches.
+    """
+    if within:
+        message = (
+            f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}; go on "
+            "in that epoch, or do not load the state"
+        )
+    elif chosen < loaded:
+        message = (
+            f"set_epoch({chosen}) goes back to an epoch that was over when the loaded state was "
+            f"saved: its samples come again. Go on with epoch {loaded}, as in "
+            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state"
+        )
+    else:
+        return
+    warn(message, DiscardedStateWarning)
