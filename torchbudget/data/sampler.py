@@ -627,6 +627,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         self._sizes = SizeCheck(
             size_multiple=plan.rules.size_multiple,
             packed=plan.rules.packing is not None,
+            total_multiple=getattr(plan.rules.cost, "total_multiple", 1),
             sizes=plan.sizes.values,
         )
         self._delivered = 0
