@@ -102,6 +102,43 @@ def test_a_stateful_loader_goes_on_between_epochs(
         assert [list(resumed) for _ in range(done, 3)] == epochs[done:]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.filterwarnings("ignore:epoch . starts over:torchbudget.errors.RepeatedSamplesWarning")
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 4}, {"window": 4096}])
+@pytest.mark.parametrize("every", [1, 4])
+def test_set_epoch_after_the_state_of_an_epochs_end(
+    workers: int, persistent: bool, options: Any, every: int
+) -> None:
+    """Saved after the last batch or after the loop; the rest of its own epoch is empty."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def made() -> tuple[BudgetedIterableDataset, Any]:
+        arguments = {"size": lambda _: 8, "window": 16, "collate_fn": list} | options
+        stream = BudgetedIterableDataset(range(64), TOKENS, 64, shuffle=False, **arguments)
+        loader = {"num_workers": workers, "persistent_workers": persistent}
+        return stream, stateful(stream, batch_size=None, snapshot_every_n_steps=every, **loader)
+
+    def epochs(made: Any, first: int, last: int) -> list[list[int]]:
+        found = []
+        for epoch in range(first, last):
+            made[0].set_epoch(epoch)
+            found.append(sorted(int(n) for batch in made[1] for n in batch))
+        return found
+
+    whole = epochs(made(), 0, 3)
+    running = made()
+    states = [as_pickle(running[1].state_dict()) for _ in running[1]][-1:]
+    states.append(as_pickle(running[1].state_dict()))
+    for state, first in ((states[0], 0), (states[0], 1), (states[1], 1)):
+        resumed = made()
+        resumed[1].load_state_dict(state)
+        found, expected = epochs(resumed, first, 3), [[], *whole[1:]][first:]
+        if workers and not persistent and "batches_per_epoch" in options:  # new ones start over
+            found, expected = ([len(set(one)) for one in both] for both in (found, expected))
+        assert found == expected, first
+
+
 # ---------------------------------------------------------------------- transforms, threads
 
 

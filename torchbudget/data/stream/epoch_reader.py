@@ -184,8 +184,8 @@ class _Rounds:
         """Yield this rank's micro-batches, each with the place after it.
 
         A place is the beginning of the samples that are cut together, and the number of their
-        rounds that are done. With several ranks the last round of the buffered samples waits for the next ones: at
-        the end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
+        rounds that are done. With several ranks the last round waits for the next samples: at the
+        end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
 
         Raises:
             StateMismatchError: samples whose first rounds are done are cut in other places.
