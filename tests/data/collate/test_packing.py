@@ -32,23 +32,12 @@ def packed(lengths: list[int]) -> Any:
     return PackCollate()([torch.zeros(length) for length in lengths])
 
 
-@pytest.mark.parametrize(
-    ("samples", "match"),
-    [
-        ([], "empty batch"),
-        (
-            [{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}],
-            r"sample 2 of the batch, field 'x': expected equal axes \(3,\).*\(4,\)",
-        ),
-        ([{"x": [1]}, {"x": [1.5]}], "sample 1 of the batch, field 'x'"),
-        ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
-        # Zero-width rows: 2³¹ positions without a byte.
-        ([torch.empty(2**30, 0)] * 2, r"more than the offsets, torch\.int32, can count"),
-    ],
-)
-def test_what_cannot_be_packed(samples: list[Any], match: str) -> None:
-    with pytest.raises(CollateError, match=match):
-        PackCollate()(samples)
+def test_what_cannot_be_packed() -> None:
+    with pytest.raises(CollateError, match=r"sample 1 .*: expected equal axes \(3,\).*\(4,\)"):
+        PackCollate()([torch.ones(2, 3), torch.ones(2, 4)])
+    # Zero-width rows: 2³¹ positions without a byte.
+    with pytest.raises(CollateError, match=r"more than the offsets, torch\.int32, can count"):
+        PackCollate()([torch.empty(2**30, 0)] * 2)
 
 
 class TestBlockMask:
