@@ -600,7 +600,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Caller.find().check_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         kept: Any = {"_present": [None], "_progress": copy.copy(self._progress)}
-        kept |= dict.fromkeys(["_kept", "_slot", "_later", "_runs", "_readers"])
+        kept |= dict.fromkeys(["_kept", "_slot", "_later", "_runs", "_readers", "_beginning"])
         return {**vars(self), **kept, "_loaded": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
