@@ -262,6 +262,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return known[1]
 
     @property
+    def steps_left(self) -> int:
+        """Optimizer steps that the next `iter()` begins, where `samples_per_step` makes them."""
+        return self.plan.windows_left(self._cursor)
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next `iter()` yields."""
         return self._cursor.epoch
