@@ -41,7 +41,6 @@ TINY = {
     "accumulate": "--repetitions 2",
     "gradient_error": "",
     "predict": "--samples 30 --max-length 400 --mib 160 --repetitions 1 --most-ranks 1",
-    "endurance": "--batches 300 --seed 4",
     "monitor_overhead": "--seconds 1 --gib 1",
 }
 EXACT = {
@@ -50,7 +49,6 @@ EXACT = {
     "several_axes": "over the budget",
     "streams": "over the budget",
     "plan_step": "over the budget",
-    "endurance": "violations",
     "given_numbers": "lengths",
     "predict": "error",
     "any_model": "least covered",

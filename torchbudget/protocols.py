@@ -1,4 +1,4 @@
-"""What training asks of loaders, batches and their sources, which it does not import."""
+"""Protocols of data sets, loaders, batches and their sources, for rooms that import none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """A map-style data set: it has a length and returns a sample for each index below it."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+    def __len__(self) -> int: ...
 
 
 @runtime_checkable

@@ -73,9 +73,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
@@ -87,7 +85,7 @@ from _common import Results, options
 from torch.utils.data import DataLoader
 
 import torchbudget as tb
-from tests.support.host_cells import DATA, Cell, dataset_of, sampler_of
+from tests.support.host_cells import DATA, Cell, dataset_of, own_shared_memory, sampler_of
 
 MIB = {"fork": (400, 250, 800), "spawn": (900, 600, 1400)}
 WORKERS = {"fork": 8, "spawn": 4}
@@ -95,18 +93,6 @@ KINDS = (*DATA, "stream")
 USERS = ("shuffle", "lists")  # loaders that the user made, which are only predicted
 SEARCHED = 4
 LITTLE = 0.2  # of the budget
-ROOT_MOUNT = 'mount -t tmpfs -o size=8g tmpfs /dev/shm && exec "$@"'
-
-
-def own_mount() -> list[str]:
-    """A command that runs another with a /dev/shm of its own; none where it may not."""
-    names = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
-    command = ["unshare", *names, "--propagation", "private", "sh", "-c", ROOT_MOUNT, "sh"]
-    try:
-        tried = subprocess.run([*command, "true"], capture_output=True, check=False)
-    except FileNotFoundError:
-        return []
-    return [] if tried.returncode else command
 
 
 def cells(budgets: int, starts: int, kinds: int, **given: Any) -> Iterator[Cell]:
@@ -122,14 +108,8 @@ def cells(budgets: int, starts: int, kinds: int, **given: Any) -> Iterator[Cell]
 def run(cell: Cell, mount: list[str]) -> dict[str, Any]:
     """What a process that loads as the cell says has needed."""
     with tempfile.TemporaryDirectory() as folder:
-        cell = replace(cell, folder=folder)
-        done = subprocess.run(
-            [*mount, *cell.command()],
-            env=cell.environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
+        done = replace(cell, folder=folder).run(*mount)
+        assert not done.returncode, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -206,7 +186,7 @@ def main() -> None:
         "pause_s": 0.05,
         "trial_s": asked.trial_ms / 1000,
     }
-    mount = own_mount()
+    mount = own_shared_memory(8192)
     for cell in cells(asked.budgets, asked.starts, asked.kinds, **given):
         found = run(cell, mount)
         predicted.append(found["predicted"] / found["total"])

@@ -78,6 +78,9 @@ def main() -> None:
                 lambda: MemoryBudgetBatchSampler(lengths, one, 8192, num_replicas=8, rank=3)
             ),
             "padded, two axes": drained(lambda: MemoryBudgetBatchSampler(pairs, two, 16_384)),
+            "padded, 4 samples a batch": drained(
+                lambda: MemoryBudgetBatchSampler(lengths, one, 170, oversize="alone")
+            ),
             "packed": drained(lambda: MemoryBudgetBatchSampler(lengths, packed, 8192)),
         },
         arguments.repetitions,

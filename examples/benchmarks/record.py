@@ -43,7 +43,6 @@ ALL = (
     "accumulate",
     "gradient_error",
     "predict",
-    "endurance",
     "monitor_overhead",
 )
 TABLE = re.compile(r"(?:^    .*\S.*\n)+", re.MULTILINE)

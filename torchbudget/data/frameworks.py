@@ -194,7 +194,7 @@ class Caller:
         )
 
     def length_read(self, length: int) -> tuple[int, int] | None:
-        """The loop that reads `len` once for all its epochs, and the length; `None`: no such one."""
+        """The loop that reads `len` once for all its epochs, and the length; `None` without one."""
         return (id(self.host.loop), length) if self.host is not None and self.host.reads else None
 
     def check_length(

@@ -321,7 +321,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         at = {"epoch": cursor.epoch, "pass": cursor.number, "start": cursor.start}
         facts = self._order | at | {"rounds": cursor.rounds}
         check_same_on_ranks(self._ranks, lambda: facts | plan.dealing)
-        caller.check_length(self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left)
+        caller.check_length(
+            self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
+        )
         run = self._beginning
         self._present = iterator = _Iteration(
             self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead
@@ -570,7 +572,7 @@ class _Iteration(Iterator[list[int]]):
             record = next(self._records)
         except StopIteration:
             if self.last is None:  # nothing is left of the epoch
-                self._end(self.began.next_epoch())
+                self._end(self._plan.next_epoch(self.began))
             raise
         except Exception:  # a generator that raised is over: the next call raises again
             self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
@@ -584,7 +586,8 @@ class _Iteration(Iterator[list[int]]):
             self.queue.append(record)
         elif record.place == self._last_place:
             self._end(record.after)
-        return record.indices.tolist()
+        indices: list[int] = record.indices.tolist()
+        return indices
 
     def _end(self, after: Cursor) -> None:
         """The epoch's last batch was drawn: the next epoch follows, unless a run is open."""
@@ -646,7 +649,10 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        after = place.after if isinstance(place, MicroBatch) else place.next_epoch()
+        if isinstance(place, MicroBatch):
+            after = place.after
+        else:
+            after = self._source._plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
                 f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "

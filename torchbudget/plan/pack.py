@@ -30,13 +30,13 @@ class PackedWindow(Windows):
         self._sorted = self.samples, self.sizes
         kinds = keys[0].take(self.samples, mode="clip")
         first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
-        self._base = packing.base_bytes
+        self._packing = packing
         self._items = packing.item_bytes(rules.padded(self.sizes[0, first]))
         self._counts = np.diff(first, append=len(kinds))
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
-        room, most = int(budgets[0]) - self._base, self.rules.max_batch_size
+        room, most = self._packing.room_bytes(int(budgets[0])), self.rules.max_batch_size
         grouped, starts = pack(self._items, self._counts, room, most)
         self.samples = self._sorted[0].take(grouped, mode="clip")
         self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
@@ -44,7 +44,7 @@ class PackedWindow(Windows):
 
     def least(self, micro_batches: IntArray) -> IntArray:
         """See `Windows.least`: bins that are all full."""
-        return self._base + -(-int(self._items @ self._counts) // micro_batches)
+        return self._packing.base_bytes + -(-int(self._items @ self._counts) // micro_batches)
 
 
 def pack(

@@ -47,7 +47,7 @@ _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # without slots, for the cached property
 class Span:
     """Consecutive windows of one length, solved by one call.
 
@@ -67,11 +67,16 @@ class Span:
     indices: IntArray
     block: Block
 
+    @cached_property
+    def amounts(self) -> IntArray:
+        """The padded size of each micro-batch; of packed ones the sum; `(micro-batches, d)`."""
+        return self.block.amounts(self.plan.rules)
+
 
 class Window:
     """One window of a span, on one rank."""
 
-    __slots__ = ("_amounts", "_done", "_first", "_number", "_span", "last", "rounds")
+    __slots__ = ("_done", "_first", "_number", "_span", "last", "rounds")
 
     def __init__(self, span: Span, number: int, first: int, rounds: int, last: int, done: int):
         """Set the window's place.
@@ -86,7 +91,6 @@ class Window:
         """
         self._span, self._number, self._first = span, number, first
         self.rounds, self.last, self._done = rounds, last, done
-        self._amounts: IntArray | None = None
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -101,9 +105,7 @@ class Window:
 
     def padded_size(self, place: int) -> IntArray:
         """The padded size of a micro-batch of the block, shape `(d,)`; of packed ones the sum."""
-        if self._amounts is None:
-            self._amounts = self._span.block.amounts(self._span.plan.rules)
-        amounts: IntArray = self._amounts[place]
+        amounts: IntArray = self._span.amounts[place]
         return amounts
 
     def ends_step(self, place: int) -> bool:
@@ -118,20 +120,14 @@ class Window:
         done = self._done + rounds
         start = begun.start + self._number * span.length
         stop = start + span.length
-        at = {"epoch": begun.epoch, "first": begun.first, "number": begun.number, "done": done}
+        here = replace(begun, start=stop, stop=stop, left=None, done=done)
         if rounds < self._rounds:
-            here = Cursor(
-                **at, start=start, stop=stop, left=begun.left, rounds=rounds, plan=plan
-            )
-        elif stop < span.end:
-            here = Cursor(**at, start=stop, stop=stop)
-        elif plan.batches_per_epoch is None:
-            return begun.next_epoch()
-        else:
-            here = Cursor(**at).next_pass()
-        if done == plan.batches_per_epoch:  # the next epoch goes on in the order
-            return replace(here, epoch=begun.epoch + 1, done=0)
-        return here
+            here = replace(here, start=start, left=begun.left, rounds=rounds, plan=plan)
+        elif stop >= span.end:
+            if plan.batches_per_epoch is None:
+                return begun.next_epoch()
+            here = here.next_pass()
+        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
 
     @property
     def _rounds(self) -> int:
@@ -243,7 +239,7 @@ class Plan:
         self.window = window if ranks.even_sums or pairs else window - window % number
         self._last_is_even = number == 1 or pairs
         self._all_are_even = self._last_is_even or self.window % number == 0
-        self._strips = best_strips(survey[: self.window], rules)
+        self.strips = best_strips(survey[: self.window], rules)
         self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
 
@@ -269,7 +265,7 @@ class Plan:
 
     @cached_property
     def dealing(self) -> Plain:
-        """What must be the same for a window to be cut and dealt the same way."""
+        """The facts that must be the same for a window to be cut and dealt the same way."""
         rules, largest = self.rules, self.sizes.largest
         balance = rules.balance
         limits = [
@@ -300,7 +296,7 @@ class Plan:
                 micro-batch, except with `batches_per_epoch`.
             OptionError: `drop_last` leaves nothing of the epoch.
         """
-        left = self._batches_left(cursor)
+        cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
         if left == 0:
             return
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
@@ -402,7 +398,7 @@ class Plan:
             numbers=passes * -(-len(order) // self.window) + places // self.window,
             shuffle=order.shuffle,
         )
-        block = solve(self.rules, sizes, self.ranks, key, strips=self._strips)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -445,9 +441,7 @@ class Plan:
             return tail, tail, None
         return tail, end, stays
 
-    def _is_dealable(
-        self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None
-    ) -> bool:
+    def _is_dealable(self, cursor: Cursor, tail: int, end: int, stays: BoolArray | None) -> bool:
         if end - tail < self.ranks.number:
             return False
         if self._last_is_even:
@@ -463,7 +457,7 @@ class Plan:
         if not self.drop_last or self.ranks.even_sums:
             return None
         sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
-        stays = without_last(self.rules, sizes, self.ranks, strips=self._strips)
+        stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
             if not tail:
                 raise OptionError(
@@ -530,10 +524,13 @@ class Plan:
         spread[cursor.left] = rounds
         return spread
 
-    def sorted_positions(self, cursor: Cursor) -> IntArray:
-        """The positions of a cursor's window in the order of their sizes, `(stop − start,)`."""
+    def sorted_positions(self, cursor: Cursor, strips: int) -> IntArray:
+        """The positions of a cursor's window in the order in which so many strips cut it.
+
+        Shape `(stop − start,)`; a function of the sizes: see `arrange`.
+        """
         sizes = self._sizes_at(self._order_of(cursor).indices(cursor.start, cursor.stop))
-        positions: IntArray = arrange(sizes[None], 1)[0]
+        positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
         return positions
 
     def batches_left(self, cursor: Cursor) -> int:
@@ -553,6 +550,12 @@ class Plan:
     def _batches_left(self, cursor: Cursor) -> int | None:
         number = self.batches_per_epoch
         return None if number is None else max(number - cursor.done, 0)
+
+    def next_epoch(self, cursor: Cursor) -> Cursor:
+        """The epoch after a cursor's; with `batches_per_epoch` it goes on at the cursor."""
+        if self.batches_per_epoch is None:
+            return cursor.next_epoch()
+        return replace(cursor, epoch=cursor.epoch + 1, done=0)
 
     def windows_left(self, cursor: Cursor) -> int:
         """Windows from a cursor to the end of its pass: optimizer steps, where a window is one."""
@@ -585,7 +588,7 @@ class Plan:
         if not length:
             return 0
         sizes = self._samples(cursor, start, length, windows, left)[1]
-        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self._strips).sum())
+        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self.strips).sum())
 
     # ------------------------------------------------------------------ what an epoch holds
 

@@ -2,7 +2,7 @@
 
 Each window is arranged so that neighbours are alike, cut into runs that fit the budget, evened out
 over the ranks, dealt to them, and its rounds are shuffled. Nothing is carried from one window to
-the next: what becomes of a window is a function of the rules, its sizes, the ranks and its key.
+the next: the solution is a function of the rules, the window's sizes, the ranks and its key.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ONE_RANK: Final = Ranks()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowKey:
-    """What the order of a window's micro-batches, and who gets which, is a function of.
+    """The key of the order of windows' micro-batches, and of their ranks.
 
     Attributes:
         seed: of all randomness.
-        path: the epoch, and whatever else tells windows of one place apart.
-        places: of each window's first sample, shape `(windows,)`.
-        numbers: of each window, counted over epochs, shape `(windows,)`.
+        path: tells windows at one place apart, such as the epoch and the pass.
+        places: the position of each window's first sample, shape `(windows,)`.
+        numbers: the number of each window, counted over passes, shape `(windows,)`.
         shuffle: put the rounds of a window in random order; otherwise the longest samples (for
             several ranks the costliest micro-batches) come first.
     """
@@ -56,13 +56,13 @@ class WindowKey:
     shuffle: bool
 
     def words(self, rounds: IntArray) -> WordArray:
-        """A random word for each round of each window; for `rounds` of each, one after another."""
+        """A random word for each round, window after window; `rounds` has shape `(windows,)`."""
         first = np.repeat(self.places - (np.cumsum(rounds) - rounds), rounds)
         numbers = first + np.arange(len(first))
         return shuffled_keys(self.seed, *self.path, Stream.ROUNDS, numbers=numbers)
 
     def turns(self, ranks: int) -> IntArray:
-        """By how many places the ranks of each window are rotated, shape `(windows,)`."""
+        """The number of places by which each window's ranks are rotated, shape `(windows,)`."""
         offset = int(random_words(self.seed, Stream.TURNS, count=1)[0] % np.uint64(ranks))
         return (self.numbers + offset) % ranks
 
@@ -72,8 +72,8 @@ class Block:
     """Micro-batches of one or more windows, in the order in which the ranks take them.
 
     Attributes:
-        samples: places in the given sizes, taken window after window, grouped by micro-batch:
-            shape `(windows·S,)`.
+        samples: places in the given sizes, window after window, grouped by micro-batch, shape
+            `(windows·S,)`.
         sizes: the samples' sizes in that order, shape `(windows·S,)` or `(windows·S, d)`.
         starts: where each micro-batch starts in `samples`, shape `(micro-batches,)`; window by
             window, in a window round by round, in a round rank by rank.
@@ -88,7 +88,7 @@ class Block:
     rounds: IntArray
 
     def costs(self, rules: BatchRules, model: CostModel) -> IntArray:
-        """What a model, `rules.cost` or `rules.work`, says of each micro-batch; see `run_costs`."""
+        """The cost of each micro-batch by `rules.cost` or `rules.work`; see `run_costs`."""
         return run_costs(self.sizes, self.starts, self.stops, rules, model)
 
     def padded(self) -> npt.NDArray[Any]:
@@ -96,9 +96,9 @@ class Block:
         return over_runs(np.maximum, self.sizes, self.starts)
 
     def amounts(self, rules: BatchRules) -> IntArray:
-        """What each micro-batch has on each axis, `(micro-batches, d)`.
+        """The padded size of each micro-batch; of packed samples, the sum of their sizes.
 
-        That is its padded size; of packed samples, the sum of their sizes.
+        Shape `(micro-batches, d)`.
         """
         if rules.packing is None:
             amounts = rules.padded(self.padded())
@@ -124,19 +124,22 @@ def over_runs(reduce: np.ufunc, values: npt.NDArray[Any], starts: IntArray) -> n
 def run_costs(
     sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules, model: CostModel
 ) -> IntArray:
-    """What a model, `rules.cost` or `rules.work`, says of runs of samples that tile `sizes`.
+    """The cost of runs of samples that tile `sizes`, by `rules.cost` or `rules.work`.
 
-    Shape `(runs,)`; predicted bytes, of the cost.
+    Shape `(runs,)`.
     """
     if rules.packing is not None:  # which is both
-        items = rules.packing.item_bytes(rules.padded(sizes))
-        return rules.packing.base_bytes + over_runs(np.add, items, starts)
+        padded = rules.padded(sizes)
+        items = over_runs(np.add, rules.packing.item_bytes(padded), starts)
+        beside = rules.packing.padding_bytes(over_runs(np.add, padded, starts))
+        costs: IntArray = rules.packing.base_bytes + items + beside
+        return costs
     padded = rules.padded(over_runs(np.maximum, sizes, starts))
     return rules.costs(model, stops - starts, padded)
 
 
 def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
-    """How many strips per axis give the fewest micro-batches, by trying powers of √2.
+    """Find the number of strips per axis that gives the fewest micro-batches, among powers of √2.
 
     From 1, which sorts by the last axis alone, to as many as there are samples, which sorts by the
     first one alone: where one axis decides the cost, an end is best. Where several do, the middle
@@ -144,7 +147,7 @@ def best_strips(sizes: npt.NDArray[Any], rules: BatchRules) -> int:
 
     Args:
         sizes: of a window's samples, shape `(S,)` or `(S, d)`.
-        rules: what a micro-batch may be.
+        rules: of a micro-batch.
 
     Returns:
         The number of strips, 1 for one axis and for packing, which have none.
@@ -221,7 +224,7 @@ def solve(
     """Cut windows into micro-batches and deal them.
 
     Args:
-        rules: what a micro-batch may be.
+        rules: of a micro-batch.
         sizes: shape `(windows, S)` or `(windows, S, d)`; a single window if the rules pack.
         ranks: that share each window.
         key: of the order of the micro-batches; `None`: the longest (for several ranks the
@@ -311,9 +314,9 @@ def _shuffled(rounds: IntArray, key: WindowKey) -> IntArray:
 
 
 def default_window(ranks: int, *, positions: float = math.inf, micro_batches: float = 1.0) -> int:
-    """How many positions are sorted and cut together where the user does not say.
+    """The default number of positions that are sorted and cut together.
 
-    Padding falls as windows grow, and so does what their last micro-batches leave unfilled. But
+    Padding falls as windows grow, and so does the unfilled part of their last micro-batches. But
     samples that share every window share their micro-batches in every epoch.
 
     Args:
@@ -333,13 +336,13 @@ def default_window(ranks: int, *, positions: float = math.inf, micro_batches: fl
 def without_last(
     rules: BatchRules, sizes: npt.NDArray[Any], ranks: Ranks, *, strips: int | None = None
 ) -> npt.NDArray[np.bool_]:
-    """Which samples stay when the micro-batch that could still have taken one is dropped.
+    """Choose the samples that stay when the micro-batch that could still have taken one is dropped.
 
     Where only some numbers of samples can be dealt to the ranks evenly, the last samples in the
     order of the cut are dropped too, until a multiple of the ranks' number stays.
 
     Args:
-        rules: what a micro-batch may be.
+        rules: of a micro-batch.
         sizes: of the window's samples, shape `(S,)` or `(S, d)`.
         ranks: that share the window.
         strips: see `solve`.
@@ -365,15 +368,15 @@ def without_last(
 def _room(
     sizes: npt.NDArray[Any], starts: IntArray, stops: IntArray, rules: BatchRules
 ) -> IntArray:
-    """How much each run could still have taken; above 0 only where that is a sample."""
+    """The room that is left in each run; above 0 only where another sample would fit."""
     if rules.packing is None:
         # Every run but the last took all that fits.
         room = np.zeros_like(starts)
         fits = rules.capacity(sizes[starts[-1] :].max(axis=0), rules.budget_bytes)
         room[-1] = rules.rounded(fits) - (stops[-1] - starts[-1])
         return room
-    free = rules.budget_bytes - run_costs(sizes, starts, stops, rules, rules.cost)
+    items = rules.packing.item_bytes(rules.padded(sizes))
+    free = rules.packing.room_bytes(rules.budget_bytes) - over_runs(np.add, items, starts)
     if rules.max_batch_size is not None:
         free = np.where(stops - starts < rules.max_batch_size, free, 0)
-    smallest = int(rules.packing.item_bytes(rules.padded(sizes)).min())
-    return np.where(free >= smallest, free, 0)
+    return np.where(free >= int(items.min()), free, 0)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchbudget.distributed import failing_together
 from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
-from torchbudget.protocols import HasNumSamples, IndexSource, ResumableSource, Stateful
+from torchbudget.protocols import HasNumSamples, IndexSource, Stateful
 from torchbudget.train.agreement import on_host
 from torchbudget.train.batches import moved
 from torchbudget.train.gathered import Parcel, gathered

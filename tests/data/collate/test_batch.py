@@ -107,7 +107,9 @@ class TestReading:
 
     @collates
     def test_measured_by_another_field(self, collate: Any) -> None:
-        named = replace(collate, length_field="a")
+        named = replace(
+            collate, fields={"b": "padded" if isinstance(collate, PadCollate) else "joined"}
+        )
         batch = named([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
         assert batch.num_tokens == 1
         other = batch.measured_by("b")
@@ -256,9 +258,9 @@ class TestSplit:
         n = data.draw(st.integers(1, len(drawn.samples)))
         name = drawn.length_field
         several = [
-            PadCollate(length_field=name),
-            PadCollate(length_field=name, side=0.3, size_multiple=3),
-            PackCollate(length_field=name),
+            PadCollate(fields=drawn.rules("padded")),
+            PadCollate(fields=drawn.rules("padded"), side=0.3, size_multiple=3),
+            PackCollate(fields=drawn.rules("joined")),
         ]
         collate: Any = data.draw(st.sampled_from(several))
         batch = collate(drawn.samples)

@@ -93,9 +93,9 @@ COLLATES = (
         side="left",
         size_multiple=4,
         mask="mask",
-        length_field="tokens",
+        fields={"long": "padded"},
     ),
-    PackCollate(length_field="tokens"),
+    PackCollate(fields={"long": "joined"}),
 )
 
 

@@ -11,7 +11,7 @@ from torchbudget.errors import CollateError
 def test_a_length_field_must_exist_and_be_ragged() -> None:
     for name, match in (("z", "names field 'z'"), ("n", "no ragged axis")):
         with pytest.raises(CollateError, match=match):
-            PackCollate(length_field=name)([{"n": 1, "x": [1]}])
+            PackCollate(fields=drawn.rules("joined"))([{"n": 1, "x": [1]}])
 
 
 def test_a_collate_is_a_value() -> None:

@@ -14,7 +14,7 @@ from torchbudget.errors import CollateError
 
 @given(batches_of_samples(same_trailing=True))
 def test_fields_are_concatenated_and_numbers_stacked(drawn: Samples) -> None:
-    batch = PackCollate(length_field=drawn.length_field)(drawn.samples)
+    batch = PackCollate(fields=drawn.rules("joined"))(drawn.samples)
     assert batch.num_samples == len(drawn.samples)
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
         field = at(batch.data, path)

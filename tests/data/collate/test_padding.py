@@ -31,7 +31,7 @@ def test_a_padded_field_is_what_the_naive_loop_makes(
     drawn: Samples, side: str | float, multiple: int, value: int
 ) -> None:
     collate = PadCollate(
-        padding_value=value, side=side, size_multiple=multiple, length_field=drawn.length_field
+        padding_value=value, side=side, size_multiple=multiple, fields=drawn.rules("padded")
     )
     batch = collate(drawn.samples)
     for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _BLOCK: Final = 128  # positions in a block, as create_block_mask has it
 
 
-def block_mask_of(bounds: Sequence[int], device: torch.device, *, causal: bool) -> BlockMask:
+def block_mask_of(bounds: IntArray, device: torch.device, *, causal: bool) -> BlockMask:
     """The mask in which positions see those of their own segment alone.
 
     `create_block_mask` evaluates the mask at every pair of positions. The blocks that a row of
@@ -37,10 +37,10 @@ def block_mask_of(bounds: Sequence[int], device: torch.device, *, causal: bool) 
     # Imported here: with it come the compiler and its caches.
     from torch.nn.attention.flex_attention import BlockMask
 
-    total = bounds[-1]
+    total = int(bounds[-1])
     if not total:
         raise CollateError("a batch without positions has no block mask: all its samples are empty")
-    seen, full = _blocks(np.asarray(bounds, dtype=np.int64), causal=causal)
+    seen, full = _blocks(bounds, causal=causal)
     parts = {"": seen & ~full, "full_": full}
     blocks: dict[str, Any] = {
         f"{kind}{axis}_{name}": part
@@ -87,7 +87,7 @@ def _ordered(blocks: npt.NDArray[Any], device: torch.device) -> dict[str, Tensor
 
 
 def _mask_mod(
-    bounds: Sequence[int], device: torch.device, *, causal: bool
+    bounds: IntArray, device: torch.device, *, causal: bool
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The mask of one pair of positions, which is evaluated where a block is not full."""
     lengths = np.diff(bounds)

@@ -10,7 +10,7 @@ from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
 from torchbudget.data.callables import callable_fingerprint
-from torchbudget.data.collate.options import of_sized_field
+from torchbudget.data.collate.fields import sized_by
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.frameworks import Caller
 from torchbudget.data.sizes.key import SizeKey, field_of
@@ -203,7 +203,7 @@ class BudgetedIterableDataset(ResumableStream):
             drop_last=drop_last,
             skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
-            collate_fn=of_sized_field(collate, field_of(size)),
+            collate_fn=sized_by(collate, field_of(size)),
             size_multiple=self.size_multiple,
             rules=rules,
         )

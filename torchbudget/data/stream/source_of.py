@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from torchbudget.data.map_style import MapStyle
 from torchbudget.data.stream.adapters.datasets import DatasetsSource
 from torchbudget.data.stream.adapters.ray import RaySource
 from torchbudget.data.stream.adapters.webdataset import WebdatasetSource
 from torchbudget.data.stream.slot import Split
 from torchbudget.data.stream.source import Indexed, ShardFunction, ShardList, Source
 from torchbudget.errors import OptionError
+from torchbudget.protocols import MapStyle
 
 _MODULES: Final = {
     "datasets.iterable_dataset.": DatasetsSource,

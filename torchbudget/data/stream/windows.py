@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.data.sizes.first_axis import check_first_axis_of
 from torchbudget.data.sizes.key import size_of, sizes_of_all
+from torchbudget.data.sizes.sizes_of import check_first_axis_of
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import numbers_put_aside, sample_seed
 from torchbudget.data.stream.pipeline import Item, transformed

@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tests.support.host_cells import Cell
-from tests.support.memory_groups import JOIN, SHM, memory_group
+from tests.support.host_cells import Cell, own_shared_memory
+from tests.support.memory_groups import JOIN, memory_group
 from torchbudget.units import MiB
 
 CELLS = [
@@ -29,32 +26,9 @@ CELLS = [
 ]
 
 
-def run(cell: Cell, *before: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*before, *cell.command()],
-        env=cell.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 def result(done: subprocess.CompletedProcess[str]) -> dict[str, float]:
     assert done.returncode == 0, done.stderr
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def own_shared_memory(mib: int) -> list[str]:
-    """A command that runs what follows with a /dev/shm of its own; none where it may not."""
-    if shutil.which("unshare") is None:
-        return []
-    names = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
-    script = f'mount -t tmpfs -o size={mib}m tmpfs {SHM} && exec "$@"'
-    command = ["unshare", *names, "--propagation", "private", "sh", "-c", script, "sh"]
-    tried = subprocess.run([*command, "true"], capture_output=True, check=False)
-    return [] if tried.returncode else command
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.slow
@@ -66,7 +40,7 @@ def test_the_tree_stays_within_the_budget_and_fills_it(cell, tmp_path) -> None:
     the machine does, and these loops are short, so that here only what is far off fails.
     """
     before = own_shared_memory(4096)  # what other processes write to the machine's is not ours
-    found = result(run(replace(cell, folder=str(tmp_path)), *before))
+    found = result(replace(cell, folder=str(tmp_path)).run(*before))
     assert found["workers"] > 0
     if before:
         assert found["total"] <= found["budget"]
@@ -88,7 +62,7 @@ def test_a_loader_of_ones_own_needs_no_more_than_is_predicted(data, order, tmp_p
     if not before:
         pytest.skip("a mount of its own is not allowed here")
     cell = Cell(data=data, start="fork", folder=str(tmp_path), plain=(3, 4), order=order)
-    found = result(run(replace(cell, pause_s=0.01), *before))
+    found = result(replace(cell, pause_s=0.01).run(*before))
     assert 0.9 * found["total"] <= found["predicted"]
     if order == "ours":
         assert found["shared"] <= found["predicted_shared"]
@@ -104,7 +78,7 @@ def test_in_a_control_group_of_the_budget(tmp_path) -> None:
     """With the budget as the limit of its group, a training by our options ends."""
     cell = replace(LARGE, folder=str(tmp_path), host_mib=640, workers=8)
     with memory_group(MiB(640)) as group:
-        done = run(cell, "sh", "-c", JOIN, str(group.folder / "cgroup.procs"))
+        done = cell.run("sh", "-c", JOIN, str(group.folder / "cgroup.procs"))
     assert result(done)["workers"] > 0
 
 
@@ -132,7 +106,8 @@ def test_with_64_mib_of_shared_memory(plain, tmp_path) -> None:
     before = own_shared_memory(64)
     if not before:
         pytest.skip("a mount of its own is not allowed here")
-    done = run(replace(LARGE, folder=str(tmp_path), mib=2000, workers=4, plain=plain), *before)
+    cell = replace(LARGE, folder=str(tmp_path), mib=2000, workers=4, plain=plain)
+    done = cell.run(*before)
     if plain is None:
         assert result(done)["workers"] > 0
     else:
@@ -140,10 +115,3 @@ def test_with_64_mib_of_shared_memory(plain, tmp_path) -> None:
         # A page that cannot be had is a bus error; a file that cannot be enlarged says so.
         full = ("bus error", "Bus error", "No space left on device")
         assert any(text in done.stderr for text in full), done.stderr
-
-
-def test_the_reader_is_an_oracle() -> None:
-    """It imports nothing of the library."""
-    source = (Path(__file__).parents[2] / "support" / "tree_reader.py").read_text()
-    assert "torchbudget" not in source
-    assert "import torch" not in source
