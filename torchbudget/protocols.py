@@ -135,8 +135,11 @@ class IndexSource(Protocol):
     def rank(self) -> int:
         """Rank of this process."""
 
-    def unchanged(self) -> AbstractContextManager[object]:
-        """An iteration inside changes nothing for a loop around it."""
+    def unchanged(self, *, repeats: bool = False) -> AbstractContextManager[object]:
+        """Iterate inside without a change for a loop around it; `repeats`: on uneven ranks."""
+
+    def tracked(self, loader: Any, /) -> Any:
+        """Begin a loop over a loader, with the `indices` of its last batch and `is_repeated`."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""

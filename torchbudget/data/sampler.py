@@ -373,10 +373,17 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return first is not None and bool((first.block.rounds > 1).any())
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Inside, iterations change nothing for a loop around it: see `predict`."""
+    def unchanged(self, *, repeats: bool = False) -> Iterator[None]:
+        """Iterate inside without a change for a loop around it: see `predict`.
+
+        Args:
+            repeats: where samples cannot be dealt evenly to the ranks, some come again: see
+                `Ranks.repeats`.
+        """
         before = vars(self).copy()
         self._begin_at(self._cursor, self._loaded)
+        if repeats:
+            self._plan = self.plan.repeating()
         try:
             yield
         finally:
@@ -671,6 +678,11 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     def indices(self) -> list[int]:
         """Indices in the data set of the batch that came last."""
         return self.last.indices.tolist() if isinstance(self.last, MicroBatch) else []
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the batch that came last has a sample that another batch has."""
+        return self.last.is_repeated if isinstance(self.last, MicroBatch) else False
 
     @property
     def ends_step(self) -> bool:
