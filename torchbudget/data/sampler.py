@@ -18,11 +18,11 @@ from torchbudget.checks import check_flags, is_number, natural, optional
 from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.data.frameworks import Caller
-from torchbudget.data.run import Run
+from torchbudget.data.run import Run, warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.size_check import SizeCheck
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
-from torchbudget.errors import DiscardedStateWarning, OptionError, SampleError, StateError
+from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
@@ -35,7 +35,6 @@ from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.protocols import IndexSource, ResumableSource, StepSource
 from torchbudget.units import Amount
-from torchbudget.warn import warn
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, IndexSource):
@@ -688,30 +687,6 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     def ends_step(self) -> bool:
         """Whether the batch that came last is the last one of its optimizer step."""
         return self.last.ends_step if isinstance(self.last, MicroBatch) else False
-
-
-def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
-    """Warn the caller of `set_epoch` where samples would be lost, or come again.
-
-    Args:
-        loaded: the epoch in which the state stands.
-        chosen: another one.
-        within: it stands after the first of that epoch's batches.
-    """
-    if within:
-        message = (
-            f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}; go on "
-            "in that epoch, or do not load the state"
-        )
-    elif chosen < loaded:
-        message = (
-            f"set_epoch({chosen}) goes back to an epoch that was over when the loaded state was "
-            f"saved: its samples come again. Go on with epoch {loaded}, as in "
-            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state"
-        )
-    else:
-        return
-    warn(message, DiscardedStateWarning)
 
 
 def _with_margin_of(plan: Plan, state: Any) -> Plan:

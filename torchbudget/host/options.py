@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import optional
-from torchbudget.data.map_style import MapStyle
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.distributed import ranks_on_this_machine
@@ -22,6 +21,7 @@ from torchbudget.errors import BudgetError, OptionError
 from torchbudget.host.model import HostBytes, HostModel
 from torchbudget.machine.host import SHM, shared_memory
 from torchbudget.machine.limits import free_descriptors, usable_processors
+from torchbudget.protocols import MapStyle
 from torchbudget.units import Amount, format_bytes, parse_bytes
 
 _PREFETCH: Final = 8  # batches a worker at the most; more help only where their times vary

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.checks import natural
 from torchbudget.data.frameworks import Caller
-from torchbudget.data.sampler import warn_of_discarded_state
+from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.stream import tracking
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
