@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 from torchbudget.data.run import Run
 from torchbudget.distributed import gathered, is_distributed, ranks_of
 from torchbudget.errors import OptionError, StateError
-from torchbudget.protocols import DealsToRanks, ResumableSource, Stateful
+from torchbudget.protocols import DealsToRanks, ResumableSource
+from torchbudget.train.epoch_loader import read_as_plain
 
 Position: TypeAlias = dict[str, Any]
 
@@ -38,10 +39,7 @@ class HostedLoader:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.source = source_of(loader)
-        self.loader = loader
-        if isinstance(loader, Stateful):  # its own position would be that of the batches read ahead
-            self.loader = DataLoader.__new__(DataLoader)
-            vars(self.loader).update(vars(loader), _iterator=None)
+        self.loader: DataLoader[Any] = read_as_plain(loader)
         self.run: Run[Any] | None = None
         self.reads: int | None = None
 

@@ -400,10 +400,9 @@ class Plan:
         """Solve windows: the function of (seed, epoch, position) that everything else asks."""
         order = self.order
         indices, sizes = self._samples(cursor, start, length, windows, left)
-        if self.ranks.repeats:
-            rounds = rounds_needed(self.rules, sizes, self.ranks, strips=self._strips)
-            most = int(rounds.max()) * self.ranks.number
-            if most > sizes.shape[1]:  # then the window is alone, and every sample is
+        if self.ranks.repeats and windows == 1:
+            most = self._needed(cursor, start, length, left=left) * self.ranks.number
+            if most > len(indices):  # then no two samples share a micro-batch
                 indices = np.resize(indices, most)
                 sizes = self._sizes_at(indices)[None]
         places = start + np.arange(windows) * length
