@@ -372,17 +372,14 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return first is not None and bool((first.block.rounds > 1).any())
 
     @contextmanager
-    def unchanged(self, *, repeats: bool = False) -> Iterator[None]:
-        """Iterate inside without a change for a loop around it: see `predict`.
+    def unchanged(self) -> Iterator[None]:
+        """Iterate over a whole pass inside, without a change for a loop around it: see `predict`.
 
-        Args:
-            repeats: where samples cannot be dealt evenly to the ranks, some come again: see
-                `Ranks.repeats`.
+        Where samples cannot be dealt evenly to the ranks, some come again: see `Ranks.repeats`.
         """
         before = vars(self).copy()
-        self._begin_at(self._cursor, self._loaded)
-        if repeats:
-            self._plan = self.plan.repeating()
+        self._begin_at(Cursor(epoch=self.epoch))
+        self._plan = self.plan.repeating()
         try:
             yield
         finally:
@@ -500,13 +497,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._plan.order.check_length(len(dataset))
 
     def check_whole_epoch(self) -> None:
-        """Check that the coming epoch has every sample once, so that results can be put in order.
+        """Check that an epoch has every sample once, so that results can be put in order.
 
         Raises:
-            OptionError: the epoch leaves samples out or repeats them.
-            StateError: it goes on within an epoch.
+            OptionError: it leaves samples out or repeats them.
         """
-        plan, cursor = self.plan, self._cursor
+        plan = self.plan
         skipped = plan.order.skipped
         if len(skipped):
             raise OptionError(
@@ -524,12 +520,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                     f"{name} leaves samples out or repeats them, so that some would have no "
                     f"output, or several: leave {name} out"
                 )
-        if not cursor.is_beginning:
-            raise StateError(
-                f"the sampler goes on within epoch {cursor.epoch}, so that samples that are done "
-                "would have no output: use another sampler, or call "
-                f"set_epoch({cursor.epoch + 1}) first"
-            )
 
 
 class _Iteration(Iterator[list[int]]):

@@ -96,7 +96,6 @@ def predict(
             (`oversize="skip"`, `drop_last`, `weights`, `batches_per_epoch`); its ranks are not
             those of the group; or outputs cannot be split.
         SampleError: the loader ended before the epoch did.
-        StateError: the sampler goes on within an epoch.
         RankError: another rank failed.
 
     >>> from torch.utils.data import DataLoader
@@ -129,7 +128,7 @@ def predict(
 
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
-    with together(), sampler.unchanged(repeats=True), closing(sampler.tracked(loader)) as run:
+    with together(), sampler.unchanged(), closing(sampler.tracked(loader)) as run:
         batches: Iterator[Any] = run
         if progress and (host is None or host.rank == 0):
             batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
