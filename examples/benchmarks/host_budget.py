@@ -138,10 +138,8 @@ def speed_of_the_choice(data: str, samples: int, seconds: float) -> tuple[int, i
             tb.MemoryBudget(host="16GiB"),
             dataset=dataset,
             collate_fn=collate,
-            max_workers=SEARCHED,
-            trial_s=16 * seconds,
         )["num_workers"]
-        times: dict[int, list[float]] = {n: [] for n in range(SEARCHED + 1)}
+        times: dict[int, list[float]] = {n: [] for n in range(max(SEARCHED, chosen) + 1)}
         for _ in range(3):
             for n, found in times.items():
                 loader: Any = DataLoader(
@@ -159,9 +157,7 @@ def speed_of_the_choice(data: str, samples: int, seconds: float) -> tuple[int, i
 
 
 def main() -> None:
-    asked = options(
-        __doc__, samples=6000, budgets=3, starts=2, kinds=5, epochs=6, trial_ms=0, search_ms=500
-    )
+    asked = options(__doc__, samples=6000, budgets=3, starts=2, kinds=5, epochs=6, search_ms=500)
     results = Results(
         {
             "data": "",
@@ -184,7 +180,6 @@ def main() -> None:
         "epochs": asked.epochs,
         "batch_mib": 2,
         "pause_s": 0.05,
-        "trial_s": asked.trial_ms / 1000,
     }
     mount = own_shared_memory(8192)
     for cell in cells(asked.budgets, asked.starts, asked.kinds, **given):

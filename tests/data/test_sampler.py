@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import re
 import tracemalloc
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,14 @@ from torchbudget.errors import BudgetError, CostError, OptionError, SizesError, 
 
 SIZES = [3, 9, 4, 8, 1]
 TWO_AXES = PaddedCost(unit_bytes=(1, 1))
-
+PACKED = PackedCost(unit_bytes=1)
 WEIGHED: dict[str, Any] = {"batches_per_epoch": 3}
 
 REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": []}, SizesError, r"no samples: sizes have the shape \(0,\)"),
     ({"sizes": np.empty((3, 0), np.int64)}, SizesError, r"no samples.*\(3, 0\)"),
-    ({"sizes": 5}, SizesError, r"shape \(N,\) or \(N, d\), got \(\)"),
     ({"sizes": np.ones((2, 2, 2), np.int64)}, SizesError, r"got \(2, 2, 2\)"),
     ({"sizes": [1.0, 2.0]}, SizesError, "expected integer sizes, got dtype float64"),
-    ({"sizes": ["1", "2"]}, SizesError, "expected integer sizes, got dtype <U1"),
     ({"sizes": [True, False]}, SizesError, "expected integer sizes, got dtype bool"),
     ({"sizes": [1, 2, -3, -4]}, SizesError, r"sizes\[2\] is -3"),
     ({"sizes": [1, 2**48]}, SizesError, rf"sizes\[1\] is {2**48}"),
@@ -46,33 +46,23 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"cost": TWO_AXES}, CostError, "2 axes"),
     ({"sizes": [[1, 2, 3]], "cost": TWO_AXES}, CostError, "2 axes"),
     ({"cost": PaddedCost}, OptionError, "a cost model such as PaddedCost, got <class"),
-    ({"cost": 5}, OptionError, "a cost model such as PaddedCost, got 5"),
     ({"budget": MemoryBudget(host=5)}, BudgetError, "must limit the device, got MemoryBudget"),
     ({"budget": 0}, BudgetError, "0 holds nothing"),
     ({"budget": None}, BudgetError, "at least one of device"),
     ({"budget": "much"}, BudgetError, "much"),
     ({"budget": 2**63}, BudgetError, str(2**63)),
     ({"budget": 8}, OversizeError, r"1 of 5 samples .* first at index 1: size 9 needs 9"),
-    ({"budget": 3}, OversizeError, "3 of 5 samples"),
     ({"budget": 3, "oversize": "drop"}, OptionError, "'raise', 'skip', 'alone', got 'drop'"),
     ({"sizes": [9, 9], "budget": 8, "oversize": "skip"}, OversizeError, "nothing would be left"),
     ({"samples_per_step": 4, "window": 4}, OptionError, "window=4, samples_per_step=4"),
     ({"samples_per_step": 0}, OptionError, "samples_per_step must be an int of at least 1, got 0"),
-    ({"samples_per_step": True}, OptionError, "samples_per_step .* got True"),
     ({"window": "8"}, OptionError, "window .* got '8'"),
     ({"seed": -1}, OptionError, "seed must be an int of at least 0, got -1"),
-    ({"seed": 1.0}, OptionError, "seed .* got 1.0"),
     ({"shuffle": 1}, OptionError, "shuffle must be a bool, got 1"),
     ({"drop_last": 0}, OptionError, "drop_last must be a bool, got 0"),
-    ({"max_batch_size": 0}, OptionError, "max_batch_size .* got 0"),
     ({"batch_size_multiple": 0}, OptionError, "batch_size_multiple .* got 0"),
-    ({"batch_size_multiple": None}, OptionError, "batch_size_multiple .* got None"),
     ({"batch_size_multiple": 8, "max_batch_size": 4}, OptionError, "max_batch_size=4 is below"),
-    (
-        {"batch_size_multiple": 2, "cost": PackedCost(unit_bytes=1)},
-        OptionError,
-        "no meaning for packed batches",
-    ),
+    ({"batch_size_multiple": 2, "cost": PACKED}, OptionError, "no meaning for packed batches"),
     ({"limits": [(TOKENS, 64), 64]}, OptionError, "pairs of a cost model and an amount.* got 64"),
     ({"limits": [(PaddedCost, 64)]}, OptionError, "pairs of a cost model and an amount"),
     ({"limits": [(TOKENS, "6 parsecs")]}, BudgetError, "parsecs"),
@@ -81,50 +71,23 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
         OversizeError,
         r"1 of 5 samples .* limits\[1\].* 64",
     ),
-    (
-        {"limits": [(TOKENS, 64)], "cost": PackedCost(unit_bytes=1)},
-        OptionError,
-        "leave limits out",
-    ),
-    ({"size_multiple": -8}, OptionError, "size_multiple .* got -8"),
+    ({"limits": [(TOKENS, 64)], "cost": PACKED}, OptionError, "leave limits out"),
     ({"size_multiple": 10, "budget": 9}, OversizeError, "5 of 5 samples|needs 10"),
     ({"batches_per_epoch": 0}, OptionError, "batches_per_epoch .* got 0"),
     ({"batches_per_epoch": "auto"}, OptionError, "batches_per_epoch .* got 'auto'"),
-    (
-        {"batches_per_epoch": 4, "samples_per_step": 4},
-        OptionError,
-        "batches_per_epoch=4, samples_per_step=4",
-    ),
+    ({"batches_per_epoch": 4, "samples_per_step": 4}, OptionError, "leave batches_per_epoch out"),
     ({"weights": [1] * 5}, OptionError, "give batches_per_epoch"),
-    (WEIGHED | {"shuffle": False, "weights": [1] * 5}, OptionError, "need shuffle=True"),
-    (WEIGHED | {"weights": [1] * 4}, OptionError, r"shape \(5,\), got \(4,\)"),
-    (WEIGHED | {"weights": [[1] * 5]}, OptionError, r"shape \(5,\), got \(1, 5\)"),
-    (WEIGHED | {"weights": [1, 1, np.nan, 1, 1]}, OptionError, "weight 2 is nan"),
-    (WEIGHED | {"weights": [1, 1, 1, -1, 1]}, OptionError, "weight 3 is -1.0"),
-    (WEIGHED | {"weights": [0] * 5}, OptionError, "no sample .* a weight above 0"),
-    (WEIGHED | {"weights": ["a"] * 5}, OptionError, "weights"),
-    (
-        WEIGHED | {"weights": torch.ones(5, requires_grad=True)},
-        OptionError,
-        "weights must be numbers",
-    ),
+    (WEIGHED | {"weights": torch.ones(5, requires_grad=True)}, OptionError, "must be numbers"),
     (WEIGHED | {"weights": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, OptionError, "some are masked"),
     ({"sizes": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, SizesError, r"sizes\[1\] is masked"),
     ({"sizes": np.arange(5, dtype="m8[s]")}, SizesError, "integer sizes, got dtype timedelta64"),
-    ({"sizes": torch.ones(5, requires_grad=True)}, SizesError, "expected sizes of shape"),
     ({"sizes": torch.ones(5, device="meta")}, SizesError, "expected sizes of shape"),
     ({"num_replicas": 0}, OptionError, "num_replicas .* got 0"),
     ({"num_replicas": 2, "rank": 2}, OptionError, "rank must be below num_replicas=2, got 2"),
-    ({"num_replicas": 2, "rank": -1}, OptionError, "rank must be an int of at least 0, got -1"),
     ({"rank": 1}, OptionError, "rank must be below num_replicas=1, got 1"),
-    ({"num_replicas": True, "rank": 0}, OptionError, "num_replicas .* got True"),
     ({"num_replicas": 6, "rank": 0}, UnevenRanksError, "5 samples cannot be dealt to 6 ranks"),
     ({"num_replicas": 4, "rank": 0, "window": 3}, OptionError, "window=3 is below .* ranks, 4"),
-    (
-        {"num_replicas": 4, "rank": 0, "samples_per_step": 3},
-        OptionError,
-        "samples_per_step=3 is below the number of ranks, 4",
-    ),
+    ({"num_replicas": 4, "rank": 0, "samples_per_step": 3}, OptionError, "per_step=3 is below"),
     ({"samples_per_step": 6, "drop_last": True}, OptionError, "drop_last=True leaves nothing"),
 ]
 
@@ -139,14 +102,6 @@ def test_what_cannot_hold_is_refused_at_once(
         sampler_of(**options)
     assert type(caught.value) is error
     assert isinstance(caught.value, ValueError)
-
-
-def test_subjects_come_first_and_options_are_named() -> None:
-    """The budget has no default, and no option goes by its place."""
-    with pytest.raises(TypeError):
-        MemoryBudgetBatchSampler(SIZES, TOKENS)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        MemoryBudgetBatchSampler(SIZES, TOKENS, 18, 4)  # type: ignore[misc]
 
 
 def test_numpy_ints_are_ints() -> None:
@@ -190,7 +145,6 @@ def test_samples_that_cost_nothing() -> None:
     "sizes",
     [
         LENGTHS.tolist(),
-        tuple(LENGTHS.tolist()),
         LENGTHS.astype(np.uint16),
         LENGTHS.astype(">i4"),
         LENGTHS[:, None],
@@ -198,14 +152,12 @@ def test_samples_that_cost_nothing() -> None:
         torch.from_numpy(LENGTHS),
         torch.from_numpy(LENGTHS).to(torch.int32),
     ],
-    ids=["list", "tuple", "uint16", "big-endian", "column", "strided", "tensor", "int32 tensor"],
+    ids=["list", "uint16", "big-endian", "column", "strided", "tensor", "int32 tensor"],
 )
 def test_sizes_of_any_integer_kind_mean_the_same(sizes: Any) -> None:
     """Lists, arrays of any integer type and layout, tensors: one order, and one state."""
-    expected = sampler_of()
-    sampler = sampler_of(sizes)
-    assert sampler.state_dict() == expected.state_dict()
-    assert list(sampler) == list(expected)
+    assert sampler_of(sizes).state_dict() == sampler_of().state_dict()
+    assert list(sampler_of(sizes)) == list(sampler_of())
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
@@ -253,12 +205,8 @@ def test_skipping_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         len(sampler)
         sampler.report()
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.name == "torchbudget"
-    message = record.getMessage()
-    assert "2 of 5 samples" in message
-    assert "index 1: size 50 needs 50" in message
-    assert message.endswith("skipped")
+    assert (record.levelno, record.name) == (logging.WARNING, "torchbudget")
+    assert re.search("2 of 5 samples.*index 1: size 50 needs 50.*skipped$", record.getMessage())
 
 
 def test_alone_means_alone() -> None:
@@ -272,10 +220,8 @@ def test_alone_means_alone() -> None:
 @pytest.mark.parametrize("oversize", ["raise", "skip"])
 def test_a_model_that_does_not_fit_is_named(oversize: Any) -> None:
     """Where no sample is left room, it is not the samples that are to be shortened."""
-    for cost in (
-        PaddedCost(fixed_bytes=500, unit_bytes=1),
-        PackedCost(fixed_bytes=500, unit_bytes=1),
-    ):
+    for kind in (PaddedCost, PackedCost):
+        cost = kind(fixed_bytes=500, unit_bytes=1)
         with pytest.raises(OversizeError, match="the model alone needs 500 B of 400 B") as caught:
             sampler_of([3, 9, 4], 400, cost=cost, oversize=oversize)
         assert "shorten" not in str(caught.value)
@@ -307,8 +253,7 @@ def test_a_million_samples_cost_no_memory() -> None:
         batches = iter(sampler)
         next(batches)
         first = tracemalloc.get_traced_memory()[1]
-        for _ in itertools.islice(batches, 5000):
-            pass
+        deque(islice(batches, 5000), maxlen=0)
         state = sampler.state_dict()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -316,9 +261,7 @@ def test_a_million_samples_cost_no_memory() -> None:
     assert first < 4 * 2**20
     assert peak < 48 * 2**20  # blocks of windows grow up to a fixed size
     assert len(json.dumps(state)) < 3000
-    batches = iter(sampler)
-    drawn = sum(len(batch) for batch in batches)
-    assert drawn == 10**6
+    assert sum(map(len, sampler)) == 10**6
     assert len(sampler) > 10**6 * 100 // 16_384
 
 

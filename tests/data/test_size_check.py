@@ -20,8 +20,8 @@ Collate = Callable[[list[Any]], Any]
 seeds = pytest.mark.parametrize("seed", range(3))
 
 
-def check_of(sizes: Any, *, multiple: int = 1, packed: bool = False) -> SizeCheck:
-    return SizeCheck(size_multiple=multiple, packed=packed, sizes=sizes)
+def check_of(sizes: Any, *, packed: bool = False, multiple: int = 1, total: int = 1) -> SizeCheck:
+    return SizeCheck(size_multiple=multiple, packed=packed, sizes=sizes, total_multiple=total)
 
 
 def found(
@@ -148,7 +148,7 @@ def test_sizes_of_any_field_or_product_are_known(seed: int) -> None:
     images = [torch.ones(3, n, m) for n, m in zip(a.tolist(), b.tolist(), strict=True)]
     both = np.stack([a, b], 1)
     cases: list[tuple[Any, Ints, Collate]] = [
-        *((pairs, one, PadCollate(length_field="target")) for one in (a, a + b, both[:, ::-1])),
+        *((pairs, one, PadCollate(fields={"source": "padded"})) for one in (a, a + b, both[:, ::-1])),
         *((images, one, PadCollate(length_axes=(1, 2))) for one in (a, a * b, both)),
     ]
     for samples, sizes, collate in cases:
@@ -221,8 +221,8 @@ def test_padding_of_several_axes_and_of_another_field() -> None:
         collate = PadCollate(length_axes=(1, 2), size_multiple=16)
         caught = found(images, sizes, collate, size_multiple=multiple)
         assert [category for category, _ in caught] == [PaddedSizeWarning] * warns
-    longer = [{"a": torch.ones(a), "b": torch.ones(2 * a)} for a, _ in sizes.tolist()]
-    assert found(longer, sizes[:, 0], PadCollate(length_field="b")) == []
+    longer = [{"b": torch.ones(2 * a), "a": torch.ones(a)} for a, _ in sizes.tolist()]
+    assert found(longer, sizes[:, 0], PadCollate(fields={"a": "padded"})) == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -243,11 +243,34 @@ def test_other_numbers_of_samples_are_noticed(packed: bool, late: bool) -> None:
         assert "samples, where" in message
 
 
-class Row:
-    """A packed batch that knows its shapes; reading them is counted."""
+@pytest.mark.parametrize("fixed", [None, 4096])
+@pytest.mark.parametrize("layout", [None, "transformers"])
+def test_more_room_in_a_row_than_planned_is_noticed(layout: Any, fixed: int | None) -> None:
+    """Room of the planned multiples, or of divisors of them, is not; nor is a fixed total."""
+    sizes = np.arange(1, 51)
+    samples = [{"input_ids": torch.arange(n)} for n in sizes.tolist()]
+    for planned, rounded, warns in (
+        ((1, 1), (1, 1), False),
+        ((8, 64), (8, 64), False),
+        ((16, 1), (8, 1), False),
+        ((1, 1), (8, 1), True),
+        ((1, 1), (1, 64), True),
+    ):
+        collate = PackCollate(
+            layout=layout, size_multiple=rounded[0], total_multiple=rounded[1], total=fixed
+        )
+        check = check_of(sizes, packed=True, multiple=planned[0], total=planned[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check.compare(collate(samples), [sizes.sum()], np.arange(50))
+        assert [one.category for one in caught] == [PaddedSizeWarning] * warns
 
-    def __init__(self, lengths: Ints, total: int) -> None:
-        self.lengths, self.padded_size = torch.from_numpy(lengths), (total,)
+
+class Counted:
+    """A batch that knows its shapes and counts how often they are read."""
+
+    def __init__(self, lengths: Ints) -> None:
+        self.lengths, self.padded_size = torch.from_numpy(lengths), (int(lengths.max()),)
         self.num_samples, self.reads = len(lengths), 0
 
     def sample_shapes(self) -> list[Ints]:
@@ -255,17 +278,13 @@ class Row:
         return [self.lengths.numpy()[:, None]]
 
 
-def test_packed_rows_and_the_quick_way() -> None:
-    """Room of a multiple that was not planned is noticed; a row as planned is not looked at."""
+def test_batches_as_planned_are_not_looked_at() -> None:
+    """After 1,024 samples; and no batch without a plan."""
     sizes = np.arange(1, 2001)
-    check = check_of(sizes, packed=True)
+    check = check_of(sizes)
     for start in range(0, 2000, 50):
         indices = np.arange(start, start + 50)
-        row = Row(sizes[indices], int(sizes[indices].sum()))
-        check.compare(row, [int(sizes[indices].sum())], indices)
-        assert row.reads == (start < 1024)
-    with pytest.warns(PaddedSizeWarning, match="a batch is padded to 88, where 55 was planned"):
-        check.compare(Row(np.arange(1, 11), 88), [55], np.arange(10))
-    planned = check_of(None, multiple=8, packed=True)
-    planned.compare(Row(np.arange(1, 11), 88), [55])  # of 8, as planned
-    check.compare(Row(sizes[:3], 900), None, np.arange(3))  # no plan
+        batch = Counted(sizes[indices])
+        check.compare(batch, batch.padded_size, indices)
+        assert batch.reads == (start < 1024)
+    check.compare(Counted(sizes[:3]), None, np.arange(3))

@@ -78,8 +78,7 @@ class Run(Iterator[Any], ABC, Generic[Place]):
                 )
             came = next(self._batches, _ENDED)
             if came is _ENDED:
-                self._places.append(self._end())
-                del self._places[-2]  # the same place, before the epoch was known to be over
+                self._places[-1] = self._end()  # the same place, once the epoch is known to be over
             else:
                 place, came = self._take(came)
                 self._places.append(place)

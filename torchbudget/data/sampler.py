@@ -317,18 +317,21 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         caller = Caller.find()
         caller.check_loader(self.num_replicas)
         plan, cursor = self.plan, self._cursor
-        at = {"epoch": cursor.epoch, "pass": cursor.number, "start": cursor.start}
-        facts = self._order | at | {"rounds": cursor.rounds}
+        at = {"epoch": cursor.epoch, "first": cursor.first, "pass": cursor.number}
+        at |= {"start": cursor.start, "rounds": cursor.rounds, "done": cursor.done}
+        facts = self._order | at | {"batches_per_epoch": plan.batches_per_epoch}
         check_same_on_ranks(self._ranks, lambda: facts | plan.dealing)
         caller.check_length(
             self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
         )
         run = self._beginning
-        self._present = iterator = _Iteration(
+        iterator = _Iteration(
             self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead
         )
         if run is not None:
             run.iteration = iterator
+        if not self._runs:  # an open run goes on to count
+            self._present = iterator
         return iterator
 
     def tracked(self, loader: DataLoader[Any]) -> SamplerRun:
@@ -574,7 +577,8 @@ class _Iteration(Iterator[list[int]]):
             self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
             raise
         self.last = record
-        self._sampler._present = self
+        if self._counts():
+            self._sampler._present = self
         if record.window is not self._window:
             self._window, self._last_place = record.window, record.window.last
             self.steps.extend(record.window.steps)
@@ -585,9 +589,13 @@ class _Iteration(Iterator[list[int]]):
         indices: list[int] = record.indices.tolist()
         return indices
 
+    def _counts(self) -> bool:
+        """Whether no run is open, and no other position was chosen since this began."""
+        return not self._runs and self._sampler._runs is self._runs
+
     def _end(self, after: Cursor) -> None:
         """The epoch's last batch was drawn: the next epoch follows, unless a run is open."""
-        if not self.is_tracked and not self._runs and self._sampler._runs is self._runs:
+        if not self.is_tracked and self._counts():
             self._sampler._place, self._sampler._loaded = after, None
 
     def replan(self, plan: Plan, place: tuple[int, int, int]) -> None:
@@ -621,6 +629,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         self._sizes = SizeCheck(
             size_multiple=plan.rules.size_multiple,
             packed=plan.rules.packing is not None,
+            total_multiple=getattr(plan.rules.cost, "total_multiple", 1),
             sizes=plan.sizes.values,
         )
         self._delivered = 0
@@ -628,7 +637,10 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _began(self) -> Cursor:
         if not hasattr(self, "iteration"):
-            raise StateError("the loader began no iteration of this sampler")
+            raise StateError(
+                "iter(loader) began no iteration of this sampler: a loader's own __iter__ must "
+                "call super().__iter__() at once, and not with its first batch, as a generator does"
+            )
         return self.iteration.began
 
     def _take(self, came: Any) -> tuple[MicroBatch, Any]:

@@ -40,11 +40,15 @@ class SizeCheck:
     Args:
         size_multiple: multiple that sizes were rounded up to when they were planned.
         packed: batches are not padded, and their padded size is the sum of their samples' sizes.
+        total_multiple: multiple that the sum of a packed batch was rounded up to in its cost.
         sizes: sizes of the data set, `(N,)` or `(N, d)`; `None`: padded sizes alone are compared.
     """
 
-    def __init__(self, *, size_multiple: int, packed: bool, sizes: Sizes | None) -> None:
+    def __init__(
+        self, *, size_multiple: int, packed: bool, sizes: Sizes | None, total_multiple: int = 1
+    ) -> None:
         self._multiple, self._packed, self._sizes = size_multiple, packed, sizes
+        self._total_multiple = total_multiple
         self._seen: list[_Seen] = []  # batches until the judgement
         self._count = 0  # samples in them
         self._equal: list[tuple[int, int]] = []  # axis of sizes, column of lengths that equal them
@@ -109,7 +113,9 @@ class SizeCheck:
 
     def _compare_padding(self, came: list[int], planned: list[int], lengths: IntArray) -> None:
         rounded = -(-lengths // self._multiple) * self._multiple
-        needed = rounded.sum(axis=0) if self._packed else rounded.max(axis=0, initial=0)
+        needed = rounded.max(axis=0, initial=0)
+        if self._packed:
+            needed = -(-rounded.sum(axis=0) // self._total_multiple) * self._total_multiple
         if len(planned) > len(came) == 1:  # lengths of one field of several
             planned = [max(planned)]
         if len(planned) == len(came) and (np.array(came) > np.maximum(planned, needed)).any():
@@ -220,12 +226,13 @@ def _is_own(kind: type[Any]) -> bool:
 
 
 def _shape(batch: Any) -> tuple[int, list[int]]:
-    """The number of samples and the padded size, which is empty for texts."""
+    """The number of samples and the padded size or total, which is empty for texts."""
     number = batch.num_samples
     try:
-        return number, [*batch.padded_size]
-    except (AttributeError, CollateError):
-        return number, []
+        came = [batch.padded_total] if hasattr(batch, "padded_total") else [*batch.padded_size]
+    except CollateError:
+        came = []
+    return number, came
 
 
 def _mask_of(batch: Any) -> Tensor | None:

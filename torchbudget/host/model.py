@@ -139,8 +139,8 @@ class PlannedShapes:
 class InFlight:
     """Bytes of the batches that exist at once.
 
-    Of a plan, the bytes of every micro-batch follow from its shape, and the highest sum over
-    consecutive micro-batches counts. Of another loader, the largest batch that was tried counts for
+    With a plan, the bytes of every micro-batch follow from its shape, and the highest sum over
+    consecutive micro-batches counts. Without a plan, the largest batch that was tried counts for
     all.
 
     Args:

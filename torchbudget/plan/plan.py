@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cursor import BoolArray, Cursor
+from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.order import EpochOrder, Order

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
-from torchbudget.plan.arrange import arrange
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,

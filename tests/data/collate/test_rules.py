@@ -87,9 +87,9 @@ class TestNotJoined:
     def test_pixel_values_beside_ids(self) -> None:
         """Stacked images, in a packed batch, a padded one and a row; patches of any number."""
         samples = [
-            {"input_ids": [1] * n, "pixel_values": torch.full((3, 4, 4), float(n)), "patches": torch.ones(2 * n, 5)}
-            for n in (2, 1)
-        ]  # fmt: skip
+            {"input_ids": [1] * n, "pixel_values": pixels, "patches": torch.ones(2 * n, 5)}
+            for n, pixels in ((2, torch.zeros(3, 4, 4)), (1, torch.ones(3, 4, 4)))
+        ]
         rules = {"pixel_values": "stacked", "patches": "joined"}
         for collate in (
             PackCollate(fields=rules),
@@ -239,7 +239,7 @@ def test_rules_that_make_no_sense(collate: Any) -> None:
     for wrong in ("joined", {"x": "cut"}, {"x": ("padded", "joined")}, {"x": ()}, {"x": None}):
         with pytest.raises(OptionError, match="fields must be a mapping from field to rule"):
             collate(fields=wrong)
-    with pytest.raises(CollateError, match="fields names field 'z'.*'s', 'x'"):
+    with pytest.raises(CollateError, match=r"fields names field 'z'.*'s', 'x'"):
         collate(fields={"z": "stacked"})([{"s": "a", "x": [1]}])
     with pytest.raises(CollateError, match="'s': expected numbers, since the field is joined"):
         collate(fields={"s": "joined"})([{"s": "a", "x": [1]}])

@@ -531,10 +531,11 @@ class PaddedBatch(Batch):
     @property
     def padded_size(self) -> tuple[int, ...]:
         """The padded lengths of the ragged axes; `()` if no field is ragged."""
-        if not self._host_lengths.shape[1]:
+        layout = self._known.layout_of(self._known.measured)
+        if not isinstance(layout, PaddedLayout) and not self._host_lengths.shape[1]:
             return ()
         layout = self._measured(PaddedLayout)
-        return tuple(layout.padded_shape[axis] for axis in layout.length_axes)
+        return tuple([layout.padded_shape[axis] for axis in layout.length_axes])
 
     @property
     def mask(self) -> Tensor:
@@ -582,6 +583,11 @@ class PackedBatch(Batch):
         offsets = self._measured(JoinedLayout).offsets
         assert offsets is not None  # noqa: S101  (rows have their own)
         return offsets
+
+    @property
+    def padded_total(self) -> int:
+        """Positions of the samples and of their padding to multiples; not that to a fixed total."""
+        return self._measured(JoinedLayout).padded_total
 
     @property
     def position_ids(self) -> Tensor:

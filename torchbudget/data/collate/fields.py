@@ -49,6 +49,8 @@ class FieldCollate:
 
     def __post_init__(self) -> None:
         """Read every option once, so that an invalid one fails here and not in a worker."""
+        if self.fields is not None and not isinstance(self.fields, Mapping):
+            raise OptionError(f"fields must be a mapping from field to rule, got {self.fields!r}")
         for option, read in self._readers().items():
             given = getattr(self, option)
             is_mapping = isinstance(given, Mapping)
@@ -196,8 +198,8 @@ def _read_rule(rule: Any) -> tuple[str, ...]:
     layouts = [word for word in words if word in RULES]
     if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
         raise OptionError(
-            'fields must be a mapping from field to rule: "padded", "joined", "stacked", "listed", '
-            f'"{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
+            'fields must be a mapping from field to rule, which is "padded", "joined", "stacked", '
+            f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
         )
     return words
 

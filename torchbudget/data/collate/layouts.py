@@ -216,6 +216,14 @@ class JoinedLayout(Layout):
         return int(self.bounds[-1])
 
     @property
+    def padded_total(self) -> int:
+        """The length of the tensor without the padding to `RowRule.total`."""
+        if self.rule.total is None:
+            return self.total
+        rooms = _rounded_up(self.shapes[:, 0], self.rule.multiple)
+        return int(_rounded_up(rooms.sum(), self.rule.total_multiple))
+
+    @property
     def starts(self) -> IntArray:
         """The position of each sample's first element, `(n,)`."""
         rooms: IntArray = _rounded_up(self.shapes[:, 0], self.rule.multiple)
