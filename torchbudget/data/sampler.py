@@ -96,7 +96,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an option, or a pair of options, that cannot hold.
-        UnevenRanksError: fewer samples than ranks.
 
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
     per sample beside `sizes`. `len` counts the whole epoch once.
@@ -209,7 +208,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             OptionError: there were others when this epoch's iteration began; or the window is below
                 their number.
-            UnevenRanksError: fewer samples than ranks.
         """
         number, before = self.num_replicas, self._plan.ranks.number
         if number == before:

@@ -90,14 +90,14 @@ class _Checkpoint:
         Raises:
             StateError: the loop is one over what `skip_first_batches` returned.
         """
-        source, run = self._base.source, self._base.run
-        position = None
+        source, run, position = self._base.source, self._base.run, None
         for loader in reversed(self._accelerator.gradient_state.dataloader_references):
             if loader is self._shard and run is not None:  # a loop over it is open
                 position = run.position(int(not loader.end_of_dataloader))
                 break
-            skipped = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-            if skipped is source or (loader is not self._shard and loader.dataset is source):
+            sampler = getattr(loader, "batch_sampler", None)
+            of_others = getattr(sampler, "batch_sampler", None), getattr(loader, "dataset", None)
+            if loader is not self._shard and any(one is source for one in of_others):
                 raise StateError(
                     "skip_first_batches returned another loader, which reads ahead of its loop "
                     "and keeps no position: save in a loop over the prepared loader, or resume by "
