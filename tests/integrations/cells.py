@@ -42,17 +42,17 @@ def loader_of(
 ) -> DataLoader[Any]:
     """A loader over 203 samples, each with its number."""
     options = OPTIONS | options
-    collate_fn = options.pop("collate_fn", ids_of)
+    collate_fn, budget = options.pop("collate_fn", ids_of), options.pop("budget", BUDGET)
     cost, samples = PaddedCost(unit_bytes=1), list(enumerate(LENGTHS))
     forked = {"multiprocessing_context": "fork"} if workers else {}
     if source == "sampler":
-        sampler = MemoryBudgetBatchSampler(LENGTHS, cost, BUDGET, **options)
+        sampler = MemoryBudgetBatchSampler(LENGTHS, cost, budget, **options)
         return kind(
             samples, batch_sampler=sampler, collate_fn=collate_fn, num_workers=workers, **forked
         )
     shards = [samples[number::4] for number in range(4)]
     stream = BudgetedIterableDataset(
-        shards, cost, BUDGET, size=length_of, collate_fn=collate_fn, **options
+        shards, cost, budget, size=length_of, collate_fn=collate_fn, **options
     )
     return kind(stream, batch_size=None, num_workers=workers, **forked)
 

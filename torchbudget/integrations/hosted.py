@@ -38,7 +38,7 @@ class HostedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.source = source_of(loader)
+        self.source: Any = source_of(loader)
         self.loader: DataLoader[Any] = read_as_plain(loader)
         self.run: Run[Any] | None = None
         self.reads: int | None = None
@@ -57,6 +57,10 @@ class HostedLoader:
 
     def choose(self, epoch: int) -> None:
         """Choose the epoch of the next loop."""
+        for run in {*self.source._runs} - {self.run}:  # of a loop that another host has left open
+            run.start_over()
+        if self.reads == epoch:  # the loop is cut within this epoch, which begins anew
+            self.source.set_epoch(epoch + 1)
         self.run = self.reads = None
         self.source.set_epoch(epoch)
 

@@ -56,8 +56,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         """Make the loaders, at the positions of the checkpoint.
 
         Raises:
-            OptionError: `overfit_batches` is set; or the batches are dealt to other ranks than the
-                strategy's data-parallel ones.
+            OptionError: `overfit_batches` is set; `training_step` takes a `dataloader_iter`; or the
+                batches are dealt to other ranks than the strategy's data-parallel ones.
             StateError: the checkpoint is from within an epoch, and has no position; or it has
                 positions of another number of loaders.
         """
@@ -66,6 +66,11 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
                 "overfit_batches would train on the first batches of each epoch, and they are "
                 "others in every epoch here: leave it out, and have budget_loader make a loader "
                 "over a few samples"
+            )
+        if "dataloader_iter" in signature(self.trainer.lightning_module.training_step).parameters:
+            raise OptionError(
+                "a training_step with dataloader_iter reads batches ahead by itself, so that it is "
+                "unknown which of them were trained on: take batch instead"
             )
         made = copy.copy(self.budget_loader())
         combined = hasattr(made, "flattened")  # a CombinedLoader
@@ -129,11 +134,10 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         if self._loaders is None:
             return others if self._loaded is None else {**others, _KEY: self._loaded}
         loop = self.trainer.fit_loop
-        progress, step = loop.epoch_loop.batch_progress, self.trainer.lightning_module.training_step
+        progress = loop.epoch_loop.batch_progress
         in_step = progress.current.ready - progress.current.processed
         is_over = progress.is_last_batch and not in_step and progress.total.ready > self._began
-        # Lightning reads one batch ahead where it knows no length and makes the batches itself.
-        ahead = loop.max_batches == inf and "dataloader_iter" not in signature(step).parameters
+        ahead = loop.max_batches == inf  # else Lightning needs no batch to find the end
         following = self._epoch + 1 - self._offset
         states = [
             loader.save(in_step, ahead=ahead, following=following if is_over else None)
