@@ -146,9 +146,9 @@ def test_sizes_of_any_field_or_product_are_known(seed: int) -> None:
         for n, m in zip(a.tolist(), b.tolist(), strict=True)
     ]
     images = [torch.ones(3, n, m) for n, m in zip(a.tolist(), b.tolist(), strict=True)]
-    both = np.stack([a, b], 1)
+    both, first = np.stack([a, b], 1), {"source": "padded"}
     cases: list[tuple[Any, Ints, Collate]] = [
-        *((pairs, one, PadCollate(fields={"source": "padded"})) for one in (a, a + b, both[:, ::-1])),
+        *((pairs, one, PadCollate(fields=first)) for one in (a, a + b, both[:, ::-1])),
         *((images, one, PadCollate(length_axes=(1, 2))) for one in (a, a * b, both)),
     ]
     for samples, sizes, collate in cases:

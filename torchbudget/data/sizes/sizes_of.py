@@ -220,7 +220,8 @@ def _check_axes(
         return
     rows = sizes.reshape(len(sizes), -1)
     same = (rows == rows[0]).all(axis=0)
-    if not same.any() and (is_function or not _has_axes(read([0])[0], key)):
+    first_parts = [] if is_function else [part for _, part in _parts(read([0])[0], key)]
+    if not same.any() and not any(len(_shape(part)) > 1 for part in first_parts):
         return  # without reading the other samples
     samples = [list(_parts(sample, key)) for sample in read(_spread(len(sizes)))]
     for number, parts in enumerate(zip(*samples, strict=False)):
@@ -236,7 +237,7 @@ def _check_axes(
         lengths = [shape[axis] for shape in shapes]
         message = (
             f"the sizes are the lengths of the first axis of {where}"
-            f"{f', {rows[0, 0]} for every sample' if is_same else ''}; but axis {axis} is "
+            f"{f', {shapes[0][0]} for every sample' if is_same else ''}; but axis {axis} is "
             f"{min(lengths)} to {max(lengths)} long, and the budget does not count it. Give a key "
             f"of the axes that are ragged, as in {option}=lambda sample: {where}.shape[{axis}], or "
             'a tuple of both; or tokenize without return_tensors="pt", which makes a batch of each '
@@ -246,10 +247,6 @@ def _check_axes(
             raise SizesError(message)
         warn(message, OtherSizesWarning)
         return
-
-
-def _has_axes(sample: Any, key: SizeKey) -> bool:
-    return any(len(getattr(part, "shape", ())) > 1 for _, part in _parts(sample, key))
 
 
 def _parts(value: Any, key: SizeKey, where: str = "sample") -> Iterator[tuple[str, Any]]:
