@@ -19,7 +19,7 @@ from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
-from torchbudget.data.stream.stop_together import stop_together
+from torchbudget.data.stream.run import stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
 from torchbudget.host.model import HostBytes
 from torchbudget.host.options import LoaderOptions, host_bytes, loader_options
