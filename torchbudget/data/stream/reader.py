@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,12 @@ from weakref import WeakValueDictionary
 
 import torch.utils.data._utils.worker as torch_worker
 
-from torchbudget.data.callables import values_fingerprint
+from torchbudget.data.cache.frozen import freeze
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
+from torchbudget.plan.fingerprint import fingerprint
 from torchbudget.plan.permutation import Permutation, Stream
 
 _CHUNK: Final = 4096
@@ -269,4 +271,8 @@ def _drawn(items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _fingerprint(item: Any) -> str:
-    return values_fingerprint(item)[0]
+    """32 hexadecimal digits of an item's bytes; an item that cannot be pickled counts by type."""
+    try:
+        return fingerprint(*map(bytes, freeze(item, sys.maxsize)))
+    except Exception:  # noqa: BLE001  (any class may refuse in its own way)
+        return fingerprint(type(item).__qualname__)
