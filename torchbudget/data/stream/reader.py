@@ -20,7 +20,6 @@ from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
-from torchbudget.plan.fingerprint import fingerprint
 from torchbudget.plan.permutation import Permutation, Stream
 
 _CHUNK: Final = 4096
