@@ -21,6 +21,7 @@ the command's rows these were run:
     objects           fork    250        0         0       0  0.541  0.663     1.066      0.984
     mapped            fork    400        5         7      71  0.921  0.976     1.029      1.025
     stream            fork    400        5         4      40  0.827  0.985     1.046      1.009
+    arrays, shuffle   fork      –        3         4       8      –      –         –      0.988
     arrays           spawn    900        3         8      49  0.888  0.945     1.205      1.047
     arrays           spawn    600        1         8      20  0.646  0.728     1.031      1.024
     files            spawn    900        4         8      63  0.754  0.849         –      1.024
