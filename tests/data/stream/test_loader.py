@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,13 +16,12 @@ from tests.support.resuming import as_pickle, check_every_stop
 from tests.support.streams import (
     TOKENS,
     Numbered,
-    SplitsItself,
     numbers,
     same,
     shards_of,
     size_of,
 )
-from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import SampleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -61,14 +59,6 @@ def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     stream.set_epoch(1)
     assert list(loader) == epochs[1]
-
-
-@pytest.mark.parametrize("split", ["none", "workers", None])
-def test_a_source_that_splits_itself_is_split_once(split: Any) -> None:
-    loader = DataLoader(
-        make(SplitsItself(list(Numbered(SIZES))), split=split), batch_size=None, num_workers=3
-    )
-    assert numbers(list(loader)) == list(range(len(SIZES)))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
@@ -115,33 +105,6 @@ def test_a_stateful_loader_goes_on_between_epochs(
 # ---------------------------------------------------------------------- transforms, threads
 
 
-def jitter(sample: Any) -> Any:
-    number, size = sample
-    return number, size, float(transforms.rng().random())
-
-
-def slow_in_pieces(sample: Any) -> Any:
-    time.sleep(0.0005 * (sample[0] % 3))
-    return sample
-
-
-@pytest.mark.parametrize("threads", [0, 1, 8])
-@pytest.mark.parametrize("workers", [0, 3])
-def test_augmentations_do_not_depend_on_workers_or_threads(threads: int, workers: int) -> None:
-    """What a transform draws is a function of (seed, epoch, position)."""
-    plain = make(transforms=[slow_in_pieces, jitter], window=700)
-    expected = sorted(one for batch in plain for one in batch)
-    stream = make(transforms=[slow_in_pieces, jitter], threads=threads, window=700)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    # Torch has made lists of them.
-    found = sorted(tuple(one) for batch in loader for one in batch)
-    assert found == expected
-    stream.set_epoch(1)
-    other = [one for batch in stream for one in batch]
-    assert {one[2] for one in other}.isdisjoint(one[2] for one in expected)
-    stream.close()
-
-
 def test_threads_run_at_a_time_and_end() -> None:
     """Eight wait for each other; none is left when the stream is closed, or broken off."""
     before = set(threading.enumerate())
@@ -155,7 +118,8 @@ def test_threads_run_at_a_time_and_end() -> None:
     with make(source, window=640, transforms=[meet], threads=8) as stream:
         assert numbers(list(stream)) == list(range(640))
         assert set(threading.enumerate()) == before
-        next(iter(stream))
+        batches = iter(stream)
+        next(batches)
         assert set(threading.enumerate()) != before
     assert set(threading.enumerate()) == before
 
@@ -178,17 +142,6 @@ def test_a_sample_that_raises(threads: int, workers: int) -> None:
     found = numbers(list(DataLoader(stream, batch_size=None, num_workers=workers)))
     assert found == [number for number in range(len(SIZES)) if number % 100 != 7]
     assert stream.skipped_samples.failed == 7
-
-
-def test_a_size_that_raises() -> None:
-    def size(sample: Any) -> int:
-        return {}[0] if sample[0] == 30 else sample[1]
-
-    with pytest.raises(Exception, match="sample 30 has no size"):
-        list(make(size=size))
-    stream = make(size=size, on_error="skip")
-    assert numbers(list(stream)) == [number for number in range(len(SIZES)) if number != 30]
-    assert stream.skipped_samples.failed == 1
 
 
 class Broken:
