@@ -136,13 +136,16 @@ class IndexSource(Protocol):
         """Rank of this process."""
 
     def unchanged(self) -> AbstractContextManager[object]:
-        """An iteration inside changes nothing for a loop around it."""
+        """Iterate over a whole pass inside, without a change for a loop around it."""
+
+    def tracked(self, loader: Any, /) -> Any:
+        """Begin a loop over a loader, with the `indices` of its last batch and `is_repeated`."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""
 
     def check_whole_epoch(self) -> None:
-        """Raise where the coming epoch has not every sample once."""
+        """Raise where an epoch has not every sample once."""
 
     def extremes(self) -> dict[str, Any]:
         """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""

@@ -25,7 +25,7 @@ from torchbudget import (
     PaddedCost,
     TorchBudgetError,
 )
-from torchbudget.errors import BudgetError, CostError, OptionError, SizesError, UnevenRanksError
+from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
 
 SIZES = [3, 9, 4, 8, 1]
 TWO_AXES = PaddedCost(unit_bytes=(1, 1))
@@ -85,7 +85,6 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"num_replicas": 0}, OptionError, "num_replicas .* got 0"),
     ({"num_replicas": 2, "rank": 2}, OptionError, "rank must be below num_replicas=2, got 2"),
     ({"rank": 1}, OptionError, "rank must be below num_replicas=1, got 1"),
-    ({"num_replicas": 6, "rank": 0}, UnevenRanksError, "5 samples cannot be dealt to 6 ranks"),
     ({"num_replicas": 4, "rank": 0, "window": 3}, OptionError, "window=3 is below .* ranks, 4"),
     ({"num_replicas": 4, "rank": 0, "samples_per_step": 3}, OptionError, "per_step=3 is below"),
     ({"samples_per_step": 6, "drop_last": True}, OptionError, "drop_last=True leaves nothing"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.oracles import chi_square
 from tests.support.samplers import counted, loader_of, sampler_of
 from torchbudget.errors import DiscardedStateWarning, OptionError
 
@@ -199,18 +198,6 @@ def test_another_length_for_a_state(number: int) -> None:
     assert list(sampler) == sequence[6 : 6 + left]
     assert sampler.epoch == 1
     assert list(sampler) == sequence[6 + left : 6 + left + number]
-
-
-# ---------------------------------------------------------------------- weights
-
-
-def test_weights_are_frequencies() -> None:
-    """Over epochs each sample comes in proportion to its weight; 0 never comes."""
-    weights = np.array([0, 1, 2, 3, 4, 0])
-    drawn = counted(sampler_of([5] * 6, 25, weights=weights, batches_per_epoch=4000))
-    assert set(drawn) == {1, 2, 3, 4}
-    counts = [drawn[index] for index in (1, 2, 3, 4)]
-    assert abs(chi_square(counts, drawn.total() * weights[1:5] / 10)) < 4
 
 
 @pytest.mark.parametrize(

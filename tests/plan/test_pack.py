@@ -88,14 +88,6 @@ def test_no_bin_holds_more_than_most(case: Any, most: int) -> None:
         assert one.sum() <= room or len(one) == 1
 
 
-def test_zeros() -> None:
-    """Items of no bytes go into one bin, or into whatever others need."""
-    assert len(bins_of(np.zeros(50, np.int64), 10)) == 1
-    assert len(bins_of(np.zeros(50, np.int64), 0)) == 1
-    assert len(bins_of(np.array([10, 10, 0, 0]), 10)) == 2
-    assert len(bins_of(np.zeros(50, np.int64), 10, 20)) == 3
-
-
 def test_bytes_past_32_bits() -> None:
     """Items of terabytes add up without wrapping."""
     items = np.array([3, 3, 2, 2, 2]) * 2**60

@@ -47,7 +47,8 @@ class Run(Iterator[Any], ABC, Generic[Place]):
             source._beginning = None
         # The loaders' iterator of workers that persist is one object, which a later loop restarts.
         self._restarts = getattr(self._batches, "_sampler_iter", None)
-        self._places: deque[Place] = deque([self._began()], _KEPT)
+        self._first = self._began()
+        self._places: deque[Place] = deque([self._first], _KEPT)
         self._runs.add(self)
 
     @abstractmethod
@@ -108,6 +109,12 @@ class Run(Iterator[Any], ABC, Generic[Place]):
         if back >= _KEPT:
             raise StateError(f"the last {_KEPT} positions are kept, asked for {back} before it")
         return self._state(self._places[max(len(self._places) - 1 - back, 0)])
+
+    def start_over(self) -> None:
+        """Put the sampler or stream back where the run began, for a host whose loops start over."""
+        self.close()
+        if self._source._runs is self._runs:
+            self._source._stands_at(self, self._first)
 
     def close(self) -> None:
         """End the run where it stands."""

@@ -96,7 +96,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an option, or a pair of options, that cannot hold.
-        UnevenRanksError: fewer samples than ranks.
 
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
     per sample beside `sizes`. `len` counts the whole epoch once.
@@ -209,7 +208,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             OptionError: there were others when this epoch's iteration began; or the window is below
                 their number.
-            UnevenRanksError: fewer samples than ranks.
         """
         number, before = self.num_replicas, self._plan.ranks.number
         if number == before:
@@ -259,6 +257,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         if known is None or known[0] is not cursor:
             known = self._length = cursor, plan.batches_left(cursor)
         return known[1]
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps that the next `iter()` begins, where `samples_per_step` makes them."""
+        return self.plan.windows_left(self._cursor)
 
     @property
     def epoch(self) -> int:
@@ -371,9 +374,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Inside, iterations change nothing for a loop around it: see `predict`."""
+        """Iterate over a whole pass inside, without a change for a loop around it: see `predict`.
+
+        Where samples cannot be dealt evenly to the ranks, some come again: see `Ranks.repeats`.
+        """
         before = vars(self).copy()
-        self._begin_at(self._cursor, self._loaded)
+        self._begin_at(Cursor(epoch=self.epoch))
+        self._plan = self.plan.repeating()
         try:
             yield
         finally:
@@ -491,13 +498,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._plan.order.check_length(len(dataset))
 
     def check_whole_epoch(self) -> None:
-        """Check that the coming epoch has every sample once, so that results can be put in order.
+        """Check that an epoch has every sample once, so that results can be put in order.
 
         Raises:
-            OptionError: the epoch leaves samples out or repeats them.
-            StateError: it goes on within an epoch.
+            OptionError: it leaves samples out or repeats them.
         """
-        plan, cursor = self.plan, self._cursor
+        plan = self.plan
         skipped = plan.order.skipped
         if len(skipped):
             raise OptionError(
@@ -515,12 +521,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                     f"{name} leaves samples out or repeats them, so that some would have no "
                     f"output, or several: leave {name} out"
                 )
-        if not cursor.is_beginning:
-            raise StateError(
-                f"the sampler goes on within epoch {cursor.epoch}, so that samples that are done "
-                "would have no output: use another sampler, or call "
-                f"set_epoch({cursor.epoch + 1}) first"
-            )
 
 
 class _Iteration(Iterator[list[int]]):
@@ -677,6 +677,11 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
     def indices(self) -> list[int]:
         """Indices in the data set of the batch that came last."""
         return self.last.indices.tolist() if isinstance(self.last, MicroBatch) else []
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the batch that came last has a sample that another batch has."""
+        return self.last.is_repeated if isinstance(self.last, MicroBatch) else False
 
     @property
     def ends_step(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -51,6 +50,7 @@ class SizeCheck:
         self._total_multiple = total_multiple
         self._seen: list[_Seen] = []  # batches until the judgement
         self._count = 0  # samples in them
+        self._fields: list[int] = []  # number of axes of each field of their samples
         self._equal: list[tuple[int, int]] = []  # axis of sizes, column of lengths that equal them
         self._is_judged = sizes is None
         self._warned: set[type[Warning]] = set()
@@ -68,7 +68,7 @@ class SizeCheck:
             padded_size: planned, shape `(d,)`; `None`: nothing is compared.
             indices: samples of the batch, shape `(n,)`; `None`: unknown.
         """
-        own = _is_own(type(batch))  # type: ignore[arg-type]  # types are hashable
+        own = hasattr(type(batch), "sample_shapes")
         mask = None if own else _mask_of(batch)
         if padded_size is None or (mask is None and not own):
             return
@@ -79,18 +79,29 @@ class SizeCheck:
         planned = padded_size.tolist() if isinstance(padded_size, np.ndarray) else [*padded_size]
         if indices is not None and number != len(indices):
             if own:
-                self._warn_of_number(number, len(indices))
+                self._warn(
+                    OtherNumbersWarning,
+                    f"a batch came with {number} samples, where {len(indices)} were planned: the "
+                    "data set's __getitems__, or the collate_fn, leaves samples out, which are "
+                    "lost to this epoch, or adds some, which the budget does not count. Leave them "
+                    "out, or add them, before sizes are taken",
+                )
             return
         if came == planned and self._is_judged:
             return
         if came:
             lengths = (batch.lengths if mask is None else (mask != 0).sum(1)).numpy()
-            self._compare_padding(came, planned, lengths.reshape(number, -1))
+            lengths = lengths[:, None] if lengths.ndim == 1 else lengths
+            self._compare_padding(came, planned, lengths)
         if self._sizes is not None and indices is not None:
             shapes = batch.sample_shapes() if mask is None else _shapes_by(mask, batch)
-            if shapes:
+            shapes = [one for one in shapes if len(one) == number]
+            fields = [one.shape[1] for one in shapes]
+            self._fields = self._fields or fields
+            if shapes and fields == self._fields:  # others cannot be compared
                 sizes = self._sizes[indices].astype(np.int64).reshape(number, -1)
-                self._compare_lengths(_Seen(sizes, shapes, planned, indices))
+                found = _Seen(sizes, np.concatenate(shapes, axis=1), planned, indices)
+                self._compare_lengths(found)
 
     def end(self) -> None:
         """Judge the sizes by an epoch that ended before 1,024 samples came."""
@@ -101,15 +112,6 @@ class SizeCheck:
         if category not in self._warned:
             self._warned.add(category)
             warn(message, category)
-
-    def _warn_of_number(self, came: int, planned: int) -> None:
-        self._warn(
-            OtherNumbersWarning,
-            f"a batch came with {came} samples, where {planned} were planned: the data set's "
-            "__getitems__, or the collate_fn, leaves samples out, which are lost to this epoch, or "
-            "adds some, which the budget does not count. Leave them out, or add them, before sizes "
-            "are taken",
-        )
 
     def _compare_padding(self, came: list[int], planned: list[int], lengths: IntArray) -> None:
         rounded = -(-lengths // self._multiple) * self._multiple
@@ -131,7 +133,7 @@ class SizeCheck:
     def _compare_lengths(self, found: _Seen) -> None:
         if self._is_judged:
             self._find_longer(found)
-        elif not self._seen or found.fields == self._seen[0].fields:
+        else:
             self._seen.append(found)
             self._count += len(found.indices)
             if self._count >= _SAMPLES:
@@ -155,7 +157,7 @@ class SizeCheck:
         lengths = np.concatenate([one.lengths for one in seen])
         # Sizes of a data set that was filtered later are right up to the first sample that went.
         differs = (lengths[:, :, None] != sizes[:, None, :]).all(axis=(1, 2))
-        fields = np.repeat(np.arange(len(seen[0].fields)), seen[0].fields)
+        fields = np.repeat(np.arange(len(self._fields)), self._fields)
         if any(_are_unrelated(sizes[rows], lengths[rows], fields) for rows in (..., differs)):
             self._warn_of_sizes(
                 f"the sizes have nothing to do with the samples that came: of {len(sizes)}, those "
@@ -184,20 +186,12 @@ class SizeCheck:
 
 
 class _Seen(NamedTuple):
-    """A batch: sizes `(n, d)`, shapes of its samples `(n, a)` by field, its plan, its indices."""
+    """A batch: sizes `(n, d)`, lengths along all axes of all fields `(n, a)`, plan, indices."""
 
     sizes: IntArray
-    shapes: list[IntArray]
+    lengths: IntArray
     planned: list[int]
     indices: IntArray
-
-    @property
-    def lengths(self) -> IntArray:  # along every axis of every field
-        return np.concatenate(self.shapes, axis=1)
-
-    @property
-    def fields(self) -> list[int]:  # number of axes of each
-        return [one.shape[1] for one in self.shapes]
 
 
 def _are_unrelated(sizes: IntArray, lengths: IntArray, fields: IntArray) -> bool:
@@ -218,11 +212,6 @@ def _are_unrelated(sizes: IntArray, lengths: IntArray, fields: IntArray) -> bool
     ranks = [np.unique(column, return_inverse=True)[1] for column in columns]
     relations = np.asarray(np.corrcoef(ranks))[: sizes.shape[1], sizes.shape[1] :]
     return bool((np.abs(relations) < _CHANCE / len(sizes) ** 0.5).all())
-
-
-@lru_cache(maxsize=64)
-def _is_own(kind: type[Any]) -> bool:
-    return hasattr(kind, "sample_shapes")
 
 
 def _shape(batch: Any) -> tuple[int, list[int]]:

@@ -41,11 +41,14 @@ class Ranks:
         even_sums: ranks wait for each other once a window (one optimizer step), so that the sums
             over a window must be even; otherwise they wait once a round.
         multiple: the number of micro-batches on each rank is a multiple of it.
+        repeats: a window that cannot be dealt evenly repeats samples, each in a micro-batch of its
+            own, for forward passes whose outputs can be discarded.
     """
 
     number: int = 1
     even_sums: bool = False
     multiple: int = 1
+    repeats: bool = False
 
     @property
     def together(self) -> int:
@@ -69,7 +72,7 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     """
     rounds = -(-micro_batches // ranks.together) * ranks.multiple
     most = int(rounds.max()) * ranks.number
-    if most > length:
+    if most > length and not ranks.repeats:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
             f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be dealt "

@@ -7,6 +7,7 @@ generator of an epoch: each `MicroBatch` knows the place where the epoch stands 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,6 +113,11 @@ class Window:
         """Whether a micro-batch of the block is the last one of its optimizer step."""
         return not self._span.plan.ranks.even_sums or self._round(place) == self._rounds - 1
 
+    def is_repeated(self, place: int) -> bool:
+        """Whether a micro-batch of the block has a sample that another one has."""
+        span, block = self._span, self._span.block
+        return bool(block.samples[block.starts[place]] >= span.length * len(block.rounds))
+
     def after(self, place: int) -> Cursor:
         """The place where the epoch stands after a micro-batch of the block."""
         span, plan = self._span, self._span.plan
@@ -165,6 +171,11 @@ class MicroBatch:
         return self.window.ends_step(self.place)
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether another micro-batch has its sample: see `Ranks.repeats`."""
+        return self.window.is_repeated(self.place)
+
+    @property
     def after(self) -> Cursor:
         """The place where the epoch stands after it; after the epoch's last one, the next epoch."""
         return self.window.after(self.place)
@@ -190,7 +201,6 @@ class Plan:
             ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
 
     Raises:
-        UnevenRanksError: fewer samples than ranks.
         OptionError: nothing would be left of an epoch.
     """
 
@@ -212,11 +222,6 @@ class Plan:
         self.drop_last = drop_last
         self.batches_per_epoch = batches_per_epoch
         number = ranks.number
-        if len(order) < number:
-            raise UnevenRanksError(
-                f"{len(order)} samples cannot be dealt to {number} ranks: every rank needs at "
-                "least one; use fewer ranks"
-            )
         # Sizes of up to about 4,096 samples, evenly spaced over the data set.
         survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
         if window is None:
@@ -262,6 +267,12 @@ class Plan:
             drop_last=self.drop_last,
             batches_per_epoch=self.batches_per_epoch,
         )
+
+    def repeating(self) -> Plan:
+        """Return the plan with `Ranks.repeats`."""
+        plan = copy.copy(self)
+        plan.ranks = replace(self.ranks, repeats=True)
+        return plan
 
     @cached_property
     def dealing(self) -> Plain:
@@ -389,6 +400,11 @@ class Plan:
         """Solve windows: the function of (seed, epoch, position) that everything else asks."""
         order = self.order
         indices, sizes = self._samples(cursor, start, length, windows, left)
+        if self.ranks.repeats and windows == 1:
+            most = self._needed(cursor, start, length, left=left) * self.ranks.number
+            if most > len(indices):  # then no two samples share a micro-batch
+                indices = np.resize(indices, most)
+                sizes = self._sizes_at(indices)[None]
         places = start + np.arange(windows) * length
         passes = cursor.first + cursor.number
         key = WindowKey(
@@ -478,7 +494,7 @@ class Plan:
         indices = self._order_of(cursor).indices(start, start + windows * length)
         if left is not None:
             indices = indices[left]
-        if len(indices) < self.ranks.number:
+        if len(indices) < self.ranks.number and not self.ranks.repeats:
             raise UnevenRanksError(
                 f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
                 f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from typing import Any
@@ -150,40 +148,6 @@ def test_every_process_counts(context: str) -> None:
     for other in others:
         other.join()
     assert (cache.hits, cache.misses) == (7 * 300, 300)
-
-
-def test_copies_are_caches_of_their_own() -> None:
-    """A plain pickle, as a checkpoint would hold, has the budget and nothing else."""
-    cache = SampleCache(Reads([5, 6]), "1MiB")
-    cache[0]
-    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):  # noqa: S301  (ours)
-        assert (other.kept, other.budget) == (0, cache.budget)
-        check([other[0], other[0]], [5, 6])
-        assert other.hits == 1
-    assert cache.kept == 1
-
-
-class Counting:
-    """Of a sample: how often it was pickled."""
-
-    def __init__(self, count: torch.Tensor) -> None:
-        self.count = count
-
-    def __reduce__(self) -> Any:
-        self.count += 1
-        return list, ()
-
-
-def test_nothing_is_pickled_that_cannot_be_kept() -> None:
-    """What has found no room once finds none later: a full cache pickles nothing."""
-    counts = torch.zeros(50, dtype=torch.int64)
-    data = [{"wave": torch.zeros(1000), "more": Counting(counts[i])} for i in range(50)]
-    cache = SampleCache(data, 800 + 10 * 4500)
-    for _ in range(3):
-        for index in range(50):
-            cache[index]
-    assert 5 < cache.kept < 15
-    assert int(counts.sum()) == cache.kept
 
 
 @pytest.mark.parametrize("huge", [torch.zeros(1).expand(2**46), np.broadcast_to(0.0, 2**46)])

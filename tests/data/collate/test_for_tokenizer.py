@@ -9,15 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PadCollate
 from torchbudget.errors import CollateError, OptionError
-
-ids = st.lists(st.integers(10, 99), min_size=1, max_size=6)
 
 
 def duck(**changes: Any) -> Any:
@@ -31,47 +26,7 @@ def duck(**changes: Any) -> Any:
     return SimpleNamespace(**{**attributes, **changes})
 
 
-def padded(rows: list[list[int]], value: int, side: str, multiple: int = 1) -> Tensor:
-    longest = -(-max(map(len, rows)) // multiple) * multiple
-    pads = [[value] * (longest - len(row)) for row in rows]
-    pairs = zip(rows, pads, strict=True)
-    return torch.tensor([row + pad if side == "right" else pad + row for row, pad in pairs])
-
-
 class TestDicts:
-    @given(
-        st.lists(st.tuples(ids, ids), min_size=1, max_size=5),
-        st.sampled_from(["left", "right"]),
-        st.sampled_from([None, "left", "right"]),
-        st.integers(1, 4),
-    )
-    def test_each_field_has_its_padding(
-        self, texts: list[tuple[list[int], list[int]]], side: str, other: Any, multiple: int
-    ) -> None:
-        """Of sources and labels of any lengths, and the mask is that of the sources.
-
-        What a mapping does not name is padded as the tokenizer says.
-        """
-        options = {} if other is None else {"side": {"labels": other}}
-        collate = PadCollate.for_tokenizer(
-            duck(padding_side=side), size_multiple=multiple, **options
-        )
-        sources, labels = map(list, zip(*texts, strict=True))
-        ones = [[1] * len(source) for source in sources]
-        batch = collate(
-            [
-                {"input_ids": s, "token_type_ids": o, "special_tokens_mask": o, "labels": t}
-                for s, o, t in zip(sources, ones, labels, strict=True)
-            ]
-        )
-        assert bitwise(batch["input_ids"], padded(sources, 7, side, multiple))
-        assert bitwise(batch["token_type_ids"], padded(ones, 3, side, multiple))
-        assert bitwise(batch["special_tokens_mask"], padded(ones, 1, side, multiple))
-        assert bitwise(batch["attention_mask"], padded(ones, 0, side, multiple))
-        assert bitwise(batch["labels"], padded(labels, -100, other or side, multiple))
-        assert bitwise(batch["attention_mask"].bool(), batch.mask)
-        assert batch.lengths.tolist() == list(map(len, sources))
-
     def test_the_mask_of_the_ids_is_added_where_the_model_takes_one(self) -> None:
         """Of their lengths, whatever the padding token and sizes are; nested ids get none."""
         collate = PadCollate.for_tokenizer(duck())
@@ -100,15 +55,14 @@ class TestDicts:
         expected = {**dict.fromkeys(names, value), **own, **given}
         expected |= value if isinstance(value, dict) else {}
         assert {name: int(field[0, 0]) for name, field in batch.items()} == expected
-        right = PadCollate.for_tokenizer(duck(), side="right")(samples)
-        assert right["input_ids"][0].tolist() == [1, 7]
-
-    def test_ids_within_labels_are_ids(self) -> None:
-        texts = [{"input_ids": [1] * n, "attention_mask": [1] * n, "tags": [1] * n} for n in (1, 2)]
-        batch = PadCollate.for_tokenizer(duck())([text | {"labels": text} for text in texts])
-        padding = {name: int(field[0, 0]) for name, field in batch["labels"].items()}
-        assert padding == {"input_ids": 7, "attention_mask": 0, "tags": -100}
-        assert int(batch["tags"][0, 0]) == 0
+        for side in ("right", {"input_ids": "right"}):
+            right = PadCollate.for_tokenizer(duck(), side=side)(samples)
+            assert right["input_ids"][0].tolist() == [1, 7]
+            last = [1, -100] if side == "right" else [-100, 1]  # as the tokenizer says
+            assert right["labels"][0].tolist() == last
+        within = PadCollate.for_tokenizer(duck())([{**one, "labels": one} for one in samples])
+        padding = {name: int(field[0, 0]) for name, field in within["labels"].items()}
+        assert padding == {"input_ids": 7, **own, "weights": -100}  # ids are ids
 
 
 class Text(NamedTuple):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost
@@ -33,32 +32,12 @@ def packed(lengths: list[int]) -> Any:
     return PackCollate()([torch.zeros(length) for length in lengths])
 
 
-def test_fields_of_equal_lengths_share_their_offsets() -> None:
-    batch = PackCollate(fields={"c": "joined"})(
-        [{"a": [1, 2], "b": [0.5, 0.5], "c": [1]}, {"a": [3], "b": [1.5], "c": []}]
-    )
-    assert batch.measured_by("a").cu_seqlens is batch.measured_by("b").cu_seqlens
-    assert batch.measured_by("c").cu_seqlens.tolist() == [0, 1, 1]
-    assert batch.nbytes == 3 * 8 + 3 * 4 + 1 * 8 + 2 * 3 * 4
-
-
-@pytest.mark.parametrize(
-    ("samples", "match"),
-    [
-        ([], "empty batch"),
-        (
-            [{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}],
-            r"sample 2 of the batch, field 'x': expected equal axes \(3,\).*\(4,\)",
-        ),
-        ([{"x": [1]}, {"x": [1.5]}], "sample 1 of the batch, field 'x'"),
-        ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
-        # Zero-width rows: 2³¹ positions without a byte.
-        ([torch.empty(2**30, 0)] * 2, r"more than the offsets, torch\.int32, can count"),
-    ],
-)
-def test_what_cannot_be_packed(samples: list[Any], match: str) -> None:
-    with pytest.raises(CollateError, match=match):
-        PackCollate()(samples)
+def test_what_cannot_be_packed() -> None:
+    with pytest.raises(CollateError, match=r"sample 1 .*: expected equal axes \(3,\).*\(4,\)"):
+        PackCollate()([torch.ones(2, 3), torch.ones(2, 4)])
+    # Zero-width rows: 2³¹ positions without a byte.
+    with pytest.raises(CollateError, match=r"more than the offsets, torch\.int32, can count"):
+        PackCollate()([torch.empty(2**30, 0)] * 2)
 
 
 class TestBlockMask:
@@ -85,20 +64,6 @@ class TestBlockMask:
         positions = torch.arange(total)
         rows, columns = positions[:, None], positions[None]
         assert bitwise(mask.mask_mod(0, 0, rows, columns), mask_mod(0, 0, rows, columns))
-
-    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # as is meant
-    def test_attention_with_it_is_that_over_each_sample(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        samples = [torch.randn(n, 16, generator=generator) for n in (130, 1, 200)]
-        batch = PackCollate()(samples)
-        x = batch.data[None, None]
-        for causal in (True, False):
-            together = flex_attention(x, x, x, block_mask=batch.block_mask(causal=causal))
-            alone = [
-                scaled_dot_product_attention(s[None], s[None], s[None], is_causal=causal)[0]
-                for s in samples
-            ]
-            torch.testing.assert_close(together[0, 0], torch.cat(alone))
 
     def test_it_is_that_of_the_part_on_the_batch_s_device(self) -> None:
         assert packed([200, 9]).split(2)[1].block_mask().shape == (1, 1, 9, 9)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
 from tests.support.sample_strategies import same as bitwise
@@ -171,14 +170,6 @@ def test_long_and_short_samples_take_different_ways_to_the_same_batch(
         assert batch.data.sum(dim=1).tolist() == list(map(len, chosen))
         batch.data.zero_()
         assert samples[0].sum() == length
-
-
-def test_pack_padded_sequence_takes_the_lengths() -> None:
-    batch = PadCollate()([torch.ones(3, 2), torch.ones(1, 2)])
-    packed = pack_padded_sequence(batch.data, batch.lengths, batch_first=True)
-    assert packed.data.shape == (4, 2)
-    batch.lengths.zero_()  # a copy
-    assert batch.lengths.tolist() == [3, 1]
 
 
 def louder(x: torch.Tensor) -> torch.Tensor:

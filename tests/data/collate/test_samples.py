@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from tests.support.sample_strategies import Pair, tensors_of
 from tests.support.sample_strategies import same as bitwise
@@ -88,8 +88,6 @@ def test_a_field_of_lists_has_one_dtype_in_every_batch(collate: Any) -> None:
     ("third", "match"),
     [
         ({"x": [1.5], "y": 1}, "sample 2 of the batch, field 'x': expected dtype torch.int64 as"),
-        ({"x": [1.5], "y": 1}, "as in sample 0, got dtype torch.float32"),
-        ({"x": [True], "y": 1}, "sample 2 .*field 'x'.*got dtype torch.bool"),
         ({"x": [[1]], "y": 1}, "sample 2 .*field 'x': expected 1 axes .*got 2 axes"),
         ({"x": [1], "y": 1.0}, "sample 2 .*field 'y': expected an int .*got a float"),
         ({"x": [1], "y": [1]}, "sample 2 .*field 'y': expected an int .*got a list"),
@@ -97,10 +95,8 @@ def test_a_field_of_lists_has_one_dtype_in_every_batch(collate: Any) -> None:
         ({"x": [2**63], "y": 1}, "sample 2 .*field 'x': .* list of bools, 64-bit ints"),
         ({"x": [2**63, -1], "y": 1}, "sample 2 .*field 'x': .*64-bit ints .*Overflow"),
         ({"x": [1, None], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
-        ({"x": [1, "a"], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
         ({"x": [1, [2]], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
         ({"x": torch.ones(1), "y": 1}, "sample 2 .*field 'x': expected a list .*got a tensor"),
-        ({"x": [1]}, "sample 2 .*missing: \\['y'\\], unexpected: \\[\\]"),
         ({"x": [1], "z": 1}, "sample 2 .*missing: \\['y'\\], unexpected: \\['z'\\]"),
         (defaultdict(int, x=[1], z=2), "sample 2 .*missing: \\['y'\\], unexpected: \\['z'\\]"),
         (([1], 1), "sample 2 of the batch, the sample: expected a mapping .*got a tuple"),
@@ -116,15 +112,12 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
     ("samples", "match"),
     [
         ([], "empty batch"),
-        ([{}, {}], "at least one field"),
         ([(), ()], "at least one field"),
         ([(1,), (1, 2)], "sample 1 .*expected 1 fields .*got 2 fields"),
         ([{"a": {"b": None}}], "sample 0 .*field \\('a', 'b'\\).*got NoneType; convert it"),
         ([{"a": {"b": 1}}, {"a": {"c": 1}}], "sample 1 .*field 'a'.*missing: \\['b'\\]"),
         ([[2**63, -1], [-1, 2**64]], "sample 0 .*64-bit ints or floats, .*Overflow"),
-        ([[[2**63], [-1]]], "sample 0 .*64-bit ints or floats, .*Overflow"),
         ([np.array(["a"])], "an array of numbers"),
-        ([np.array([object()])], "an array of numbers"),
         ([np.ma.masked_less(np.arange(4), 2)], "sample 0 .*got MaskedArray; convert it"),
         ([np.ones(1), np.ones(1, np.float32)], "sample 1 .*dtype float64.*got dtype float32"),
         ([torch.ones(1), torch.ones(1, 1)], "sample 1 .*expected 1 axes"),
@@ -132,25 +125,12 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([torch.ones(9999), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
         ([torch.ones(2).to_sparse(), torch.ones(1).to_sparse()], "sample 0 .*expected a dense"),
         ([torch.ones(1), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
-        ([torch.ones(9999), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
         ([torch.tensor(1), torch.tensor(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
     ],
 )
 def test_what_forms_no_batch(samples: list[Any], match: str) -> None:
     with pytest.raises(CollateError, match=match):
         PadCollate()(samples)
-
-
-COLLATES = (
-    PadCollate(
-        padding_value={"tokens": -1},
-        side="left",
-        size_multiple=4,
-        mask="mask",
-        fields={"long": "padded"},
-    ),
-    PackCollate(fields={"long": "joined"}),
-)
 
 
 class Ragged(Dataset[dict[str, Any]]):
@@ -167,58 +147,44 @@ class Ragged(Dataset[dict[str, Any]]):
             "long": torch.arange(index * 3_000),
             "label": index,
             "name": f"sample {index}",
-        }
+        } | ({"image": torch.ones(2, 2)} if index % 3 else {})
 
 
-class Every:
-    """Every collate on the same samples, and what each says about its own memory."""
-
-    def __call__(self, samples: list[Any]) -> tuple[list[Any], bool, bool]:
-        batches = [collate(samples) for collate in COLLATES]
-        tensors = [tensor for batch in batches for tensor in tensors_of(batch) if tensor.numel()]
-        shared = all(tensor.is_shared() for tensor in tensors)
-        tight = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
-        return batches, shared and tight, get_worker_info() is not None
+def every(samples: list[Any]) -> tuple[list[Any], bool]:
+    """Every collate on the same samples, and whether their memory is shared and no larger."""
+    rules = {"image": ("stacked", "optional")}
+    pad = PadCollate(side="left", size_multiple=4, mask="mask", fields=rules | {"long": "padded"})
+    pack = PackCollate(total_multiple=8, fields=rules | {"long": "joined"})
+    batches: list[Any] = [pad(samples), pack(samples)]
+    tensors = [tensor for batch in batches for tensor in tensors_of(batch) if tensor.numel()]
+    tight = all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    return batches, tight and all(tensor.is_shared() for tensor in tensors)
 
 
 # From Python 3.12 on, to fork a process of several threads, as torch's are, warns.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(
-    "context", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+    "context", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
 )
-def test_workers_make_the_same_batches_straight_in_shared_memory(context: str | None) -> None:
-    loader = DataLoader(
-        Ragged(),
-        batch_size=4,
-        collate_fn=Every(),
-        num_workers=0 if context is None else 2,
-        multiprocessing_context=context,
-    )
+def test_workers_make_the_same_batches_straight_in_shared_memory(context: str) -> None:
     dataset = Ragged()
-    seen = 0
-    for number, (batches, shared, in_worker) in enumerate(loader):
-        assert shared == in_worker == (context is not None)
-        indices = range(number * 4, min(number * 4 + 4, len(dataset)))
-        expected = [collate([dataset[i] for i in indices]) for collate in COLLATES]
-        for came, here in zip(batches, expected, strict=True):
-            assert type(came) is type(here)
-            assert all(map(bitwise, tensors_of(came), tensors_of(here)))
-            assert bitwise(came.lengths, here.lengths)
-            assert came["name"] == here["name"]
-            assert came.nbytes == here.nbytes
-        assert batches[0].mask.sum() == batches[0].num_tokens
-        seen += batches[0].num_samples
-    assert seen == len(dataset)
+    loader = DataLoader(
+        dataset, 4, collate_fn=every, num_workers=2, multiprocessing_context=context
+    )
+    for number, (batches, shared) in enumerate(loader):
+        assert shared
+        here, _ = every([dataset[i] for i in range(number * 4, min(number * 4 + 4, 10))])
+        for came, expected in zip(batches, here, strict=True):
+            assert type(came) is type(expected)
+            assert all(map(bitwise, tensors_of(came), tensors_of(expected)))
+            assert bitwise(came.lengths, expected.lengths)
+            assert (came["name"], came.nbytes) == (expected["name"], expected.nbytes)
+    assert number == 2
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_an_error_in_a_worker_names_field_and_position() -> None:
-    samples = [{"x": [1]}, {"x": [1.5]}]
-    loader: DataLoader[Any] = DataLoader(
-        samples,  # type: ignore[arg-type]
-        batch_size=2,
-        collate_fn=PadCollate(),
-        num_workers=1,
-    )
+    samples: Any = [{"x": [1]}, {"x": [1.5]}]
+    loader: Any = DataLoader(samples, 2, collate_fn=PadCollate(), num_workers=1)
     with pytest.raises(ValueError, match="sample 1 of the batch, field 'x'"):
         next(iter(loader))

@@ -164,23 +164,6 @@ def test_models_that_let_samples_see_each_other_are_refused(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
-def test_whatever_the_model_returns_them_in(kind: str) -> None:
-    class Own(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **inputs: Any) -> Any:
-            logits = self.model(**inputs).logits
-            return {"tensor": logits, "tuple": (logits, 1), "dict": {"out": logits}}[kind]
-
-    batch = PackCollate(layout="transformers")(samples())
-    check_kept_apart(Own(model_of("llama", "sdpa")), batch)
-    with pytest.raises(OptionError, match="Own lets"):
-        check_kept_apart(Own(model_of("opt", "sdpa")), batch)
-
-
 def trained(tmp_path: Any, cost: Any, collate: Any, kind: str = "llama", **options: Any) -> Tensor:
     """The parameters after two steps of the trainer, of the same samples whatever the cost."""
     model, checks = model_of(kind, "sdpa"), options.pop("checks_rows", True)

@@ -20,7 +20,7 @@ def path(tmp_path):
     return tmp_path / "deep" / "sizes.npz"
 
 
-@pytest.mark.parametrize("key", [None, len, lambda s: len(s) + 1])
+@pytest.mark.parametrize("key", [None, len, lambda s: (len(s), 2**40)])
 def test_the_cache_spares_the_pass(path, key):
     """The second time up to 64 samples are read, spread over the dataset, and no more."""
     data = Samples([[0] * (i % 7) for i in range(1000)])
@@ -28,18 +28,8 @@ def test_the_cache_spares_the_pass(path, key):
     data.reads = 0
     again = of(data, key, cache=str(path))
     assert data.reads == 64
-    assert again.dtype == first.dtype
-    assert again.tolist() == first.tolist()
+    assert (again.dtype, again.tolist()) == (first.dtype, first.tolist())
     assert [entry.name for entry in path.parent.iterdir()] == ["sizes.npz"]
-
-
-def test_the_cache_keeps_every_shape(path):
-    rows = [{"a": [1] * i, "b": "x" * i} for i in range(5)]
-    for key in ("a", ("a",), ("a", "b"), lambda _: 2**40):
-        first = of(Samples(rows), key, cache=path)
-        second = of(Samples(rows), key, cache=path)
-        assert (second.dtype, second.tolist()) == (first.dtype, first.tolist())
-    assert of(Samples([]), cache=path).shape == of(Samples([]), cache=path).shape == (0,)
 
 
 def length_of_a(row):
@@ -120,17 +110,3 @@ def test_the_fingerprint_of_a_hugging_face_dataset_vouches_for_it(path, monkeypa
     swapped = dataset.select([*range(1, 77), 0, *range(77, 300)])
     assert of(swapped, "ids", cache=path).tolist() == [len(ids) for ids in swapped["ids"]]
     assert "content" in caplog.text
-
-
-class Shortened(Samples):
-    """A wrapper that passes on the fingerprint of the data set whose samples it changes."""
-
-    def __init__(self, inner, step):
-        super().__init__([{"ids": row["ids"][::step]} for row in inner])
-        self._fingerprint = inner._fingerprint
-
-
-def test_a_wrapper_that_passes_on_a_fingerprint_is_probed(path):
-    for step in (1, 2):
-        data = Shortened(example(30), step)
-        assert of(data, "ids", cache=path).tolist() == [len(row["ids"]) for row in data.samples]

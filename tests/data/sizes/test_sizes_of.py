@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import pickle
 import weakref
 from typing import Any
@@ -84,30 +83,6 @@ def test_what_travels_and_what_stays():
     before = torch.get_rng_state()
     assert of(Counted(range(100))).tolist() == list(range(100))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_bar_counts_samples_and_is_optional(monkeypatch):
-    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
-    seen = []
-
-    class Bar(tqdm_auto.tqdm):
-        def update(self, n=1):
-            seen.append((n, self.total))
-
-    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
-    sizes_of(Samples([[1]] * 100))
-    assert seen == [(64, 100), (36, 100)]
-    of(Samples([[1]] * 100))
-    assert len(seen) == 2
-    original = builtins.__import__
-
-    def missing(name, *args, **kwargs):
-        if name.startswith("tqdm"):
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    assert sizes_of(Samples([[1], []]), progress=True).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("position", [1, 64, 70])

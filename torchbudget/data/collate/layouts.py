@@ -172,11 +172,15 @@ class JoinedLayout(Layout):
         bounds: 0 and the end of each segment: a sample, or padding, `(segments + 1,)`. Padding is
             in segments of its own, none longer than the longest sample: so it costs no more than
             samples of its size do, and its positions are ones that the model has.
+        total: the length of the tensor.
+        num_elements: Σ lengths, less than the total where positions are padding.
         offsets: the bounds as int32, on the field's device; `None` of a row.
     """
 
     rule: RowRule
     bounds: IntArray
+    total: int
+    num_elements: int
     offsets: Tensor | None = None
 
     @classmethod
@@ -196,24 +200,27 @@ class JoinedLayout(Layout):
                 "plan with a budget that is at most total, such as PackedCost(unit_bytes=1) and a "
                 "budget of total units, and with the same multiples"
             )
-        bounds[-1] = rule.total or total
-        if bounds[-1] >= 2**31:
+        bounds[-1] = total = rule.total or total
+        if total >= 2**31:
             raise CollateError(
-                f"{bounds[-1]} positions are more than the offsets, torch.int32, can count; make "
+                f"{total} positions are more than the offsets, torch.int32, can count; make "
                 "smaller batches"
             )
-        if bounds[-1] > lengths.sum():
+        num_elements = int(lengths.sum())
+        if total > num_elements:
             bounds = np.array(_with_padding(lengths[:, 0].tolist(), bounds.tolist()))
         offsets = None
         if not rule.in_row:
             offsets = new_tensor(bounds.shape, torch.int32).copy_(torch.from_numpy(bounds))
             offsets = offsets.to(device)
-        return cls(shapes=lengths, rule=rule, bounds=bounds, offsets=offsets)
-
-    @property
-    def total(self) -> int:
-        """The length of the tensor."""
-        return int(self.bounds[-1])
+        return cls(
+            shapes=lengths,
+            rule=rule,
+            bounds=bounds,
+            total=total,
+            num_elements=num_elements,
+            offsets=offsets,
+        )
 
     @property
     def padded_total(self) -> int:
@@ -307,7 +314,7 @@ def join(
         CollateError: samples differ in an axis after the first, or see `JoinedLayout.of`.
     """
     shapes = column.shapes
-    if (shapes[:, 1:] != shapes[0, 1:]).any():
+    if shapes.shape[1] > 1 and (shapes[:, 1:] != shapes[0, 1:]).any():
         column.field.fail_at_odd_one(
             [tuple(shape[1:]) for shape in shapes.tolist()],
             "equal axes {} after the joined first one".format,
@@ -318,14 +325,13 @@ def join(
     if layout is None:
         layout = layouts[key] = JoinedLayout.of(lengths, rule, column.device)
     out = new_tensor((layout.total, *shapes[0, 1:].tolist()), column.dtype, column.device)
-    used = int(lengths.sum())
-    if used == layout.total:
+    if layout.num_elements == layout.total:
         column.join(out)
     else:
         _check_fits(column, value)
         out.fill_(value)
         if rule.multiple == 1:
-            column.join(out[:used])
+            column.join(out[: layout.num_elements])
         else:
             out[torch.from_numpy(layout.own).to(out.device)] = column.join()
     return out[None] if rule.in_row else out, layout

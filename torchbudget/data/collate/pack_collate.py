@@ -1,12 +1,14 @@
-"""The collate that concatenates samples without padding."""
+"""The collate that joins samples, also into rows as the models of transformers take them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, TypeGuard
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from torchbudget.checks import (
     HasSizeMultiple,
@@ -16,12 +18,34 @@ from torchbudget.checks import (
     optional,
     size_multiple_of,
 )
-from torchbudget.data.collate.batch import PackedBatch, PackedMapping, PackedSequence
-from torchbudget.data.collate.columns import Column
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.collate.batch import (
+    Arrangement,
+    Entry,
+    PackedBatch,
+    PackedMapping,
+    PackedSequence,
+)
+from torchbudget.data.collate.columns import MISSING, Column, FieldPath, new_tensor, show
 from torchbudget.data.collate.fields import FieldCollate
-from torchbudget.data.collate.layouts import Layout, PaddingRule, RowRule, join, own_padding, pad
-from torchbudget.data.collate.transformers_layout import in_one_row
-from torchbudget.errors import OptionError
+from torchbudget.data.collate.layouts import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    LABELS,
+    JoinedLayout,
+    Layout,
+    PaddingRule,
+    RowRule,
+    join,
+    own_padding,
+    pad,
+)
+from torchbudget.errors import CollateError, OptionError
+
+IDS: Final = "input_ids"
+_SIGNED: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MADE: Final = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+                "seq_idx", "use_cache")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +141,154 @@ class PackCollate(FieldCollate):
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
         batch = self._collate(samples, (PackedBatch, PackedMapping, PackedSequence))
-        return batch if self.layout is None else in_one_row(batch, causal_labels=self.causal_labels)
+        return (
+            batch if self.layout is None else _in_one_row(batch, causal_labels=self.causal_labels)
+        )
 
     def _write_ragged(
         self, column: Column, kind: str | None, *, is_own: bool, shared: dict[Any, Any]
-    ) -> tuple[torch.Tensor, Layout]:
+    ) -> tuple[Tensor, Layout]:
         """See `FieldCollate._write_ragged`."""
         value = own_padding(column.field.names) or 0
         if kind == "padded":
             ndim = column.shapes.shape[1]
             return pad(column, PaddingRule(value, 0.0, (1,) * ndim, (0,)), shared)
         return join(column, RowRule() if is_own else self._row, value, shared)
+
+
+class TransformersBatch(PackedMapping):
+    """n samples in one row, `(1, total, …)`: a mapping of what a model of transformers takes.
+
+    Made by `PackCollate(layout="transformers")`, for `model(**batch)`. `cu_seqlens`, `max_seqlen`,
+    `position_ids` and `block_mask` are those of the row's segments, padding included; they are
+    known to a batch that was rebuilt from its fields, too. `lengths` and `num_tokens` count the
+    samples' own positions.
+    """
+
+    @property
+    def max_seqlen(self) -> int:
+        """The length of the longest segment."""
+        longest: int = self.data["max_length_q"]
+        return longest
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """0 and the end of each segment: int32, `(segments + 1,)`."""
+        offsets: Tensor = self.data["cu_seq_lens_q"]
+        return offsets
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The position of each element in its own segment: int64, `(total,)`."""
+        positions: Tensor = self.data["position_ids"][0]
+        return positions
+
+    def _bounds(self) -> IntArray:
+        return self.cu_seqlens.cpu().numpy() if self._arrangement is None else super()._bounds()
+
+    def _structured(self, values: Iterable[Any]) -> dict[str, Any]:
+        named = zip(self._known.entries, values, strict=True)
+        return {entry.path[0]: value for entry, value in named if value is not MISSING}
+
+    def _of_fields(self, values: Sequence[Any], arrangement: Arrangement) -> TransformersBatch:
+        return _with_inputs(self._structured(values), arrangement)
+
+
+def _in_one_row(packed: PackedBatch, *, causal_labels: bool) -> TransformersBatch:
+    """A packed batch of dicts as the inputs of a model.
+
+    Args:
+        packed: its fields without a rule are in one row.
+        causal_labels: see `PackCollate`.
+
+    Raises:
+        CollateError: the samples are not of fields that a model takes.
+    """
+    known = packed._known
+    entries = {entry.path: entry for entry in known.entries}
+    _check(packed, entries)
+    fields = dict(packed)
+    ids = entries[(IDS,)]
+    if fields.pop(ATTENTION_MASK, None) is not None:
+        del entries[(ATTENTION_MASK,)]
+    if causal_labels:
+        entries.setdefault((LABELS,), Entry((LABELS,), ids.layout, None))
+        fields[LABELS] = _causal(fields, entries[(LABELS,)].layout)
+    arrangement = replace(known, entries=tuple(entries.values()), measured=ids.path)
+    return _with_inputs({path[0]: fields[path[0]] for path in entries}, arrangement)
+
+
+def _check(packed: PackedBatch, entries: dict[FieldPath, Entry]) -> None:
+    """Raise a `CollateError` for fields that no model takes."""
+    ids = entries.get((IDS,))
+    if ids is None or not _is_in_row(ids.layout) or packed[IDS].ndim != 2:
+        axes = f" of shape {list(packed[IDS].shape)}" if ids is not None and ids.layout else ""
+        raise CollateError(
+            f'layout="transformers" takes dict samples with a field {IDS!r} of one token id per '
+            f"position, got samples of {', '.join(map(show, entries))}{axes}"
+        )
+    for path, layout, _ in entries.values():
+        if len(path) > 1 or path[0] in _MADE:
+            raise CollateError(
+                f'layout="transformers" makes {", ".join(_MADE)} itself, and its models take no '
+                f"nested fields: leave {show(path)} out of the samples"
+            )
+        if _is_in_row(layout) and layout.lengths.tolist() != ids.layout.lengths.tolist():
+            raise CollateError(
+                f"{show(path)} is not as long as {show((IDS,))} in each sample, with which it "
+                'would be in one row: give it a rule, as in fields={name: "joined"}'
+            )
+    mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
+    if mask is not None and int(torch.count_nonzero(mask)) != ids.layout.lengths.sum():
+        raise CollateError(
+            f"field {ATTENTION_MASK!r} masks positions of the samples, and a packed batch has no "
+            "such mask: tokenize without padding"
+        )
+
+
+def _is_in_row(layout: Layout | None) -> TypeGuard[JoinedLayout]:
+    return isinstance(layout, JoinedLayout) and layout.rule.in_row
+
+
+def _causal(fields: dict[str, Tensor], layout: Layout | None) -> Tensor:
+    """The labels of next tokens; nothing before a sample predicts its first one."""
+    labels = fields.get(LABELS)
+    if not _is_in_row(layout) or (labels is not None and labels.dtype not in _SIGNED):
+        raise CollateError(
+            f"field {LABELS!r} must be of one signed integer per position, {IGNORED_LABEL} where "
+            "nothing is predicted; causal_labels=False takes labels as they are"
+        )
+    ignored = np.ones(layout.total, np.bool_)  # padding, and the first position of each sample
+    ignored[layout.own] = False
+    ignored[layout.starts[layout.lengths[:, 0] > 0]] = True
+    if labels is None:
+        ids = fields[IDS]
+        labels = new_tensor((*ids.shape,), ids.dtype, ids.device).copy_(ids)
+    return labels.masked_fill_(torch.from_numpy(ignored).to(labels.device), IGNORED_LABEL)
+
+
+def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
+    """The fields of a row, and the ends of its segments as a model takes them."""
+    layout: Any = arrangement.layout_of((IDS,))
+    bounds = layout.bounds
+    lengths = np.diff(bounds)
+    device = fields[IDS].device
+    segments = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(layout.total) - bounds[segments] + layout.rule.first_position
+    cu_seq_lens = _tensor(bounds, torch.int32, device)
+    longest = int(lengths.max(initial=0))
+    made = {
+        "position_ids": _tensor(positions[None], torch.int64, device),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": _tensor(segments[None], torch.int32, device),
+        # With a cache, models do not look for segments in position_ids, and samples see each other.
+        "use_cache": False,
+    }
+    return TransformersBatch(fields | made, arrangement)
+
+
+def _tensor(values: IntArray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return new_tensor(values.shape, dtype).copy_(torch.from_numpy(values)).to(device)

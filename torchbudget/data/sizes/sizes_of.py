@@ -7,9 +7,10 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -220,7 +221,8 @@ def _check_axes(
         return
     rows = sizes.reshape(len(sizes), -1)
     same = (rows == rows[0]).all(axis=0)
-    if not same.any() and (is_function or not _has_axes(read([0])[0], key)):
+    first_parts = [] if is_function else [part for _, part in _parts(read([0])[0], key)]
+    if not same.any() and not any(len(_shape(part)) > 1 for part in first_parts):
         return  # without reading the other samples
     samples = [list(_parts(sample, key)) for sample in read(_spread(len(sizes)))]
     for number, parts in enumerate(zip(*samples, strict=False)):
@@ -236,7 +238,7 @@ def _check_axes(
         lengths = [shape[axis] for shape in shapes]
         message = (
             f"the sizes are the lengths of the first axis of {where}"
-            f"{f', {rows[0, 0]} for every sample' if is_same else ''}; but axis {axis} is "
+            f"{f', {shapes[0][0]} for every sample' if is_same else ''}; but axis {axis} is "
             f"{min(lengths)} to {max(lengths)} long, and the budget does not count it. Give a key "
             f"of the axes that are ragged, as in {option}=lambda sample: {where}.shape[{axis}], or "
             'a tuple of both; or tokenize without return_tensors="pt", which makes a batch of each '
@@ -246,10 +248,6 @@ def _check_axes(
             raise SizesError(message)
         warn(message, OtherSizesWarning)
         return
-
-
-def _has_axes(sample: Any, key: SizeKey) -> bool:
-    return any(len(getattr(part, "shape", ())) > 1 for _, part in _parts(sample, key))
 
 
 def _parts(value: Any, key: SizeKey, where: str = "sample") -> Iterator[tuple[str, Any]]:
@@ -338,9 +336,7 @@ def _load_sizes(path: Path, fingerprint: dict[str, Any]) -> Sizes | None:
 
 
 def _save_sizes(path: Path, fingerprint: dict[str, Any], sizes: Sizes) -> None:
-    def write(file: IO[bytes]) -> None:
-        np.savez(file, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
-
+    write = partial(np.savez, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
     try:
         write_whole(path, write, by_several=True)  # other processes never see half of it
     except OSError as error:  # a full disk must not cost hours of measuring

@@ -1,7 +1,8 @@
-"""The lowest budget that gives all ranks as many micro-batches."""
+"""Windows: their default length, their lowest budget for equal numbers, each solved as if alone."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import SortedWindows
 from torchbudget.plan.dealing import Ranks, least_rounds, lowest_budgets
 from torchbudget.plan.rules import BatchRules
-from torchbudget.plan.solver import WindowKey, rounds_needed, solve
+from torchbudget.plan.solver import WindowKey, default_window, rounds_needed, solve
 
 TOKENS = PaddedCost(unit_bytes=1)
 
@@ -96,3 +97,24 @@ def test_windows_are_solved_as_if_alone(
         mine = slice(window * length, (window + 1) * length)
         assert (block.samples[mine] - window * length).tolist() == alone.samples.tolist()
         at += number
+
+
+@pytest.mark.parametrize(
+    ("ranks", "positions", "micro_batches", "expected"),
+    [
+        (1, math.inf, 1.0, 4096),
+        (3, math.inf, 1.0, 3 * 4096),
+        (2, math.inf, 1 / 200, 32 * 2 * 200),  # of many samples in a micro-batch
+        (1, 10_000, 1.0, 2500),  # a quarter of the epoch
+        (1, 1000, 1 / 100, 800),  # unless that is less than 8 micro-batches
+        (4, 10_000, 1 / 50, 2500),
+        (5, 7, 1.0, 40),
+        (7, 1, 100.0, 7),  # at least one for each rank
+    ],
+)
+def test_the_default_window(
+    ranks: int, positions: float, micro_batches: float, expected: int
+) -> None:
+    """4,096 or 32 micro-batches for each rank, and at most a quarter of the epoch."""
+    found = default_window(ranks, positions=positions, micro_batches=micro_batches)
+    assert found == expected
