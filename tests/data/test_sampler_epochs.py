@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.samplers import counted, loader_of, sampler_of
+from tests.support.samplers import counted, sampler_of
 from torchbudget.errors import DiscardedStateWarning, OptionError
 
 
@@ -166,13 +166,6 @@ def test_the_given_length_changes_nothing_but_ends() -> None:
     second = counted(sequence[len(plain) : 2 * len(plain)])
     assert sequence[len(plain)] != plain[0]
     assert max(second.values()) <= 2
-
-
-def test_a_loader_has_the_given_length() -> None:
-    """`len(loader)`, which frameworks read once, in every epoch."""
-    loader = loader_of(sampler_of(window=40, batches_per_epoch=65))
-    for _ in range(3):
-        assert len(loader) == len(list(loader)) == 65
 
 
 def test_another_epoch_has_a_pass_of_its_own() -> None:
