@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCRIPT = """
 import json, sys, warnings
+from functools import partial
 from itertools import islice
 from pathlib import Path
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from tests.integrations.cells import EPOCHS, STOP, each_cell, ids, loader_of, name_of
+from tests.integrations.cells import EPOCHS, STOPS, each_cell, ids, loader_of, name_of, story
 from torchbudget import GradAccumulator
 
 warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -40,55 +41,58 @@ def wrapped(by):
 class Run:
     \"\"\"What a script of one's own keeps: a loader, its source, and an accumulator.\"\"\"
 
-    def __init__(self, by, kind, *cell, state=None):
-        self.loader = loader_of(*cell, kind)
+    def __init__(self, by, kind, *cell, state=None, **options):
+        self.loader = loader_of(*cell, partial(kind, **options))
         self.source = self.loader.batch_sampler or self.loader.dataset
         model = wrapped(by)
         self.model, optimizer = model, torch.optim.SGD(model.parameters(), lr=0.0)
         steps = 1 if cell[0] == "stream" else self.source
         self.accumulator = GradAccumulator(optimizer, model, steps=steps)
         self.stateful = kind is StatefulDataLoader
+        self.epoch = 0
         if state is not None:
-            epoch, position = json.loads(state)
-            self.source.set_epoch(epoch)
+            self.epoch, position = json.loads(state)
             (self.loader if self.stateful else self.source).load_state_dict(position)
 
-    def epoch(self):
+    def batches(self):
         \"\"\"Train on the samples of each batch, and yield them.\"\"\"
+        self.source.set_epoch(self.epoch)
         loader = self.loader if self.stateful else self.source.tracked(self.loader)
         for batch in loader:
             with self.accumulator.micro_batch(weight=len(batch["ids"])):
                 self.accumulator.backward(self.model(batch["ids"].float()[:, None]).sum())
             yield batch["ids"].tolist()
 
-    def state(self, epoch):
+    def state(self):
         position = (self.loader if self.stateful else self.source).state_dict()
-        return json.dumps([epoch, position])
+        return json.dumps([self.epoch if self.stateful else self.source.epoch, position])
 
 
-def run(by, kind, *cell):
-    whole = Run(by, kind, *cell)
-    epochs = []
-    for epoch in range(EPOCHS):
-        whole.source.set_epoch(epoch)
-        epochs.append([*whole.epoch()])
-    run = Run(by, kind, *cell)
-    stopped = [*run.epoch()]
-    run.source.set_epoch(1)
-    batches = run.epoch()
-    stopped += islice(batches, STOP)
-    state = run.state(1)
-    batches.close()
-    run = Run(by, kind, *cell, state=state)
-    resumed = [*run.epoch()]
-    run.source.set_epoch(2)
-    return {"whole": epochs, "stopped": stopped, "resumed": resumed + [*run.epoch()]}
+def run(by, kind, *cell, **options):
+    def part(state, stop):
+        run = Run(by, kind, *cell, state=state, **options)
+        epochs, left = [], stop
+        while run.epoch < EPOCHS and left != 0:
+            batches = run.batches()
+            epochs.append([*islice(batches, left)])
+            left = None if left is None else left - len(epochs[-1])
+            if left == 0:
+                state = run.state()
+            batches.close()
+            run.epoch += 1
+        return epochs, state
+
+    return story(part, STOPS if kind is DataLoader else WITHIN)
 
 
 results = {}
-for by, kind in (("DDP", DataLoader), ("FSDP2", DataLoader), ("DDP", StatefulDataLoader)):
-    for name, result in each_cell(lambda *cell: run(by, kind, *cell)).items():
-        results[name_of(name, by, kind.__name__)] = result
+# A StatefulDataLoader that is saved after an epoch's last batch begins with the next epoch's.
+WITHIN = [stops for stops in STOPS if None not in stops]
+every = [{"snapshot_every_n_steps": n} for n in (1, 4)]
+for by, kind, options in [("DDP", DataLoader, {}), ("FSDP2", DataLoader, {}),
+                          *(("DDP", StatefulDataLoader, one) for one in every)]:
+    for name, result in each_cell(lambda *cell: run(by, kind, *cell, **options)).items():
+        results[name_of(name, by, kind.__name__, *options.values())] = result
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
 
@@ -103,7 +107,8 @@ def test_every_sample_comes_once_in_a_loop_of_ones_own(
     rows = {
         "DDP, DataLoader": Row("own loop: DDP"),
         "FSDP2, DataLoader": Row("own loop: FSDP2"),
-        "DDP, StatefulDataLoader": Row("own loop: `StatefulDataLoader`"),
+        "DDP, StatefulDataLoader, 1": Row("own loop: `StatefulDataLoader`"),
+        "DDP, StatefulDataLoader, 4": Row("own loop: `StatefulDataLoader`, every 4 steps"),
     }
     for setting in rows:
         assert_epochs_grow(found, setting)

@@ -41,7 +41,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from tests.integrations.cells import CELLS, EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
+from tests.integrations.cells import CELLS, EPOCHS, LENGTHS, each_cell, loader_of, name_of
 from torchbudget.errors import OptionError, ShardedTwiceError, StateError
 from torchbudget.integrations.accelerate import prepare
 from torchbudget.integrations.transformers import BudgetTrainerMixin
@@ -113,7 +113,7 @@ def train(path, source, workers, takes_number, *bases, stop=None, resume=None, *
 
 def batches_of(source, workers, **options):
     \"\"\"Of each epoch, as a loop without the Trainer takes them.\"\"\"
-    loader = loader_of(source, workers, **OPTIONS[source], **options)
+    loader = loader_of(source, workers, **options or OPTIONS[source])
     source = loader.batch_sampler or loader.dataset
     return [[b["ids"].tolist() for b in source.tracked(loader)] for _ in range(EPOCHS)]
 
@@ -121,9 +121,9 @@ def batches_of(source, workers, **options):
 OPTIONS = {"sampler": {"samples_per_step": STEP, "window": None}, "stream": {}}
 
 
-def run(source, workers, takes_number, accumulated=1):
-    path = folder / name_of(source, workers, takes_number, accumulated)
-    options = OPTIONS[source]
+def run(source, workers, takes_number, accumulated=1, kind=DataLoader):
+    path = folder / name_of(source, workers, takes_number, accumulated, kind.__name__)
+    options = OPTIONS[source] | {"kind": kind}
     whole = batches_of(source, workers)
     total = sum(map(len, whole))
     if source == "stream":  # whose last step goes on into a fourth epoch, where it has to
@@ -132,7 +132,7 @@ def run(source, workers, takes_number, accumulated=1):
     batches, steps, trainer, done = train(path, source, workers, takes_number, **options)
     assert batches[:total] == sum(whole, [])
     assert len(batches) - total < accumulated
-    stop = 12 if source == "sampler" else len(whole[0]) // accumulated + STOP
+    stop = 12 if source == "sampler" else len(whole[0]) // accumulated + 5
     stopped, begun, *_ = train(path, source, workers, takes_number, stop=stop, **options)
     last = f"{path}/checkpoint-{stop}"
     resumed, ended, trainer, _ = train(
@@ -143,7 +143,7 @@ def run(source, workers, takes_number, accumulated=1):
         assert begun.gradients + ended.gradients == steps.gradients
         assert trainer.num_examples(trainer.get_train_dataloader()) == len(LENGTHS)
         assert trainer.get_total_train_batch_size(trainer.args) == STEP
-    return {"whole": whole, "stopped": stopped, "resumed": resumed[:total - len(stopped)],
+    return {"whole": whole, "in_parts": [(stopped + resumed)[:total]],
             "batches": batches, "gradients": steps.gradients, "ends": steps.ends}
 
 
@@ -155,11 +155,11 @@ def accumulated(source, workers):
     return "OptionError", refused(source, workers=workers, **options)
 
 
-def check_sized_stream(workers):
+def check_epochs_of_a_given_length(source, workers):
     \"\"\"Epochs of 7 micro-batches, two in a step, which go on where the one before ended.\"\"\"
     options = {"batches_per_epoch": 7}
-    path, cell = folder / name_of("sized", workers), ("stream", workers, True)
-    whole = batches_of("stream", workers, **options)
+    path, cell = folder / name_of("sized", source, workers), (source, workers, True)
+    whole = batches_of(source, workers, **options)
     options |= {"gradient_accumulation_steps": 2}
     batches, steps, trainer, done = train(path, *cell, **options)
     assert batches == sum(whole, [])
@@ -371,8 +371,8 @@ dist.init_process_group("gloo")
 if ranks == 1:
     check_that_len_is_read_anew()
 check_that_an_older_trainer_is_refused()
-check_sized_stream(0)
-check_sized_stream(2)
+for source, workers in CELLS:
+    check_epochs_of_a_given_length(source, workers)
 assert "a sampler without samples_per_step" in refused("sampler")
 planned = OPTIONS["sampler"]
 check_losses_of_their_own()
@@ -386,9 +386,8 @@ for takes_number in (True, False):
         results[name_of(name, takes_number)] = result
 for name, result in each_cell(accumulated).items():
     results[name_of(name, "accumulated")] = result
-for source, workers in CELLS:
-    error = refused(source, workers=workers, kind=StatefulDataLoader, **OPTIONS[source])
-    results[name_of(source, workers, "StatefulDataLoader")] = "OptionError", error
+for name, result in each_cell(lambda *cell: run(*cell, True, kind=StatefulDataLoader)).items():
+    results[name_of(name, "StatefulDataLoader")] = result
 ways = {
     "override": lambda accelerator, loader: loader,
     "adapter of Accelerate": prepare,
@@ -418,10 +417,7 @@ ROWS = {
         Refused("OptionError", ["gradient_accumulation_steps", "BudgetTrainerMixin"]),
         RIGHT,
     ),
-    "StatefulDataLoader": Row(
-        "Trainer: `StatefulDataLoader`",
-        Refused("OptionError", ["StatefulDataLoader", "BudgetTrainerMixin"]),
-    ),
+    "StatefulDataLoader": Row("Trainer: `StatefulDataLoader`"),
     "by itself, override": Row(f"{PLAIN}`get_train_dataloader`", GROWS, EPOCHS_ONLY),
     "by itself, adapter of Accelerate": Row(f"{PLAIN}Accelerate's adapter", GROWS, EPOCHS_ONLY),
     "resumed, override": Row(f"{RESUMED}`get_train_dataloader`", NOT_RESUMED),

@@ -42,7 +42,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
     _loaded: list[dict[str, Any]] | None = None
     _epoch = 0  # Lightning's number of the present epoch
     _offset = 0  # by which that is larger than the loaders' number
-    _goes_on = False  # the checkpoint was from within that epoch
+    _goes_on = False  # it is that of a checkpoint, which Lightning may number otherwise
     _began = -1  # Lightning's count of batches where that epoch began
 
     def budget_loader(self) -> Any:
@@ -97,7 +97,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         if loaded is not None:
             saved = of_this_rank(loaded)
             states, self._offset = saved["loaders"], saved["offset"]
-            self._epoch, self._goes_on = saved["epoch"] + saved["is_over"], not saved["is_over"]
+            self._epoch, self._goes_on = saved["epoch"] + saved["is_over"], True
             if len(states) != len(loaders):
                 raise StateError(
                     f"the checkpoint has the positions of {len(states)} loaders, and budget_loader "
@@ -117,7 +117,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
 
     def begin_epoch(self, epoch: int) -> None:
         """Have all loaders begin one of Lightning's epochs, unless they are in it."""
-        if self._goes_on:  # Lightning has counted an epoch that `max_steps` has ended
+        if self._goes_on:  # Lightning may have counted an epoch that `max_steps` has ended
             self._offset += epoch - self._epoch
         elif epoch != self._epoch:
             for loader in self._loaders or ():
