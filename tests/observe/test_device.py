@@ -58,11 +58,7 @@ def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> 
 
 def test_a_batch_waits_for_no_device(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that enqueues ahead of its device goes on to do so."""
-
-    def fail() -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(fake, "synchronize", fail)
+    monkeypatch.setattr(fake, "synchronize", pytest.fail)
     with MemoryMonitor() as monitor, monitor.batch(4, 100):
         fake.take(GiB(1))
 
@@ -77,7 +73,7 @@ def test_a_device_that_fills_up_is_warned_of_and_planned_for(fake: FakeDevice) -
         with pytest.warns(MeasureWarning, match="were predicted"):
             run_batch(monitor, fake, GiB(9))
         assert sampler.plan.rules.cost.margin > 0.01
-        with pytest.warns(MemoryLimitWarning, match=r"9\.59 GiB of 10 GiB .* replan"):
+        with pytest.warns(MemoryLimitWarning, match=r"9\.59 GiB of 10 GiB .* replan=sampler"):
             monitor.snapshot("near")
 
 
@@ -86,27 +82,33 @@ def run_batch(monitor: MemoryMonitor, fake: FakeDevice, num_bytes: int) -> None:
         fake.take(num_bytes)
 
 
-@pytest.mark.parametrize("device", [None, "cuda"])
-def test_a_thread_reads_the_device_that_is_used(
-    device: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not its own current device: a thread's is the first one, and a rank may be on the fourth.
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that the allocator has reserved on each of four devices; the current one is the first.
 
-    The allocator that is asked is a stand-in.
+    The allocator that is asked is a stand-in: it says which device it was asked for.
     """
-    reserved = [0, 0, 0, 0]
-    asked: list[str] = []
-    samples: list[MemorySample] = []
+    found = dict.fromkeys(range(4), 0)
 
     def source(name: object) -> FakeDevice:
-        asked.append(str(name))
-        return FakeDevice(reserved_bytes=reserved[3])
+        index = str(name).partition(":")[2]
+        return FakeDevice(reserved_bytes=found[int(index)] + int(index) if index else 0)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reserved))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", found.__getitem__)
     monkeypatch.setattr(device_module, "TorchSource", source)
     monkeypatch.setattr(device_module, "_devices", {})
+    return found
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_thread_reads_the_device_that_is_used(
+    device: str | None, reserved: dict[int, int]
+) -> None:
+    """Not its own current device: a thread's is the first one, and a rank may be on the fourth."""
+    samples: list[MemorySample] = []
     reader = MemoryReader(None, device)
 
     def read() -> None:
@@ -115,39 +117,23 @@ def test_a_thread_reads_the_device_that_is_used(
         thread.join()
 
     read()  # before the rank has anything on its device
-    reserved[1], reserved[3] = MiB(20), GiB(2)
+    reserved |= {1: MiB(20), 3: GiB(2)}
     read()
-    read()
-    assert [sample.reserved_bytes for sample in samples] == [None, GiB(2), GiB(2)]
-    assert asked == ["cuda:3"]
+    assert [sample.reserved_bytes for sample in samples] == [None, GiB(2) + 3]
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
 @pytest.mark.parametrize(
-    ("reserved", "read"), [([0, GiB(2)], 1), ([MiB(20), GiB(2)], 0), ([0, 0], None)]
+    ("on_devices", "read"), [({1: GiB(2)}, GiB(2) + 1), ({0: MiB(20), 1: GiB(2)}, MiB(20)), ({}, 0)]
 )
 def test_a_model_on_another_device_than_the_current_one(
-    device: str | None, reserved: list[int], read: int | None, monkeypatch: pytest.MonkeyPatch
+    device: str | None, on_devices: dict[int, int], read: int, reserved: dict[int, int]
 ) -> None:
-    """Samples and batches are of the device that it is on, not of an empty one.
-
-    The allocator that is asked is a stand-in; the current device is the first one.
-    """
-    asked: list[str] = []
-
-    def source(name: object) -> FakeDevice:
-        asked.append(str(name))
-        return FakeDevice(reserved_bytes=reserved[1])
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
-    monkeypatch.setattr(device_module, "TorchSource", source)
-    monkeypatch.setattr(device_module, "_devices", {})
-    with MemoryMonitor(device=device, interval_s=10) as monitor, monitor.batch():
+    """Samples and batches are read on the device of the model, not on an empty one."""
+    reserved |= on_devices
+    with MemoryMonitor(device=device, interval_s=10) as monitor, monitor.batch() as peak:
         pass
-    assert set(asked) == {"cuda" if read is None else f"cuda:{read}"}
+    assert {monitor.report().peak.reserved_bytes, peak.reserved_bytes} == {read}
 
 
 def test_cuda_is_never_initialised() -> None:

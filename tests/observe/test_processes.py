@@ -1,9 +1,14 @@
-"""A monitor and other processes: forked from it, spawned, and killed under it."""
+"""A monitor and other processes: forked from it, spawned, and killed under it; control groups."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +17,31 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.dying_workers import DEATHS, no_signals_of_workers
+from tests.support.memory_groups import HOLD, memory_group
 from torchbudget import MemoryMonitor, peak_memory
 from torchbudget.errors import OptionError
-from torchbudget.observe.lines import read_records
-from torchbudget.units import MiB
+from torchbudget.machine.cgroups import cgroup_memory
+from torchbudget.observe.report import read_records
+from torchbudget.units import GiB, MiB
+
+
+class Holding(Dataset[Any]):
+    """Samples of a MiB; each worker keeps 32 MiB of its own."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.ones(MiB(32) // 4)
+        return torch.ones(MiB(1) // 4)
 
 
 def in_child(monitor: MemoryMonitor) -> None:
-    """What a forked process may try with a monitor that it has inherited."""
+    """Try in a forked process to use the monitor that it has inherited."""
     for use in (monitor.report, lambda: monitor.snapshot("child")):
         with pytest.raises(OptionError, match="not running in this process"):
             use()
@@ -34,37 +56,19 @@ def test_processes_that_are_forked_while_it_reads_are_not_stuck(tmp_path: Path) 
     context = multiprocessing.get_context("fork")
     path = tmp_path / "run.jsonl"
     with MemoryMonitor(path=path, interval_s=0.0005) as monitor:
-        monitor._recorder.pace.wait_s = lambda: 0.0005  # type: ignore[method-assign]  # all the time
-        children = []
-        for _ in range(100):
-            child = context.Process(target=in_child, args=(monitor,))
-            child.start()
-            children.append(child)
-            if len(children) == 4:
-                for one in children:
-                    one.join(60)
-                    assert one.exitcode == 0
-                children.clear()
+        monitor._pace.wait_s = lambda: 0.0005  # type: ignore[method-assign]  # all the time
+        for _ in range(25):
+            children = [context.Process(target=in_child, args=(monitor,)) for _ in range(4)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join(60)
+                assert child.exitcode == 0
     records = read_records(path)
     assert [one["event"] for one in records].count("end") == 1
     assert len(path.read_text().splitlines()) == len(records)
     assert not [one for one in records if one.get("name") == "child"]
     assert monitor.report().peak.processes >= 2
-
-
-class Sleepy(Dataset[Any]):
-    """Each worker has 32 MiB of its own."""
-
-    def __init__(self) -> None:
-        self.kept: Any = None
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.kept is None:
-            self.kept = torch.ones(MiB(32) // 4)
-        return torch.ones(10)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -73,7 +77,7 @@ def test_workers_that_come_are_killed_and_come_again(method: str) -> None:
     with no_signals_of_workers(), MemoryMonitor(interval_s=0.005) as monitor:
         alone = monitor.snapshot("alone")
         for _ in range(2 if method == "fork" else 1):
-            loader = DataLoader(Sleepy(), num_workers=2, multiprocessing_context=method)
+            loader = DataLoader(Holding(), num_workers=2, multiprocessing_context=method)
             batches = iter(loader)
             next(batches)
             seen = monitor.snapshot("with workers")
@@ -89,4 +93,76 @@ def test_workers_that_come_are_killed_and_come_again(method: str) -> None:
             workers[1].join()
         after = monitor.snapshot("after")
     assert after.processes <= alone.processes + (method == "spawn")  # multiprocessing's tracker
-    assert monitor.report().is_exact
+    assert monitor.report().end["is_exact"]
+
+
+def charged(stat: str) -> int:
+    """Bytes of anonymous pages and shared memory that a group is charged for; no files' pages."""
+    found = dict(line.split() for line in Path(stat).read_text().splitlines())
+    names = ("total_rss", "total_shmem") if "total_rss" in found else ("anon", "shmem")
+    return sum(int(found[name]) for name in names)
+
+
+def load(stat: str, method: str) -> None:
+    """Load with two workers, and print what the monitor and the kernel have seen."""
+    interval_s = 0.4
+    with MemoryMonitor(interval_s=interval_s) as monitor:
+        loader = DataLoader(Holding(), batch_size=8, num_workers=2, multiprocessing_context=method)
+        batches = iter(loader)
+        next(batches), next(batches)  # one of each worker
+        time.sleep(interval_s)  # until the workers have filled their queues
+        held = []
+        for _ in range(10):
+            held.append(charged(stat))
+            time.sleep(interval_s)
+        del batches
+    peak = monitor.report().peak
+    json.dump([peak.unreclaimable_bytes, max(held), peak.processes], sys.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_peak_of_a_tree_is_the_control_groups(method: str) -> None:
+    """Within 3 % of a group that holds only the job, with real workers."""
+    with memory_group(GiB(4)) as group:
+        code = f"import sys; from {__name__} import load; load(*sys.argv[1:])"
+        seen, held, processes = json.loads(group.output(code, group.folder / "memory.stat", method))
+    assert processes >= 3
+    assert seen == pytest.approx(held, rel=0.03)
+
+
+def fill_the_group() -> None:
+    """Fill the group with one child, and more with another; print what the monitor has seen."""
+    warnings.simplefilter("ignore")
+    near: list[str] = []
+
+    def child(num_bytes: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", HOLD, str(num_bytes)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    with MemoryMonitor(interval_s=0.02, on_limit=lambda one: near.append(one.name)) as monitor:
+        [pool] = cgroup_memory()
+        large = child(pool.free_bytes - MiB(20))
+        assert large.stdout is not None
+        assert large.stdout.readline() == b"ready\n"
+        sample = monitor.snapshot("nearly full")
+        small = child(MiB(60))
+        status = large.wait()  # the kernel kills the largest
+        small.kill()
+        small.wait()
+    report = monitor.report()
+    [limit] = [one for one in report.limits if one.name == "cgroup"]
+    kernel_bytes = abs((sample.cgroup_bytes or 0) - (sample.unreclaimable_bytes or 0))
+    seen = [status, "cgroup" in near, limit.limit_bytes, report.end["kills"] > 0]
+    json.dump([seen, limit.share, kernel_bytes, str(report)], sys.stdout)
+
+
+def test_a_full_group_is_seen_coming_and_its_kills_are_counted() -> None:
+    """The warning comes first; then a child is killed, and the monitor reports it and goes on."""
+    with memory_group(MiB(600)) as group:
+        output = group.output(f"from {__name__} import fill_the_group as f; f()")
+    seen, share, kernel_bytes, text = json.loads(output)
+    assert seen == [-9, True, MiB(600), True]
+    assert 0.95 < share <= 1
+    assert kernel_bytes < MiB(40)
+    assert "the kernel killed" in text
