@@ -67,7 +67,6 @@ def test_processes_that_are_forked_while_it_reads_are_not_stuck(tmp_path: Path) 
     assert [one["event"] for one in records].count("end") == 1
     assert len(path.read_text().splitlines()) == len(records)
     assert not [one for one in records if one.get("name") == "child"]
-    assert monitor.report().peak.processes >= 2
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -103,19 +102,16 @@ def charged(stat: str) -> int:
 
 def load(stat: str, method: str) -> None:
     """Load with two workers, and print what the monitor and the kernel have seen."""
-    interval_s = 0.4
-    with MemoryMonitor(interval_s=interval_s) as monitor:
-        loader = DataLoader(Holding(), batch_size=8, num_workers=2, multiprocessing_context=method)
-        batches = iter(loader)
+    with MemoryMonitor(interval_s=0.4) as monitor:
+        batches = iter(DataLoader(Holding(), 8, num_workers=2, multiprocessing_context=method))
         next(batches), next(batches)  # one of each worker
-        time.sleep(interval_s)  # until the workers have filled their queues
-        held = []
-        for _ in range(10):
-            held.append(charged(stat))
-            time.sleep(interval_s)
+        held = 0
+        for _ in range(11):  # the workers fill their queues in the first interval
+            time.sleep(0.4)
+            held = max(held, charged(stat))
         del batches
     peak = monitor.report().peak
-    json.dump([peak.unreclaimable_bytes, max(held), peak.processes], sys.stdout)
+    json.dump([peak.unreclaimable_bytes, held, peak.processes], sys.stdout)
 
 
 @pytest.mark.slow
