@@ -82,7 +82,7 @@ def main() -> None:
     texts = (text for text in docstrings(0) if len(text) > 1)
     samples = [halves(t, options.max_length) for t in islice(texts, options.pairs * 2)]
     samples.sort(key=lambda sample: len(sample["first"]))
-    collate = PadCollate(length_field="first")
+    collate = PadCollate(fields={"second": "padded"})
     batches = [collate(samples[start::2]) for start in (0, 1)]
     parts = [batch.split(max(batch.num_samples // options.micro_batch, 1)) for batch in batches]
 

@@ -33,7 +33,7 @@ Hardware: 2 cores of an Intel Xeon, Python 3.11, torch 2.13.0 CPU. The seconds a
 processes on cores that other work shared.
 
 Refused samplers: samples cannot be dealt evenly, `drop_last` leaves nothing, no sample fits the
-budget, an epoch needs more batches than were given. Refused streams: they cannot be dealt to the
+budget. Refused streams: they cannot be dealt to the
 ranks, the source has no samples for a worker, or nothing is left of its samples.
 """
 
@@ -99,7 +99,7 @@ class Case:
         import torch
 
         from tests.fuzzing.drawing import chance_of
-        from torchbudget.errors import OtherNumbersWarning, TorchBudgetWarning
+        from torchbudget.errors import TorchBudgetWarning
 
         if self.real:
             check = getattr(importlib.import_module("tests.fuzzing.processes"), self.kind)
@@ -112,7 +112,6 @@ class Case:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch
             warnings.simplefilter("error", TorchBudgetWarning)
-            warnings.simplefilter("ignore", OtherNumbersWarning)
             told: Counter[str] = check(chance, Path(folder))
         return told
 

@@ -13,18 +13,16 @@ from torchbudget.cost.models.padded import PackedCost, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost, CostModel
 from torchbudget.cost.models.table import TableCost
 from torchbudget.data.cache.sample_cache import SampleCache
+from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.pack_collate import PackCollate
-from torchbudget.data.collate.packed_batch import PackedBatch
 from torchbudget.data.collate.pad_collate import PadCollate
-from torchbudget.data.collate.padded_batch import PaddedBatch
-from torchbudget.data.loading.options import LoaderOptions, loader_options
-from torchbudget.data.loading.parts import HostBytes
-from torchbudget.data.loading.predicted import host_bytes
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
-from torchbudget.data.stream.stop_together import stop_together
+from torchbudget.data.stream.run import stop_together
 from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
+from torchbudget.host.model import HostBytes
+from torchbudget.host.options import LoaderOptions, host_bytes, loader_options
 from torchbudget.machine.allocators import configure_allocators, trim_malloc
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.observe.monitor import MemoryMonitor

@@ -1,4 +1,4 @@
-"""What training asks of loaders, batches and their sources, which it does not import."""
+"""Protocols of data sets, loaders, batches and their sources, for rooms that import none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """A map-style data set: it has a length and returns a sample for each index below it."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+    def __len__(self) -> int: ...
 
 
 @runtime_checkable
@@ -128,13 +136,16 @@ class IndexSource(Protocol):
         """Rank of this process."""
 
     def unchanged(self) -> AbstractContextManager[object]:
-        """An iteration inside changes nothing for a loop around it."""
+        """Iterate over a whole pass inside, without a change for a loop around it."""
+
+    def tracked(self, loader: Any, /) -> Any:
+        """Begin a loop over a loader, with the `indices` of its last batch and `is_repeated`."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""
 
     def check_whole_epoch(self) -> None:
-        """Raise where the coming epoch has not every sample once."""
+        """Raise where an epoch has not every sample once."""
 
     def extremes(self) -> dict[str, Any]:
         """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""

@@ -14,7 +14,7 @@ from tests.support.resuming import as_json
 from tests.support.samplers import forks
 from tests.support.streams import TOKENS, Numbered
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler
-from torchbudget.errors import SampleError, UnevenRanksError
+from torchbudget.errors import SampleError
 
 SIZES = np.random.default_rng(3).integers(1, 60, 300)
 BROKEN = 250  # the number of the sample that fails
@@ -76,10 +76,6 @@ def stream_of(collate_fn: Any = collate) -> BudgetedIterableDataset:
     return BudgetedIterableDataset(Source(SIZES), TOKENS, 300, collate_fn=collate_fn, **options)
 
 
-def sampler_of() -> MemoryBudgetBatchSampler:
-    return MemoryBudgetBatchSampler(SIZES, TOKENS, 300, window=64)
-
-
 Made = tuple[Any, Callable[[], Any]]
 
 
@@ -95,7 +91,7 @@ def tracked_stream(workers: int) -> Made:
 
 
 def tracked_sampler(workers: int) -> Made:
-    sampler = sampler_of()
+    sampler = MemoryBudgetBatchSampler(SIZES, TOKENS, 300, window=64)
     loader = DataLoader(Map(), batch_sampler=sampler, num_workers=workers, collate_fn=collate)
     return sampler, lambda: sampler.tracked(loader)
 
@@ -155,16 +151,6 @@ def test_the_loaders_own_collate_cannot_end_the_epoch(workers: int) -> None:
     assert stream.state_dict()["epoch"] == 0
 
 
-def test_what_cannot_be_dealt_is_met_again() -> None:
-    """A second look at an epoch that was refused is no end of it."""
-    sampler = MemoryBudgetBatchSampler([9, 9, 9], TOKENS, 10, num_replicas=2, rank=0)
-    batches = iter(sampler)
-    for _ in range(3):
-        with pytest.raises(UnevenRanksError):
-            next(batches)
-    assert sampler.state_dict()["epoch"] == sampler.epoch == 0
-
-
 class Moody:
     """A cost of two axes that cannot be computed for a while."""
 
@@ -180,8 +166,8 @@ class Moody:
         return np.asarray(budget_bytes, np.int64) // np.maximum(self.batch_bytes(1, padded_size), 1)
 
 
-def test_a_batch_is_not_lost_where_the_next_window_cannot_be_planned() -> None:
-    """It is planned ahead, with a window's last batch: that one comes, and then the error."""
+def test_a_window_that_cannot_be_planned_is_met_again() -> None:
+    """The batches before it come, then the error, and then the window."""
 
     def made(cost: Moody) -> MemoryBudgetBatchSampler:
         return MemoryBudgetBatchSampler(np.stack([SIZES] * 2, axis=1), cost, 20_000, window=64)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import re
 import tracemalloc
-import warnings
+from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,118 +25,68 @@ from torchbudget import (
     PaddedCost,
     TorchBudgetError,
 )
-from torchbudget.errors import BudgetError, CostError, OptionError, SizesError, UnevenRanksError
+from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
 
 SIZES = [3, 9, 4, 8, 1]
 TWO_AXES = PaddedCost(unit_bytes=(1, 1))
+PACKED = PackedCost(unit_bytes=1)
+WEIGHED: dict[str, Any] = {"batches_per_epoch": 3}
 
 REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": []}, SizesError, r"no samples: sizes have the shape \(0,\)"),
-    ({"sizes": np.empty((0, 2), np.int64)}, SizesError, r"no samples.*\(0, 2\)"),
     ({"sizes": np.empty((3, 0), np.int64)}, SizesError, r"no samples.*\(3, 0\)"),
-    ({"sizes": 5}, SizesError, r"shape \(N,\) or \(N, d\), got \(\)"),
-    ({"sizes": None}, SizesError, r"shape \(N,\) or \(N, d\)"),
     ({"sizes": np.ones((2, 2, 2), np.int64)}, SizesError, r"got \(2, 2, 2\)"),
     ({"sizes": [1.0, 2.0]}, SizesError, "expected integer sizes, got dtype float64"),
-    ({"sizes": ["1", "2"]}, SizesError, "expected integer sizes, got dtype <U1"),
     ({"sizes": [True, False]}, SizesError, "expected integer sizes, got dtype bool"),
     ({"sizes": [1, 2, -3, -4]}, SizesError, r"sizes\[2\] is -3"),
-    ({"sizes": [0, 5, -1]}, SizesError, r"sizes\[2\] is -1"),
     ({"sizes": [1, 2**48]}, SizesError, rf"sizes\[1\] is {2**48}"),
-    ({"sizes": np.array([2**63], np.uint64)}, SizesError, rf"sizes\[0\] is {2**63}"),
     ({"sizes": [[1, 2], [3, -4]], "cost": TWO_AXES}, SizesError, r"sizes\[1\]\[1\] is -4"),
     ({"sizes": [[1, 2], [3]]}, SizesError, "sizes"),
     ({"sizes": [[1, 2], [3, 4]]}, SizesError, "sizes of one axis, got sizes of 2 axes"),
-    ({"sizes": [[1, 200], [3, 4]]}, SizesError, "sizes of one axis"),
     ({"cost": TWO_AXES}, CostError, "2 axes"),
-    ({"cost": TWO_AXES, "oversize": "alone"}, CostError, "2 axes"),
     ({"sizes": [[1, 2, 3]], "cost": TWO_AXES}, CostError, "2 axes"),
-    ({"cost": None}, OptionError, "a cost model such as PaddedCost, got None"),
     ({"cost": PaddedCost}, OptionError, "a cost model such as PaddedCost, got <class"),
-    ({"cost": 5}, OptionError, "a cost model such as PaddedCost, got 5"),
     ({"budget": MemoryBudget(host=5)}, BudgetError, "must limit the device, got MemoryBudget"),
     ({"budget": 0}, BudgetError, "0 holds nothing"),
-    ({"budget": "0GiB"}, BudgetError, "holds nothing"),
-    ({"budget": -5}, BudgetError, "-5"),
     ({"budget": None}, BudgetError, "at least one of device"),
-    ({"budget": True}, BudgetError, "got True"),
-    ({"budget": 18.0}, BudgetError, "got 18.0"),
     ({"budget": "much"}, BudgetError, "much"),
     ({"budget": 2**63}, BudgetError, str(2**63)),
     ({"budget": 8}, OversizeError, r"1 of 5 samples .* first at index 1: size 9 needs 9"),
-    ({"budget": 3}, OversizeError, "3 of 5 samples"),
     ({"budget": 3, "oversize": "drop"}, OptionError, "'raise', 'skip', 'alone', got 'drop'"),
-    ({"oversize": None}, OptionError, "got None"),
-    ({"budget": 0.5, "oversize": "skip"}, BudgetError, "0.5"),
     ({"sizes": [9, 9], "budget": 8, "oversize": "skip"}, OversizeError, "nothing would be left"),
     ({"samples_per_step": 4, "window": 4}, OptionError, "window=4, samples_per_step=4"),
     ({"samples_per_step": 0}, OptionError, "samples_per_step must be an int of at least 1, got 0"),
-    ({"samples_per_step": 2.0}, OptionError, "samples_per_step .* got 2.0"),
-    ({"samples_per_step": True}, OptionError, "samples_per_step .* got True"),
-    ({"window": 0}, OptionError, "window must be an int of at least 1, got 0"),
     ({"window": "8"}, OptionError, "window .* got '8'"),
     ({"seed": -1}, OptionError, "seed must be an int of at least 0, got -1"),
-    ({"seed": 1.0}, OptionError, "seed .* got 1.0"),
-    ({"seed": True}, OptionError, "seed .* got True"),
-    ({"seed": None}, OptionError, "seed .* got None"),
     ({"shuffle": 1}, OptionError, "shuffle must be a bool, got 1"),
     ({"drop_last": 0}, OptionError, "drop_last must be a bool, got 0"),
-    ({"replacement": "no"}, OptionError, "replacement must be a bool, got 'no'"),
-    ({"max_batch_size": 0}, OptionError, "max_batch_size .* got 0"),
-    ({"max_batch_size": True}, OptionError, "max_batch_size .* got True"),
     ({"batch_size_multiple": 0}, OptionError, "batch_size_multiple .* got 0"),
-    ({"batch_size_multiple": None}, OptionError, "batch_size_multiple .* got None"),
     ({"batch_size_multiple": 8, "max_batch_size": 4}, OptionError, "max_batch_size=4 is below"),
+    ({"batch_size_multiple": 2, "cost": PACKED}, OptionError, "no meaning for packed batches"),
+    ({"limits": [(TOKENS, 64), 64]}, OptionError, "pairs of a cost model and an amount.* got 64"),
+    ({"limits": [(PaddedCost, 64)]}, OptionError, "pairs of a cost model and an amount"),
+    ({"limits": [(TOKENS, "6 parsecs")]}, BudgetError, "parsecs"),
     (
-        {"batch_size_multiple": 2, "cost": PackedCost(unit_bytes=1)},
-        OptionError,
-        "no meaning for packed batches",
-    ),
-    ({"host_batch_bytes": 64}, OptionError, "its limit, such as .* got 64"),
-    ({"host_batch_bytes": (1, 64)}, OptionError, "its limit, such as"),
-    ({"host_batch_bytes": (PaddedCost, 64)}, OptionError, "its limit, such as"),
-    ({"host_batch_bytes": (PaddedCost(unit_bytes=1), "6 parsecs")}, BudgetError, "parsecs"),
-    (
-        {"host_batch_bytes": (PaddedCost(unit_bytes=8), 64), "budget": 400},
+        {"limits": [(TOKENS, 400), (PaddedCost(unit_bytes=8), 64)], "budget": 400},
         OversizeError,
-        "over host_batch_bytes alone.* of 64 B; raise host_batch_bytes",
+        r"1 of 5 samples .* limits\[1\].* 64",
     ),
-    (
-        {"host_batch_bytes": (PaddedCost(unit_bytes=1), 64), "cost": PackedCost(unit_bytes=1)},
-        OptionError,
-        "leave host_batch_bytes out",
-    ),
-    ({"size_multiple": -8}, OptionError, "size_multiple .* got -8"),
+    ({"limits": [(TOKENS, 64)], "cost": PACKED}, OptionError, "leave limits out"),
     ({"size_multiple": 10, "budget": 9}, OversizeError, "5 of 5 samples|needs 10"),
-    ({"num_samples": 0}, OptionError, "num_samples .* got 0"),
-    ({"num_samples": 2.5}, OptionError, "num_samples .* got 2.5"),
-    ({"replacement": True, "shuffle": False}, OptionError, "need shuffle=True"),
-    ({"weights": [1] * 5, "shuffle": False}, OptionError, "need shuffle=True"),
-    ({"weights": [1] * 4}, OptionError, r"shape \(5,\), got \(4,\)"),
-    ({"weights": [[1] * 5]}, OptionError, r"shape \(5,\), got \(1, 5\)"),
-    ({"weights": 1.0}, OptionError, r"shape \(5,\), got \(\)"),
-    ({"weights": [1, 1, np.nan, 1, 1]}, OptionError, "weight 2 is nan"),
-    ({"weights": [1, 1, 1, -1, 1]}, OptionError, "weight 3 is -1.0"),
-    ({"weights": [1, 1, 0, 1, 1]}, OptionError, "only 4 samples have a weight above 0"),
-    ({"weights": ["a"] * 5}, OptionError, "weights"),
-    ({"weights": torch.ones(5, requires_grad=True)}, OptionError, "weights must be numbers"),
-    ({"weights": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, OptionError, "some are masked"),
+    ({"batches_per_epoch": 0}, OptionError, "batches_per_epoch .* got 0"),
+    ({"batches_per_epoch": "auto"}, OptionError, "batches_per_epoch .* got 'auto'"),
+    ({"batches_per_epoch": 4, "samples_per_step": 4}, OptionError, "leave batches_per_epoch out"),
+    ({"weights": [1] * 5}, OptionError, "give batches_per_epoch"),
+    (WEIGHED | {"weights": torch.ones(5, requires_grad=True)}, OptionError, "must be numbers"),
+    (WEIGHED | {"weights": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, OptionError, "some are masked"),
     ({"sizes": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, SizesError, r"sizes\[1\] is masked"),
     ({"sizes": np.arange(5, dtype="m8[s]")}, SizesError, "integer sizes, got dtype timedelta64"),
-    ({"sizes": torch.ones(5, requires_grad=True)}, SizesError, "expected sizes of shape"),
     ({"sizes": torch.ones(5, device="meta")}, SizesError, "expected sizes of shape"),
     ({"num_replicas": 0}, OptionError, "num_replicas .* got 0"),
     ({"num_replicas": 2, "rank": 2}, OptionError, "rank must be below num_replicas=2, got 2"),
-    ({"num_replicas": 2, "rank": -1}, OptionError, "rank must be an int of at least 0, got -1"),
     ({"rank": 1}, OptionError, "rank must be below num_replicas=1, got 1"),
-    ({"num_replicas": True, "rank": 0}, OptionError, "num_replicas .* got True"),
-    ({"num_replicas": 6, "rank": 0}, UnevenRanksError, "5 samples cannot be dealt to 6 ranks"),
     ({"num_replicas": 4, "rank": 0, "window": 3}, OptionError, "window=3 is below .* ranks, 4"),
-    (
-        {"num_replicas": 4, "rank": 0, "samples_per_step": 3},
-        OptionError,
-        "samples_per_step=3 is below the number of ranks, 4",
-    ),
+    ({"num_replicas": 4, "rank": 0, "samples_per_step": 3}, OptionError, "per_step=3 is below"),
     ({"samples_per_step": 6, "drop_last": True}, OptionError, "drop_last=True leaves nothing"),
 ]
 
@@ -150,14 +101,6 @@ def test_what_cannot_hold_is_refused_at_once(
         sampler_of(**options)
     assert type(caught.value) is error
     assert isinstance(caught.value, ValueError)
-
-
-def test_subjects_come_first_and_options_are_named() -> None:
-    """The budget has no default, and no option goes by its place."""
-    with pytest.raises(TypeError):
-        MemoryBudgetBatchSampler(SIZES, TOKENS)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        MemoryBudgetBatchSampler(SIZES, TOKENS, 18, 4)  # type: ignore[misc]
 
 
 def test_numpy_ints_are_ints() -> None:
@@ -191,17 +134,16 @@ def test_a_batch_is_a_list_of_ints() -> None:
         assert {type(index) for index in batch} == {int}
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"window": 2**70}])
-def test_samples_that_cost_nothing(options: dict[str, Any]) -> None:
+def test_samples_that_cost_nothing() -> None:
     """As many fit as 64 bits can count, and windows of more are those of the whole epoch."""
-    assert [sorted(batch) for batch in sampler_of([0, 0, 0], **options)] == [[0, 1, 2]]
+    for options in ({}, {"shuffle": False}, {"window": 2**70}):
+        assert [sorted(batch) for batch in sampler_of([0, 0, 0], **options)] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
         LENGTHS.tolist(),
-        tuple(LENGTHS.tolist()),
         LENGTHS.astype(np.uint16),
         LENGTHS.astype(">i4"),
         LENGTHS[:, None],
@@ -209,21 +151,12 @@ def test_samples_that_cost_nothing(options: dict[str, Any]) -> None:
         torch.from_numpy(LENGTHS),
         torch.from_numpy(LENGTHS).to(torch.int32),
     ],
-    ids=["list", "tuple", "uint16", "big-endian", "column", "strided", "tensor", "int32 tensor"],
+    ids=["list", "uint16", "big-endian", "column", "strided", "tensor", "int32 tensor"],
 )
 def test_sizes_of_any_integer_kind_mean_the_same(sizes: Any) -> None:
     """Lists, arrays of any integer type and layout, tensors: one order, and one state."""
-    expected = sampler_of()
-    sampler = sampler_of(sizes)
-    assert sampler.state_dict() == expected.state_dict()
-    assert list(sampler) == list(expected)
-
-
-def test_sizes_in_a_memory_map(tmp_path: Path) -> None:
-    """A file of sizes is read where it lies."""
-    np.save(tmp_path / "sizes.npy", LENGTHS)
-    sampler = sampler_of(np.load(tmp_path / "sizes.npy", mmap_mode="r"))
-    assert list(sampler) == list(sampler_of())
+    assert sampler_of(sizes).state_dict() == sampler_of().state_dict()
+    assert list(sampler_of(sizes)) == list(sampler_of())
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
@@ -254,15 +187,9 @@ def test_the_order_depends_on_nothing_outside() -> None:
     assert list(sampler_of(seed=6)) != expected
 
 
-def test_nothing_is_warned_about_in_ordinary_use() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sampler = sampler_of()
-        sampler.set_epoch(2)
-        list(sampler)
-        sampler.set_epoch(0)
-        sampler.load_state_dict(sampler.state_dict())
-        list(sampler)
+def test_there_is_no_batch_size() -> None:
+    """Frameworks take an int attribute of that name for a fixed size, and cut batches to it."""
+    assert not hasattr(sampler_of(), "batch_size")
 
 
 # ---------------------------------------------------------------------- oversize
@@ -277,21 +204,8 @@ def test_skipping_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         len(sampler)
         sampler.report()
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.name == "torchbudget"
-    message = record.getMessage()
-    assert "2 of 5 samples" in message
-    assert "index 1: size 50 needs 50" in message
-    assert message.endswith("skipped")
-
-
-@pytest.mark.parametrize("oversize", ["raise", "alone", "skip"])
-def test_where_everything_fits_nothing_is_logged(
-    oversize: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, logger="torchbudget"):
-        assert len(list(sampler_of([5, 50, 5], 150, oversize=oversize))) == 1
-    assert not caplog.records
+    assert (record.levelno, record.name) == (logging.WARNING, "torchbudget")
+    assert re.search("2 of 5 samples.*index 1: size 50 needs 50.*skipped$", record.getMessage())
 
 
 def test_alone_means_alone() -> None:
@@ -305,10 +219,8 @@ def test_alone_means_alone() -> None:
 @pytest.mark.parametrize("oversize", ["raise", "skip"])
 def test_a_model_that_does_not_fit_is_named(oversize: Any) -> None:
     """Where no sample is left room, it is not the samples that are to be shortened."""
-    for cost in (
-        PaddedCost(fixed_bytes=500, unit_bytes=1),
-        PackedCost(fixed_bytes=500, unit_bytes=1),
-    ):
+    for kind in (PaddedCost, PackedCost):
+        cost = kind(fixed_bytes=500, unit_bytes=1)
         with pytest.raises(OversizeError, match="the model alone needs 500 B of 400 B") as caught:
             sampler_of([3, 9, 4], 400, cost=cost, oversize=oversize)
         assert "shorten" not in str(caught.value)
@@ -340,8 +252,7 @@ def test_a_million_samples_cost_no_memory() -> None:
         batches = iter(sampler)
         next(batches)
         first = tracemalloc.get_traced_memory()[1]
-        for _ in itertools.islice(batches, 5000):
-            pass
+        deque(islice(batches, 5000), maxlen=0)
         state = sampler.state_dict()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -349,14 +260,11 @@ def test_a_million_samples_cost_no_memory() -> None:
     assert first < 4 * 2**20
     assert peak < 48 * 2**20  # blocks of windows grow up to a fixed size
     assert len(json.dumps(state)) < 3000
-    batches = iter(sampler)
-    drawn = sum(len(batch) for batch in batches)
-    assert drawn == 10**6
+    assert sum(map(len, sampler)) == 10**6
     assert len(sampler) > 10**6 * 100 // 16_384
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("kind", [PaddedCost, PackedCost])
+@pytest.mark.parametrize(("kind", "multiple"), [(PaddedCost, 8), (PackedCost, 1), (PackedCost, 8)])
 def test_predicted_bytes_are_those_of_the_cost(kind: Any, multiple: int) -> None:
     """Of every batch, in whatever order its indices are: the longest sample may be any of them."""
     sizes = np.random.default_rng(0).integers(1, 60, 300)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.support.samplers import loader_of, sampler_of
-from torchbudget.errors import DiscardedStateWarning, OptionError, RepeatedSamplesWarning
+from tests.support.oracles import chi_square
+from tests.support.samplers import counted, loader_of, sampler_of
+from torchbudget.errors import DiscardedStateWarning, OptionError
 
 
 def test_epochs_follow_each_other() -> None:
@@ -28,33 +30,45 @@ def test_taking_exactly_len_batches_is_drawing_to_the_end() -> None:
     """A loop that counts its batches, and never meets the end, goes on to the next epoch too."""
     sampler, expected = sampler_of(), sampler_of()
     list(expected)
-    assert list(itertools.islice(sampler, len(sampler))) == list(sampler_of())
+    assert list(islice(sampler, len(sampler))) == list(sampler_of())
     assert sampler.epoch == 1
     assert list(sampler) == list(expected)
 
 
-def test_what_is_left_of_an_epoch_is_not_its_whole_length() -> None:
-    """Counted from a loaded position, and then from the beginning of the same epoch."""
-    begun, resumed = sampler_of(), sampler_of()
-    length = len(begun)
-    list(itertools.islice(begun, length // 2))
-    resumed.load_state_dict(begun.state_dict())
-    assert resumed.batches_left == length - length // 2
-    with pytest.warns(DiscardedStateWarning):
-        resumed.set_epoch(1)
-    resumed.set_epoch(0)
-    assert resumed.batches_left == len(resumed) == length
-    assert len(list(resumed)) == length
+def test_a_loop_that_is_broken_off_starts_its_epoch_over() -> None:
+    """Where nothing tracks it, also with epochs of a given length."""
+    for options in ({}, {"batches_per_epoch": 7, "window": 40}):
+        sampler, expected = sampler_of(**options), list(sampler_of(**options))
+        for _ in range(4):
+            assert list(islice(sampler, 3)) == expected[:3]
+            assert (sampler.epoch, len(sampler)) == (0, len(expected))
+        assert list(sampler) == expected
+
+
+def test_loops_are_independent() -> None:
+    """Two iterators over one epoch; the state is that of the one which was asked last."""
+    sampler, whole = sampler_of(), list(sampler_of())
+    earlier, later = iter(sampler), iter(sampler)
+    assert [next(earlier) for _ in range(4)] == whole[:4]
+    assert [next(later) for _ in range(2)] == whole[:2]
+    assert sampler.state_dict()["done"] == 2
+    assert next(earlier) == whole[4]
+    assert sampler.state_dict()["done"] == 5
+    assert list(later) == whole[2:]
+    assert sampler.epoch == 1
+    assert list(earlier) == whole[5:]
+    assert sampler.epoch == 1
 
 
 def test_set_epoch_is_idempotent() -> None:
     """Setting the epoch that comes anyway, any number of times, changes nothing."""
-    sampler, expected = sampler_of(), sampler_of()
-    for number in range(3):
-        for _ in range(2):
-            sampler.set_epoch(number)
-            sampler.sampler.set_epoch(number)
-        assert list(sampler) == list(expected)
+    for options in ({}, {"batches_per_epoch": 9, "window": 40}):
+        sampler, expected = sampler_of(**options), sampler_of(**options)
+        for number in range(3):
+            for _ in range(2):
+                sampler.set_epoch(number)
+                sampler.sampler.set_epoch(number)  # as frameworks reach it
+            assert list(sampler) == list(expected)
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.0, True, None, "1"], ids=repr)
@@ -63,155 +77,150 @@ def test_epochs_are_natural_numbers(epoch: Any) -> None:
         sampler_of().set_epoch(epoch)
 
 
-def test_a_broken_epoch_starts_again() -> None:
-    """Where a loop breaks off in mid-epoch, the next one draws the same epoch from its start."""
-    sampler = sampler_of()
-    expected = list(sampler_of())
-    for _ in range(2):
-        assert list(itertools.islice(sampler, 3)) == expected[:3]
-        assert sampler.epoch == 0
-        assert len(sampler) == len(expected)
-    assert list(sampler) == expected
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_one_batch_a_loop_is_the_same_batch_each_time(workers: int) -> None:
-    """Torch's random sampler draws another one, so whoever asks for it like this is told."""
-    sampler = sampler_of()
-    loader = loader_of(sampler, num_workers=workers)
-    first = [next(iter(loader)) for _ in range(3)]
-    with pytest.warns(RepeatedSamplesWarning, match="the same batch each time"):
-        again = next(iter(loader))
-    assert first == [again] * 3
-
-
-def test_loops_that_are_broken_off_otherwise_are_no_surprise() -> None:
-    """Between set epochs, tracked, begun for nothing, and in the data set's own order."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sampler = sampler_of()
-        for epoch in range(5):
-            sampler.set_epoch(epoch)
-            next(iter(sampler))
-        for _ in range(5):
-            next(sampler.tracked(loader_of(sampler)))
-        for _ in range(5):
-            iter(sampler)
-        for _ in loader_of(sampler):
-            list(loader_of(sampler))  # an evaluation within a training, say
-        in_order = sampler_of(shuffle=False)
-        for _ in range(5):
-            next(iter(in_order))
-
-
-def test_an_earlier_loop_does_not_disturb_a_later_one() -> None:
-    """Two iterators are independent; the one that was asked for a batch last counts."""
-    sampler = sampler_of()
-    expected = list(sampler_of())
-    earlier = iter(sampler)
-    next(earlier)
-    later = iter(sampler)
-    assert list(earlier) == expected[1:]
-    assert sampler.epoch == 1
-    assert next(later) == expected[0]
-    assert sampler.epoch == 0
-    assert list(later) == expected[1:]
-    assert sampler.epoch == 1
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_look_that_is_kept_does_not_hold_the_epoch(workers: int) -> None:
-    """A loop ends its epoch although another one, begun within it, is still open."""
-    sampler = sampler_of()
-    loader = loader_of(sampler, num_workers=workers)
-    kept, epochs = [], []
-    for epoch in range(3):
-        assert sampler.epoch == epoch
-        batches = []
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == 3:
-                kept.append(iter(loader))
-                next(kept[-1])
-        epochs.append(batches)
-    assert len({str(batches) for batches in epochs}) == 3
-
-
 def test_set_epoch_in_mid_epoch_counts_from_the_next_loop() -> None:
-    """The current loop goes on as it began; state, `steps` and the next loop are of the new one."""
-    sampler = sampler_of(samples_per_step=40)
+    """The current loop goes on as it began; the state and the next loop are of the new one."""
+    sampler, fresh = sampler_of(samples_per_step=40), sampler_of(samples_per_step=40)
     expected = list(sampler_of(samples_per_step=40))
     batches = iter(sampler)
     first = next(batches)
     sampler.set_epoch(7)
+    fresh.set_epoch(7)
+    assert sampler.state_dict() == fresh.state_dict()
     assert [first, *batches] == expected
     assert sampler.epoch == 7
-    assert sampler.state_dict()["epoch"] == 7
-    fresh = sampler_of(samples_per_step=40)
-    fresh.set_epoch(7)
-    assert list(sampler.steps) == list(fresh.steps)
     assert list(sampler) == list(fresh)
 
 
-def test_setting_another_epoch_discards_a_loaded_position() -> None:
-    """It says so: the rest of the saved epoch would be lost in silence."""
-    saved = sampler_of()
-    list(itertools.islice(saved, 3))
+def test_a_loaded_position_is_not_discarded_in_silence() -> None:
+    """The rest of the saved epoch would be lost, or an epoch that was over would come again."""
+    saved, fresh = sampler_of(), sampler_of()
+    whole = list(islice(saved, 3))
+    within = saved.state_dict()
+    whole += list(saved)[3:]
+    over = saved.state_dict()
     sampler = sampler_of()
-    sampler.load_state_dict(saved.state_dict())
-    with pytest.warns(
-        DiscardedStateWarning, match=r"set_epoch\(1\) discards .* in epoch 0"
-    ) as found:
+    sampler.load_state_dict(within)
+    sampler.set_epoch(0)  # as trainers do at their start
+    assert list(sampler) == whole[3:]
+    sampler.load_state_dict(within)
+    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(1\) discards .* epoch 0") as found:
         sampler.set_epoch(1)
     assert found[0].filename == __file__  # the line that has to change
-    fresh = sampler_of()
     fresh.set_epoch(1)
     assert list(sampler) == list(fresh)
-
-
-def test_setting_the_loaded_epoch_keeps_the_position() -> None:
-    """A trainer that sets the epoch at its start resumes where the state says."""
-    saved = sampler_of()
-    whole = list(saved)
-    saved.set_epoch(0)
-    list(itertools.islice(saved, 3))
-    sampler = sampler_of()
-    sampler.load_state_dict(saved.state_dict())
-    sampler.set_epoch(0)
-    assert list(sampler) == whole[3:]
-    sampler.set_epoch(1)  # after the rest was drawn there is nothing to discard: no warning
-
-
-def test_a_state_at_an_epochs_start_is_not_discarded() -> None:
-    """A state between two epochs holds no position that could be lost: no warning."""
-    sampler = sampler_of()
-    sampler.load_state_dict(sampler_of().state_dict())
-    sampler.set_epoch(3)
-
-
-def test_going_back_to_an_epoch_that_was_over_is_said() -> None:
-    """A state saved after the last batch, and a loop from epoch 0: all samples would come again."""
-    saved = sampler_of()
-    list(saved)
-    sampler = sampler_of()
-    sampler.load_state_dict(saved.state_dict())
+    sampler.set_epoch(1)
+    assert (len(sampler), sampler.batches_left) == (len(fresh), len(fresh))
+    sampler.load_state_dict(over)
     with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) goes back .* epoch 1"):
         sampler.set_epoch(0)
-    sampler.set_epoch(1)
-    sampler.set_epoch(0)  # a choice, where nothing is loaded any more: no warning
-    sampler.load_state_dict(saved.state_dict())
-    next(iter(sampler))
-    sampler.set_epoch(0)  # likewise, after it was used
+    sampler.set_epoch(5)  # a choice, where nothing is loaded any more: no warning
+    sampler.load_state_dict(over)
+    sampler.set_epoch(3)  # nothing of an epoch is lost
+    sampler.load_state_dict(over)
+    list(sampler)
+    sampler.set_epoch(0)  # nor after the state was used
 
 
-def test_steps_are_of_the_current_loop() -> None:
-    """During a loop `steps` counts from where it began, a resumed one from its position."""
+def test_steps_are_those_that_the_loop_has_begun() -> None:
+    """Ints that are added window by window; each loop has its own, a resumed one the rest."""
     sampler = sampler_of(samples_per_step=50)
-    whole = list(sampler.steps)
-    assert sum(whole) == len(sampler)
-    batches = iter(sampler)
-    next(batches)
-    assert list(sampler.steps) == whole
+    assert len(sampler.steps) == 0
+    batches, seen = iter(sampler), []
+    for done, _ in enumerate(batches, 1):
+        seen.append(len(sampler.steps))
+        assert sum(sampler.steps[:-1]) < done <= sum(sampler.steps)
+    steps = list(sampler.steps)
+    assert (seen[0], seen[-1]) == (1, len(steps) == 6 and 6)
+    begun = sampler.steps
+    other = iter(sampler)
+    next(other)
+    assert sampler.steps is not begun
     resumed = sampler_of(samples_per_step=50)
-    resumed.load_state_dict(sampler.state_dict())
-    assert list(resumed.steps) == [whole[0] - 1, *whole[1:]]
+    resumed.load_state_dict(sampler_after(1, samples_per_step=50).state_dict())
+    list(resumed)
+    assert list(resumed.steps) == [steps[0] - 1, *steps[1:]]
+    assert set(sampler_after(20).steps) == {1}
+
+
+def sampler_after(batches: int, **options: Any) -> Any:
+    sampler = sampler_of(**options)
+    list(islice(sampler, batches))
+    return sampler
+
+
+# ---------------------------------------------------------------------- of a given length
+
+
+def epochs_of(number: int, epochs: int, **options: Any) -> list[list[int]]:
+    """The batches of some epochs of a given length."""
+    sampler = sampler_of(window=40, batches_per_epoch=number, **options)
+    return list(chain.from_iterable(list(sampler) for _ in range(epochs)))
+
+
+def test_the_given_length_changes_nothing_but_ends() -> None:
+    """Epochs of any length are cuts of one sequence, which begins with a plain epoch."""
+    sequence = epochs_of(250, 1)
+    for number in (1, 7, 50):
+        assert epochs_of(number, 250 // number) == sequence[: 250 // number * number]
+    plain = list(sampler_of(window=40))
+    assert sequence[: len(plain)] == plain
+    second = counted(sequence[len(plain) : 2 * len(plain)])
+    assert sequence[len(plain)] != plain[0]
+    assert max(second.values()) <= 2
+
+
+def test_a_loader_has_the_given_length() -> None:
+    """`len(loader)`, which frameworks read once, in every epoch."""
+    loader = loader_of(sampler_of(window=40, batches_per_epoch=65))
+    for _ in range(3):
+        assert len(loader) == len(list(loader)) == 65
+
+
+def test_another_epoch_has_a_pass_of_its_own() -> None:
+    """The same one whatever was read before, and another one than those read in turn."""
+    begun, fresh = (sampler_of(window=40, batches_per_epoch=9) for _ in range(2))
+    list(begun)
+    for sampler in (begun, fresh):
+        sampler.set_epoch(5)
+    assert list(begun) == list(fresh)
+    assert begun.epoch == 6
+    assert list(begun) == list(fresh) != epochs_of(9, 7)[-9:]
+
+
+@pytest.mark.parametrize("number", [4, 6, 10])
+def test_another_length_for_a_state(number: int) -> None:
+    """`max(K − done, 0)` batches are left, and the next epoch goes on in the order."""
+    sequence = epochs_of(100, 1)
+    state = sampler_after(6, window=40, batches_per_epoch=20).state_dict()
+    sampler = sampler_of(window=40, batches_per_epoch=number)
+    sampler.load_state_dict(state)
+    left = max(number - 6, 0)
+    assert (sampler.batches_left, len(sampler)) == (left, 6 + left)
+    assert list(sampler) == sequence[6 : 6 + left]
+    assert sampler.epoch == 1
+    assert list(sampler) == sequence[6 + left : 6 + left + number]
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def test_weights_are_frequencies() -> None:
+    """Over epochs each sample comes in proportion to its weight; 0 never comes."""
+    weights = np.array([0, 1, 2, 3, 4, 0])
+    drawn = counted(sampler_of([5] * 6, 25, weights=weights, batches_per_epoch=4000))
+    assert set(drawn) == {1, 2, 3, 4}
+    counts = [drawn[index] for index in (1, 2, 3, 4)]
+    assert abs(chi_square(counts, drawn.total() * weights[1:5] / 10)) < 4
+
+
+@pytest.mark.parametrize(
+    "weights", [[1.0] * 300, torch.ones(300, dtype=torch.float64), np.ones(300), np.ones(300, "f4")]
+)
+def test_weights_of_any_kind_are_copied(weights: Any) -> None:
+    """Lists, tensors and arrays mean the same; what becomes of them changes no draw."""
+    options = {"weights": np.ones(300), "batches_per_epoch": 30}
+    sampler, fresh = sampler_of(**options | {"weights": weights}), sampler_of(**options)
+    state = sampler.state_dict()
+    weights[:150] = [0.0] * 150 if isinstance(weights, list) else 0
+    assert [list(sampler) for _ in range(2)] == [list(fresh) for _ in range(2)]
+    fresh.load_state_dict(state)

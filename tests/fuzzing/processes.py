@@ -14,12 +14,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from tests.data.test_stories import tell
 from tests.fuzzing.streams import StreamCase
 from tests.support.dying_workers import no_signals_of_workers
 from tests.support.ranks import run_ranks
 from tests.support.refusals import accepted
 from tests.support.resuming import as_json
+from tests.support.stories import tell
 from tests.train.test_random_steps import RANDOM
 
 WITHIN_S = 1200  # others may need the processors more

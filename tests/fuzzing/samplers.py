@@ -1,9 +1,10 @@
 """Samplers that are stopped and started again: on other ranks, under other budgets.
 
 What must hold over the whole chain of starts: each index comes in each epoch as often as it is to
-come; all ranks have as many batches, and save the same state; none is over the budget of its start;
-where a start is on the ranks and under the budget of the one before, it yields what that one would
-have yielded; `len` is what was done and what comes.
+come, and in epochs of a given length as often as any other, within one; all ranks have as many
+batches, and save the same state; none is over the budget of its start; where a start is on the
+ranks and under the budget of the one before, it yields what that one would have yielded; `len` is
+what was done and what comes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.fuzzing.drawing import drawn
 from tests.support.oracles import stated_bytes
 from tests.support.refusals import Refused, accepted, reasons_of
 from tests.support.resuming import as_json
-from tests.support.sampler_cases import cases, drawn_once, samplers, without_draws
+from tests.support.sampler_cases import cases, check_state_size, samplers
 from tests.support.samplers import Numbers, as_list, counted
 
 EPOCHS = 2
@@ -37,12 +37,11 @@ def check(chance: random.Random, folder: Path) -> Counter[str]:
     strategy = cases(most_ranks=most_ranks, fits=oversize == "raise", most=most)
     sizes, cost, budget, ranks, options = drawn(strategy, chance)
     if oversize != "raise":
-        options = without_draws(options) | {"drop_last": False, "oversize": oversize}
+        options = options | {"drop_last": False, "oversize": oversize}
     chain = Chain(chance, sizes, cost, budget, ranks, options)
     while chain.epoch < EPOCHS:
         chain.start()
-    for epoch in range(EPOCHS):
-        assert chain.came[epoch] == chain.expected(epoch), f"the samples of epoch {epoch}"
+    chain.check_samples()
     return chain.told
 
 
@@ -60,7 +59,8 @@ class Chain:
         self.skipped = self.over if options.get("oversize") == "skip" else set()
         if len(self.skipped) == len(sizes):
             raise Refused("no sample fits the budget")
-        self.first = min(ranks, len(sizes) - len(self.skipped)), budget
+        self.kept = set(range(len(sizes))) - self.skipped
+        self.first = min(ranks, len(self.kept)), budget
         self.now = self.first
         self.saved: Any = None
         self.done = 0  # batches of a rank in this epoch, until the last save
@@ -75,29 +75,27 @@ class Chain:
 
     # ------------------------------------------------------------------ the oracle
 
+    def check_samples(self) -> None:
+        """Each index has come as often as it is to come, however it was dealt."""
+        for counts in self.came:
+            assert set(counts) <= self.kept, "samples that are skipped"
+        if "batches_per_epoch" not in self.options:
+            for epoch, counts in enumerate(self.came):
+                assert counts == self.expected(epoch), f"the samples of epoch {epoch}"
+        elif "weights" not in self.options and not self.options["drop_last"]:
+            total = sum(self.came, Counter[int]())
+            numbers = {total[one] for one in self.kept}
+            assert max(numbers) - min(numbers) <= 1, "the samples of passes"
+
     def expected(self, epoch: int) -> Counter[int]:
-        """How often each index comes in an epoch, however it is dealt."""
-        options = {
-            name: value
-            for name, value in self.options.items()
-            if name not in ("batches_per_epoch", "micro_batches_per_step")
-        }
-        n, kept = len(self.sizes), sorted(set(range(len(self.sizes))) - self.skipped)
-        if drawn_once(options) and not options["drop_last"] and "num_samples" not in options:
-            return Counter(kept)
-        ranks = 1
-        if options["drop_last"]:  # of each rank, and given numbers change what is dropped
-            ranks, options = self.first[0], self.options
-        those = samplers(self.sizes, self.cost, self.first[1], ranks, **options)
+        """How often each index comes in an epoch that is one pass."""
+        if not self.options["drop_last"]:
+            return Counter(self.kept)
+        those = samplers(self.sizes, self.cost, self.first[1], self.first[0], **self.options)
         for one in those:
             one.set_epoch(epoch)
         counts = counted(batch for one in those for batch in one)
-        total = options.get("num_samples", n)
-        if not options["drop_last"]:
-            assert counts.total() == total
-        if drawn_once(options):
-            least = 0 if options["drop_last"] else total // n
-            assert all(least <= counts[one] <= -(-total // n) for one in range(n))
+        assert set(counts.values()) == {1}, "a sample twice"
         return counts
 
     # ------------------------------------------------------------------ one start
@@ -107,24 +105,19 @@ class Chain:
         self.told["starts"] += 1
         ranks, budget = self.now
         those = samplers(self.sizes, self.cost, budget, ranks, **self.options)
+        reasons = reasons_of(self.sizes, self.cost, budget, ranks, self.options)
+        # Ranks that take over may find too few samples for them.
+        reasons |= {"too few for": ranks > 1 and self.saved is not None}
         try:
-            loops, left = accepted(
-                lambda: self.begin(those),
-                reasons_of(self.sizes, self.cost, budget, ranks, self.options),
-            )
+            loops, found, left = accepted(lambda: self.draw(those), reasons)
         except Refused as refused:
-            if self.now == self.first or self.told["refused starts"] > STARTS:
+            if ranks == 1 or self.options["drop_last"]:
                 raise
             self.told[f"refused starts: {refused}"] += 1
-            self.told["refused starts"] += 1
-            self.now, self.following = self.first, None
+            self.now, self.following = (1, self.first[1]), None
             return
-        stays = self.told["starts"] > STARTS or self.chance.random() < 0.4
-        number = left if stays else self.chance.randint(0, left)
-        found = [list(islice(loop, number)) for loop in loops]
+        number = len(found[0])
         assert {len(batches) for batches in found} == {number}, "numbers of batches of the ranks"
-        if number == left:
-            assert all(next(loop, None) is None for loop in loops), "more batches than batches_left"
         self.check_batches([batch for batches in found for batch in batches], budget)
         if self.following is not None:
             rest = [batches[:number] for batches in self.following]
@@ -132,57 +125,62 @@ class Chain:
         if self.told["starts"] <= STARTS and self.chance.random() < 0.2:
             self.told["killed"] += 1
         else:
-            self.save(those, loops, found, ended=number == left)
+            try:
+                accepted(lambda: self.save(those, loops, found, ended=number == left), reasons)
+            except Refused:  # a later batch, which was not to come
+                self.following = None
 
-    def begin(self, those: list[Any]) -> tuple[list[Iterator[Any]], int]:
-        """The loops of the ranks, and how many batches come."""
+    def draw(self, those: list[Any]) -> tuple[list[Any], list[list[Any]], int]:
+        """The loops of the ranks, the batches that came, and how many were left before."""
         if self.saved is not None:
             for one in those:
                 one.load_state_dict(as_json(self.saved))
         self.kind = self.chance.choice(["plain", "tracked", "ahead"])
-        loops = [iter(self.loop(one)) for one in those]
-        one = self.chance.choice(those)
-        left = int(one.batches_left)
-        assert len(one) == self.done + left, "len"
-        assert sum(self.chance.choice(those).steps) == left, "steps"
-        return loops, left
+        left = int(self.chance.choice(those).batches_left)
+        assert len(self.chance.choice(those)) == self.done + left, "len"
+        loops = [self.loop(one) for one in those]
+        stays = self.told["starts"] > STARTS or self.chance.random() < 0.4
+        number = left if stays else self.chance.randint(0, left)
+        found = [list(islice(loop, number)) for loop in loops]
+        if number == left:
+            assert all(next(loop, None) is None for loop in loops), "more batches than batches_left"
+            assert all(sum(one.steps) == left for one in those), "steps"
+        return loops, found, left
 
     def loop(self, sampler: Any) -> Any:
-        if self.kind != "tracked":
-            return sampler
+        if self.kind == "plain":
+            return iter(sampler)
         numbers = Numbers(len(self.sizes))
         return sampler.tracked(DataLoader(numbers, batch_sampler=sampler, collate_fn=as_list))
 
     def save(self, those: list[Any], loops: list[Any], found: list[Any], *, ended: bool) -> None:
         """Every rank saves, some after they have read ahead."""
-        number, epoch, ahead = len(found[0]), self.epoch, []
-        counts = self.kind == "ahead" and not ended
-        if counts:
-            ahead = [list(islice(loop, self.chance.randint(0, 3))) for loop in loops]
-        states = [one.state_dict(**{"batches_done": number} if counts else {}) for one in those]
+        number, epoch, ahead = len(found[0]), self.epoch, [list[Any]()] * len(loops)
+        if self.kind == "ahead" and not ended:
+            ahead = [list(islice(loop, self.chance.randint(0, 2))) for loop in loops]
+            states = [
+                loop.position(back=len(more)) for loop, more in zip(loops, ahead, strict=True)
+            ]
+        else:
+            states = [one.state_dict() for one in those]
         assert all(as_json(state) == states[0] for state in states), "states of the ranks"
-        bits = states[0]["stop"] - states[0]["start"]
-        assert len(json.dumps(states[0])) <= 1000 + 2 * bits // 6 + 8, "a large state"
+        check_state_size(json.dumps(states[0]), states[0])
         assert states[0]["epoch"] == epoch + ended, "the epoch of the state"
         self.came[epoch].update(counted(batch for batches in found for batch in batches))
         self.saved, self.following = states[0], None
         self.done = 0 if ended else self.done + number
-        changes = self.choose()
-        if not changes and not ended:
-            begun = ahead or [[]] * len(loops)
-            self.following = [[*first, *rest] for first, rest in zip(begun, loops, strict=True)]
+        assert self.done == states[0]["done"], "what was done"
+        if not self.choose() and not ended:
+            self.following = [[*first, *rest] for first, rest in zip(ahead, loops, strict=True)]
 
     def check_batches(self, batches: list[Any], budget: int) -> None:
         """None is empty, over a budget, or of too many samples."""
-        limits = [(self.cost, budget)]
-        if "host_batch_bytes" in self.options:
-            limits.append(self.options["host_batch_bytes"])
         for batch in batches:
             assert batch, "an empty batch"
             assert len(batch) <= self.options.get("max_batch_size", len(batch)), "max_batch_size"
             if self.options.get("oversize") == "alone" and len(batch) == 1:
                 continue
-            for cost, limit in limits:
+            for cost, limit in [(self.cost, budget), *self.options.get("limits", ())]:
                 bytes_ = stated_bytes(cost, self.rounded[batch])
                 assert bytes_ <= limit * (1 + 1e-12), f"{bytes_} bytes of {limit}"
         self.told["batches"] += len(batches)
@@ -194,10 +192,10 @@ class Chain:
         ranks, budget = self.chance.choice([1, 1, 2, 3, 4, 8]), self.first[1]
         if not self.skipped:
             budget *= self.chance.choice([1, 1, 2, 3])
-        left = self.options.get("num_samples", len(self.sizes) - len(self.skipped))
-        left -= self.came[self.epoch].total() if self.epoch < EPOCHS else 0
+        left = len(self.kept)
+        if "batches_per_epoch" not in self.options and self.epoch < EPOCHS:
+            left -= self.came[self.epoch].total()
         each = self.options.get("samples_per_step", left)
-        each //= self.options.get("micro_batches_per_step", 1)
         if ranks > min(left, self.options.get("window", left), each):
             ranks = 1
         before, self.now = self.now, (ranks, budget)

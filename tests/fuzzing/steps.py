@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +207,9 @@ class Accumulation:
     def of_sampler(self) -> Iterator[list[Data]]:
         """The parts of each step as they are planned."""
         batches = iter(self.planned)
-        for number in list(self.planned.steps):
-            yield [self.whole[next(batches)] for _ in range(number)]
+        for first in batches:
+            more = islice(batches, self.planned.steps[-1] - 1)
+            yield [self.whole[one] for one in (first, *more)]
 
     def accumulate(self, piece: Data, *, last: bool) -> None:
         """One micro-batch, in whose forward or backward memory may run out."""

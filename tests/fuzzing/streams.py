@@ -26,7 +26,7 @@ from tests.support.resuming import as_json
 from tests.support.strategies import problems
 from tests.support.streams import KINDS, Indexed, OneProcess, size_of, source_of, workers_of
 from torchbudget import BudgetedIterableDataset, transforms
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import SampleError
 
 EPOCHS = 2

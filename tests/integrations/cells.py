@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost
 
 RecordProperty: TypeAlias = Callable[[str, object], None]
+Part: TypeAlias = Callable[[Any, int | None], tuple[list[list[list[int]]], Any]]
 
 # Windows and a budget of which each epoch has a batch more than the one before, on 1 and 2 ranks.
 OPTIONS = {"window": 24, "seed": 3}
 BUDGET = 600
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 203), 1, 400).astype(np.int64).tolist()
 EPOCHS = 3
-STOP = 5  # batches into the second epoch
+# Batches after which runs stop, are saved and go on: within epochs, and at their ends (`None`).
+STOPS = [[5], [None], [None, 2], [4, None, None], [1, 3, None, 6]]
 MATRIX = Path(__file__).parents[2] / "docs" / "frameworks_matrix.md"
 CELLS = [(source, workers) for source in ("sampler", "stream") for workers in (0, 2)]
 
@@ -40,17 +42,17 @@ def loader_of(
 ) -> DataLoader[Any]:
     """A loader over 203 samples, each with its number."""
     options = OPTIONS | options
-    collate_fn = options.pop("collate_fn", ids_of)
+    collate_fn, budget = options.pop("collate_fn", ids_of), options.pop("budget", BUDGET)
     cost, samples = PaddedCost(unit_bytes=1), list(enumerate(LENGTHS))
     forked = {"multiprocessing_context": "fork"} if workers else {}
     if source == "sampler":
-        sampler = MemoryBudgetBatchSampler(LENGTHS, cost, BUDGET, **options)
+        sampler = MemoryBudgetBatchSampler(LENGTHS, cost, budget, **options)
         return kind(
             samples, batch_sampler=sampler, collate_fn=collate_fn, num_workers=workers, **forked
         )
     shards = [samples[number::4] for number in range(4)]
     stream = BudgetedIterableDataset(
-        shards, cost, BUDGET, size=length_of, collate_fn=collate_fn, **options
+        shards, cost, budget, size=length_of, collate_fn=collate_fn, **options
     )
     return kind(stream, batch_size=None, num_workers=workers, **forked)
 
@@ -108,8 +110,7 @@ class Right:
         """Each sample once an epoch, equal counts, other orders; resumed equals uninterrupted.
 
         Args:
-            of_ranks: of each rank, its epochs `whole`, its batches up to a `stop`, and those of
-                the run that was `resumed` there.
+            of_ranks: of each rank, its epochs `whole`, and the batches of the runs `in_parts`.
         """
         for epoch in range(EPOCHS):
             batches = [one["whole"][epoch] for one in of_ranks]
@@ -117,8 +118,8 @@ class Right:
             assert len({len(one) for one in batches}) == 1
         for one in of_ranks:
             assert len({str(epoch) for epoch in one["whole"]}) == EPOCHS
-            if self.resumed:
-                assert one["stopped"] + one["resumed"] == [*chain(*one["whole"])]
+            for batches in one["in_parts"] if self.resumed else ():
+                assert batches == [*chain(*one["whole"])]
 
 
 RIGHT, EPOCHS_ONLY = Right(), Right(resumed=False)
@@ -192,6 +193,28 @@ def assert_epochs_grow(found: list[dict[str, Any]], setting: str) -> None:
         for one in found:
             first, second, third = map(len, one[name_of("sampler", workers, setting)]["whole"])
             assert first < second < third
+
+
+def story(part: Part, stops: Sequence[Sequence[int | None]] = STOPS) -> dict[str, Any]:
+    """Train in one piece, and in parts that are stopped, saved, and go on in a new run.
+
+    Args:
+        part: trains from a state (`None`: from the beginning) for a number of batches (`None`: to
+            the end of the third epoch); returns its batches, epoch by epoch, and the state then.
+        stops: of each run in parts; `None` stands for the end of an epoch.
+    """
+    whole = part(None, None)[0]
+    ends = [*accumulate(map(len, whole))]
+    in_parts = []
+    for numbers in stops:
+        batches, state = [], None
+        for number in numbers:
+            done = len(batches)
+            until = number or next(end for end in ends if end > done) - done
+            epochs, state = part(state, until)
+            batches += chain(*epochs)
+        in_parts.append([*batches, *chain(*part(state, None)[0])])
+    return {"whole": whole, "in_parts": in_parts}
 
 
 def each_cell(run: Callable[..., Any], *more: Any) -> dict[str, Any]:

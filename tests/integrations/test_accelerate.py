@@ -41,12 +41,12 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, ids, loader_of, name_of
+from tests.integrations.cells import EPOCHS, LENGTHS, each_cell, ids, loader_of, name_of, story
 from torchbudget.errors import OptionError, ShardedTwiceError, StateError
 from torchbudget.integrations.accelerate import prepare
 
 dist.init_process_group("gloo")
-folder = Path(sys.argv[1])
+folder, numbers, STOP = Path(sys.argv[1]), itertools.count(), 5
 results = {}
 
 
@@ -61,32 +61,39 @@ def save(accelerator, path):
 
 
 def run(source, workers, kind=DataLoader, **options):
-    accelerator = accelerator_of(**options)
-    loader = prepare(accelerator, loader_of(source, workers, kind))
-    assert accelerator.prepare(loader) is loader
-    whole = [[*ids(loader)] for _ in range(EPOCHS)]
-    return {"whole": whole, **resumed(source, workers, kind, **options)}
+    \"\"\"A run in parts: saved in the loop, and, without workers, between epochs.\"\"\"
+    def part(state, stop):
+        accelerator = accelerator_of(**options)
+        loader = prepare(accelerator, loader_of(source, workers, kind))
+        assert accelerator.prepare(loader) is loader
+        if state is not None:
+            accelerator.load_state(state)
+        epochs, left = [], stop
+        while loader.iteration < EPOCHS and left != 0:
+            epochs.append([])
+            for batch in ids(loader):
+                epochs[-1].append(batch)
+                left = left and left - 1
+                if left == 0 and (workers or not loader.end_of_dataloader):
+                    break
+        path = folder / str(next(numbers))
+        save(accelerator, path)
+        return epochs, path
+
+    return story(part)
 
 
-def resumed(source, workers, kind, **options):
-    \"\"\"An epoch, a part of the second one, a checkpoint; and what comes after it.\"\"\"
-    accelerator = accelerator_of(**options)
-    loader = prepare(accelerator, loader_of(source, workers, kind))
-    stopped = [*ids(loader)] + [*itertools.islice(ids(loader), STOP)]
-    saved = folder / name_of(source, workers, kind.__name__, options)
-    save(accelerator, saved)
-
-    accelerator = accelerator_of(**options)
-    loader = prepare(accelerator, loader_of(source, workers, kind))
-    accelerator.load_state(saved)
-    rest = [[*ids(loader)] for _ in range(1, EPOCHS)]
-    save(accelerator, saved)  # between epochs
-
-    accelerator = accelerator_of(**options)
-    loader = prepare(accelerator, loader_of(source, workers, kind))
-    accelerator.load_state(saved)
-    assert [*ids(loader)] not in rest  # the fourth epoch
-    return {"stopped": stopped, "resumed": sum(rest, [])}
+def check_a_loop_that_is_broken_off():
+    \"\"\"The next one starts the epoch over, unless another epoch was chosen.\"\"\"
+    loader = prepare(accelerator_of(), loader_of("sampler", 2))
+    first = next(ids(loader))
+    assert next(ids(loader)) == first
+    whole = [*ids(loader)]
+    assert whole[0] == first and sorted(sum(whole, [])) == [*range(len(LENGTHS))]
+    second = next(ids(loader))
+    loader.set_epoch(0)
+    assert [*ids(loader)] == whole
+    assert next(ids(loader)) == second
 
 
 def refused(source, workers):
@@ -107,13 +114,13 @@ def by_itself(source, workers, **options):
     except (OptionError, ShardedTwiceError, ValueError) as error:
         return type(error).__name__, str(error)
     loader = prepared()
-    stopped = [*ids(loader)] + [*itertools.islice(ids(loader), STOP)]
-    loader, resumed = prepared(), []
+    resumed = [*ids(loader)] + [*itertools.islice(ids(loader), STOP)]
+    loader = prepared()
     for epoch in range(1, EPOCHS):
         loader.set_epoch(epoch)
         active = accelerator_of().skip_first_batches(loader, STOP) if epoch == 1 else loader
         resumed += ids(active)
-    return {"whole": whole, "stopped": stopped, "resumed": resumed}
+    return {"whole": whole, "in_parts": [resumed]}
 
 
 def watched(accelerator, skipping):
@@ -143,7 +150,7 @@ def skipping(source, workers):
     whole = [[*ids(loader)] for _ in range(EPOCHS)]
     accelerator = accelerator_of()
     loader = prepare(accelerator, loader_of(source, workers))
-    resumed = []
+    resumed = whole[0] + whole[1][:STOP]
     for epoch in range(1, EPOCHS):
         loader.set_epoch(epoch)
         active = accelerator.skip_first_batches(loader, STOP) if epoch == 1 else loader
@@ -151,9 +158,10 @@ def skipping(source, workers):
     path = folder / name_of("skipping", source, workers)
     save(accelerator, path)  # between epochs
     assert [*ids(loader)] == check_saved(path, source, workers)
-    return {"whole": whole, "stopped": whole[0] + whole[1][:STOP], "resumed": resumed}
+    return {"whole": whole, "in_parts": [resumed]}
 
 
+check_a_loop_that_is_broken_off()
 OTHERS = {"use_seedable_sampler": True, "data_seed": 1, "non_blocking": True}
 SETTINGS = [{}, {"even_batches": False}, {"split_batches": True}]
 STATEFUL = {"use_stateful_dataloader": True}

@@ -28,6 +28,7 @@ pytestmark = [
 
 SCRIPT = """
 import json, logging, os, sys, warnings
+from itertools import chain, count
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
@@ -38,12 +39,16 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
-from tests.integrations.cells import EPOCHS, LENGTHS, STOP, each_cell, loader_of, name_of
+from lightning.pytorch.utilities import CombinedLoader
+from tests.integrations.cells import BUDGET, CELLS, EPOCHS, LENGTHS, each_cell, loader_of, name_of
+from tests.integrations.cells import story
 from torchbudget.errors import DiscardedStateWarning, OptionError, StateError
 from torchbudget.integrations.lightning import BudgetDataMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 warnings.simplefilter("ignore")
+warnings.simplefilter("error", DiscardedStateWarning)
+numbers = count()
 
 
 class Data(BudgetDataMixin, LightningDataModule):
@@ -55,6 +60,14 @@ class Data(BudgetDataMixin, LightningDataModule):
         return self.make()
 
 
+def ids(batch):
+    if isinstance(batch, torch.Tensor) or batch is None:
+        return batch if batch is None else batch.tolist()
+    if isinstance(batch, dict) and "ids" in batch:
+        return ids(batch["ids"])
+    return [ids(one) for one in (batch.values() if isinstance(batch, dict) else batch)]
+
+
 class Model(LightningModule):
     def __init__(self):
         super().__init__()
@@ -62,79 +75,154 @@ class Model(LightningModule):
         self.epochs, self.lr = {}, 0.0
 
     def training_step(self, batch):
-        self.epochs.setdefault(self.current_epoch, []).append(batch["ids"].tolist())
-        return self.linear(batch["ids"].float()[:, None]).mean()
+        self.epochs.setdefault(self.current_epoch, []).append(ids(batch))
+        return self.linear(torch.ones(1, 1)).mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class Iterating(Model):
+    def training_step(self, dataloader_iter):
+        raise AssertionError("it would read ahead")
+
+
+class Failing(Model):
+    \"\"\"Raises in a step that has its batch.\"\"\"
+
+    def training_step(self, batch):
+        if self.global_step == self.last:
+            raise ZeroDivisionError
+        return super().training_step(batch)
+
+
 class Save(Callback):
-    \"\"\"At the end of the first epoch, and within the second one, where the run may stop.\"\"\"
+    \"\"\"After a number of batches of this process, where the run stops.\"\"\"
 
-    def __init__(self, path, stops):
-        self.path, self.stops = path, stops
-
-    def on_train_epoch_end(self, trainer, module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(f"{self.path} epoch")
+    def __init__(self, path, batches):
+        self.path, self.left = path, batches
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (trainer.current_epoch, batch_idx) == (1, STOP - 1):
-            trainer.save_checkpoint(f"{self.path} batch")
-            trainer.should_stop = self.stops
+        self.left -= 1
+        if not self.left:
+            trainer.should_stop = True
+            if self.path is not None:
+                trainer.save_checkpoint(self.path)
+
+    def on_exception(self, trainer, module, exception):
+        if isinstance(exception, ZeroDivisionError):
+            trainer.save_checkpoint(self.path)
 
 
 def trainer_of(*callbacks, strategy="ddp" if ranks > 1 else "auto", **options):
     return Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, max_epochs=EPOCHS,
-        callbacks=[*callbacks], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, **options,
+        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, callbacks=[*callbacks],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **{"max_epochs": EPOCHS} | options,
     )
 
 
-def fit(data, *callbacks, ckpt_path=None, kind=None, **options):
+def fit(data, *callbacks, ckpt_path=None, kind=None, saves=None, last=None, **options):
     model = Model() if kind is None else kind()
-    trainer_of(*callbacks, **options).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    model.last, trainer = last, trainer_of(*callbacks, **options)
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    except ZeroDivisionError:
+        pass
+    if saves is not None:
+        trainer.save_checkpoint(saves)
     return [batches for _, batches in sorted(model.epochs.items())]
 
 
+def parts_of(make, by="batch", total=None, **options):
+    \"\"\"Runs that stop, and are saved: after a batch, in a step that fails, or when `fit` is over.\"\"\"
+    def part(state, stop):
+        path, done = state or (None, 0)
+        to, limits = f"{folder}/{next(numbers)}", {}
+        callbacks = [Save(to if by in ("batch", "error") else None, stop if by != "error" else 0)]
+        if by in ("max_steps", "callback"):
+            ends = total if stop is None or by == "callback" else done + stop
+            limits = {"max_epochs": -1, "max_steps": ends, "saves": to}
+        elif by == "error":
+            limits = {"kind": Failing, "last": None if stop is None else done + stop}
+        if stop is None or by == "max_steps":
+            callbacks = []
+        epochs = fit(Data(make), *callbacks, ckpt_path=path, **options | limits)
+        return epochs, (to, done + sum(map(len, epochs)))
+
+    return part
+
+
 def run(source, workers, kind, made):
-    def data():
-        if made == "before fit":
-            loader = loader_of(source, workers, kind)
-            return Data(lambda: loader)
-        return Data(lambda: loader_of(source, workers, kind))
-
-    path = f"{folder}/{name_of(source, workers, kind.__name__, made)}"
-    whole = fit(data(), Save(path, stops=False))
-    stopped = fit(data(), Save(path, stops=True))
-    resumed = fit(data(), ckpt_path=f"{path} batch")
-    assert fit(data(), ckpt_path=f"{path} epoch") == whole[1:]
     if made == "in fit":
-        first, second, _ = map(len, whole)
-        for stop in (first, first + second):  # at an epoch's last batch
-            assert resumed_twice(source, workers, kind, path, stop) == sum(whole, [])
-    return {"whole": whole, "stopped": sum(stopped, []), "resumed": sum(resumed, [])}
+        return story(parts_of(lambda: loader_of(source, workers, kind)))
+
+    def part(state, stop):
+        loader = loader_of(source, workers, kind)
+        return parts_of(lambda: loader)(state, stop)
+
+    return story(part)
 
 
-class WithoutPosition(Data):
-    def state_dict(self):
-        return {}
+def ended(source, workers, by):
+    \"\"\"Lightning counts an epoch that `max_steps` or a callback ends; it goes on all the same.\"\"\"
+    def make():
+        return loader_of(source, workers)
+
+    total = sum(map(len, fit(Data(make))))
+    return story(parts_of(make, by, total))
+
+
+def check_story(part, *stops):
+    told = story(part, [*stops])
+    for batches in told["in_parts"]:
+        assert batches == [*chain(*told["whole"])]
+    return told["whole"]
+
+
+def check_a_limit(source, kind=DataLoader):
+    \"\"\"It ends epochs, which do not go on, whatever ended the run there.\"\"\"
+    def make():
+        return loader_of(source, 0, kind)
+
+    limited = {"limit_train_batches": 6}
+    for by in ("batch", "max_steps", "callback"):
+        part = parts_of(make, by, 6 * EPOCHS, **limited)
+        whole = check_story(part, [6], [6, 6], *[[4]] * (by == "batch"))
+        assert [len(epoch) for epoch in whole] == [6] * EPOCHS
+        first = fit(Data(make))
+        assert whole == [first[0][:6], first[1][:6], first[2][:6]]
+
+
+def check_several_loaders(source, workers):
+    \"\"\"Each keeps its own position; the shorter ones start over as Lightning has them.\"\"\"
+    def pair(swapped):
+        long = loader_of(source, workers, shuffle=False)
+        short = loader_of(source, workers, seed=7, **{"budget": 4 * BUDGET})
+        return {"b": short, "a": long} if swapped else {"a": long, "b": short}
+
+    combined = [lambda mode=mode: CombinedLoader(pair(True), mode)
+                for mode in ("min_size", "max_size", "max_size_cycle")]
+    made = [lambda: pair(False), lambda: [*pair(False).values()], *combined]
+    for make in made:
+        check_story(parts_of(make), [3], [None], [9, None, 4], [16])
+    part = parts_of(made[0], "max_steps", sum(map(len, fit(Data(made[0])))))
+    assert part(None, 5)[0] == [fit(Data(made[0]))[0][:5]]
+    state = part(None, 3)[1]
+    assert "return those that it was saved with" in refused(
+        Data(lambda: loader_of(source, 0)), ckpt_path=state[0])
 
 
 def check_that_a_position_is_missed():
-    path = f"{folder}/without"
-    data = WithoutPosition(lambda: loader_of("sampler", 0))
-    whole = fit(data, Save(path, stops=False))
-    try:
-        fit(data, ckpt_path=f"{path} batch")
-    except StateError as error:
-        assert "no position of a WithoutPosition" in str(error)
-    else:
-        raise AssertionError("it went on from an epoch's beginning")
-    later = fit(data, ckpt_path=f"{path} epoch")  # no position within an epoch is needed
-    assert later[1:] == whole[2:]
+    class WithoutPosition(Data):
+        def state_dict(self):
+            return {}
+
+    data, path = WithoutPosition(lambda: loader_of("sampler", 0)), f"{folder}/without"
+    fit(data, Save(f"{path} batch", 5))
+    assert "no position of a WithoutPosition" in refused(data, ckpt_path=f"{path} batch")
+    fit(data, max_epochs=1, saves=f"{path} epoch")  # needs none
+    assert fit(data, ckpt_path=f"{path} epoch") == fit(data)[1:]
 
 
 BY_ITSELF = {"use_distributed_sampler": False}
@@ -183,7 +271,7 @@ class Estimating(Model):
 
 def resumed_without_the_mixin(kind):
     \"\"\"Lightning would begin with other batches than those that are left.\"\"\"
-    path, by_itself = f"{folder}/plain {kind.__name__}", BY_ITSELF
+    path = f"{folder}/plain {kind.__name__}"
 
     def error(source, workers, saved="batch", way="data module", model=None):
         def make():
@@ -191,14 +279,15 @@ def resumed_without_the_mixin(kind):
 
         try:
             if model is None:
-                fit_by_itself(way, make, ckpt_path=f"{path} {saved}", **by_itself)
+                fit_by_itself(way, make, ckpt_path=f"{path} {saved}", **BY_ITSELF)
             else:
-                fit(Plain(make), ckpt_path=f"{path} {saved}", kind=model, **by_itself)
+                fit(Plain(make), ckpt_path=f"{path} {saved}", kind=model, **BY_ITSELF)
         except StateError as error:
             return type(error).__name__, str(error)
 
     sized = loader_of("sampler", 0, kind, shuffle=False)
-    fit(Plain(lambda: sized), Save(path, stops=True), **by_itself)
+    fit(Plain(lambda: sized), Save(f"{path} batch", 5), **BY_ITSELF)
+    fit(Plain(lambda: sized), max_epochs=1, saves=f"{path} epoch", **BY_ITSELF)
     errors = each_cell(error)
     assert [*each_cell(error, "epoch").values()] == [*errors.values()]
     for way in ("fit", "module"):
@@ -210,12 +299,13 @@ def resumed_without_the_mixin(kind):
 def refused(data, **options):
     try:
         fit(data, **options)
-    except OptionError as error:
+    except (OptionError, StateError) as error:
         return str(error)
 
 
 def check_what_is_refused():
     assert "overfit_batches" in refused(Data(lambda: loader_of("sampler", 0)), overfit_batches=2)
+    assert "take batch" in refused(Data(lambda: loader_of("sampler", 0)), kind=Iterating)
     given = {"num_replicas": ranks + 1, "rank": 0}
     for source in ("sampler", "stream"):
         message = refused(Data(lambda: loader_of(source, 0, **given)))
@@ -268,87 +358,25 @@ def check_that_an_evaluation_is_not_cut_short():
         assert "but lightning has read len once" in message and "shuffle=False" in message
 
 
-def check_that_a_limit_ends_epochs(source):
-    path = f"{folder}/limit {source}"
-    limited = {"limit_train_batches": 3}
-    whole = fit(Data(lambda: loader_of(source, 0)), Save(path, stops=False), **limited)
-    assert [len(epoch) for epoch in whole] == [3] * EPOCHS
-    rest = fit(Data(lambda: loader_of(source, 0)), ckpt_path=f"{path} epoch", **limited)
-    assert rest == whole[1:]
-
-
-def check_a_checkpoint_at_a_limit(source, kind):
-    \"\"\"After the last batch that the limit lets through, and then within the next epoch.\"\"\"
-    def data():
-        return Data(lambda: loader_of(source, 0, kind))
-
-    path, limited = f"{folder}/at limit {source} {kind.__name__}", {"limit_train_batches": 6}
-    whole = fit(data(), **limited)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DiscardedStateWarning)
-        fit(data(), SaveAfter(f"{path} once", 6), **limited)
-        once = fit(data(), SaveAfter(f"{path} twice", 2), ckpt_path=f"{path} once", **limited)
-        twice = fit(data(), ckpt_path=f"{path} twice", **limited)
-    assert once == [whole[1][:2]]
-    # Resumed twice, Lightning lets six through, not the four that are left, of any loader.
-    assert [twice[0][:4], twice[1]] == [whole[1][2:], whole[2]]
-
-
-def check_a_checkpoint_after_the_last_batch():
-    path = f"{folder}/last"
-    whole = fit(Data(lambda: loader_of("sampler", 0)))
-
-    class SaveLast(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if (trainer.current_epoch, batch_idx) == (0, len(whole[0]) - 1):
-                trainer.save_checkpoint(path)
-
-    fit(Data(lambda: loader_of("sampler", 0)), SaveLast())
-    assert fit(Data(lambda: loader_of("sampler", 0)), ckpt_path=path) == whole[1:]
-
-
-class SaveAfter(Callback):
-    \"\"\"After a number of batches of this process, where the run stops.\"\"\"
-
-    def __init__(self, path, batches):
-        self.path, self.left = path, batches
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.left -= 1
-        if not self.left:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
-def resumed_twice(source, workers, kind, path, stop):
-    \"\"\"A run that is stopped, goes on for two batches, and goes on again.\"\"\"
-    def data():
-        return Data(lambda: loader_of(source, workers, kind))
-
-    parts = [fit(data(), SaveAfter(f"{path} once", stop))]
-    parts += [fit(data(), SaveAfter(f"{path} twice", 2), ckpt_path=f"{path} once")]
-    parts += [fit(data(), ckpt_path=f"{path} twice")]
-    return sum(sum(parts, []), [])
-
-
 check_what_is_refused()
 if ranks == 1:
     check_that_an_evaluation_is_not_cut_short()
     check_the_search_of_a_learning_rate()
+    check_story(parts_of(lambda: loader_of("sampler", 0), kind=Estimating, max_steps=60), [30])
 else:
     check_that_processes_of_one_model_take_the_same_batches()
-check_that_a_limit_ends_epochs("sampler")
-check_that_a_limit_ends_epochs("stream")
-for kind in (DataLoader, StatefulDataLoader):
-    check_a_checkpoint_at_a_limit("sampler", kind)
-    check_a_checkpoint_at_a_limit("stream", kind)
-check_a_checkpoint_after_the_last_batch()
 check_that_a_position_is_missed()
+for source, workers in CELLS:
+    check_several_loaders(source, workers)
+    check_a_limit(source, (DataLoader, StatefulDataLoader)[workers // 2])
 results = {}
 for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
                    (StatefulDataLoader, "in fit")):
     for name, result in each_cell(lambda *cell: run(*cell, kind, made)).items():
         results[name_of(name, kind.__name__, made)] = result
+for by in ("max_steps", "callback", "error"):
+    for name, result in each_cell(lambda *cell: ended(*cell, by)).items():
+        results[name_of(name, by)] = result
 for kind in (DataLoader, StatefulDataLoader):
     for name, error in resumed_without_the_mixin(kind).items():
         results[name_of(name, kind.__name__, "without")] = error
@@ -373,6 +401,9 @@ ROWS = {
     "StatefulDataLoader, in fit": Row(
         "Lightning, data module with the mixin: `StatefulDataLoader`"
     ),
+    "max_steps": Row("Lightning, data module with the mixin: `max_steps` ends within an epoch"),
+    "callback": Row("Lightning, data module with the mixin: a callback ends within an epoch"),
+    "error": Row("Lightning, data module with the mixin: saved when a step has failed"),
     "by itself, fit": Row(f"{PLAIN}`fit(model, loader)`", GROWS, EPOCHS_ONLY),
     "by itself, module": Row(f"{PLAIN}hook of the module", GROWS, EPOCHS_ONLY),
     "by itself, data module": Row(f"{PLAIN}hook of a data module", GROWS, EPOCHS_ONLY),

@@ -152,16 +152,3 @@ def test_a_cost_is_asked_with_whole_sizes() -> None:
         assert sampler.report().over_budget == 0
         for batch in sampler:
             assert len(batch) * int(LENGTHS[batch].max()) ** 2 <= budget
-    sizes = np.stack([LENGTHS, LENGTHS], axis=1)
-    several = Users(
-        lambda n, size: n * size[..., 0] * size[..., 1],
-        lambda size, budget: budget // np.maximum(size[..., 0] * size[..., 1], 1),
-    )
-    for batch in MemoryBudgetBatchSampler(sizes, several, budget):
-        assert len(batch) * int(LENGTHS[batch].max()) ** 2 <= budget
-
-
-def test_a_conservative_cost_is_one() -> None:
-    """A capacity below what would fit fills less, and is no contradiction."""
-    cost = Users(right, lambda size, budget: np.minimum(budget // np.maximum(size, 1), 4))
-    assert max(map(len, MemoryBudgetBatchSampler(LENGTHS, cost, 1000))) == 4

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import oracles
-from tests.support.strategies import one_axis_sizes, problems, rules, several_axes_sizes
+from tests.support.strategies import problems, rules, several_axes_sizes
 from torchbudget import PaddedCost
-from torchbudget.plan.arrange import arrange, ascending
-from torchbudget.plan.cut import SortedWindows, TiledWindows
+from torchbudget.plan.cut import SortedWindows, TiledWindows, arrange, ascending
 from torchbudget.plan.rules import BatchRules
 
 TOKENS = PaddedCost(unit_bytes=1)
@@ -43,43 +42,24 @@ def descending(sizes: Any) -> Any:
 # ---------------------------------------------------------------------- the cut
 
 
-@given(problems(most=120, packed=False))
-def test_the_cut_is_the_greedy_one(problem: Any) -> None:
-    """Descending sizes of one axis, and several axes in any order: run by run the oracle's."""
-    sizes, cost, budget = problem
-    ordered = descending(sizes)
-    rule = BatchRules(cost=cost, budget_bytes=budget)
-    assert cut_one(ordered, rule) == oracles.greedy_cut(ordered.astype(np.int64), cost, budget)
+@given(problems(most=100, packed=False), rules(), st.sampled_from([1, 1, 4, 64]), st.floats(0, 1))
+def test_the_cut_is_the_greedy_one(
+    problem: Any, options: Any, size_multiple: int, lowered: float
+) -> None:
+    """Run by run the oracle's, under the whole budget and under a lowered one.
 
-
-@given(problems(most=100, packed=False), rules(), st.sampled_from([1, 1, 4, 64]))
-def test_the_cut_under_rules(problem: Any, options: Any, size_multiple: int) -> None:
-    """At most `max_batch_size`; multiples where a run reaches one; sizes rounded up first."""
+    At most `max_batch_size`; multiples where a run reaches one; sizes rounded up first.
+    """
     sizes, cost, budget = problem
     ordered = descending(sizes).astype(np.int64)
     rounded = -(-ordered // size_multiple) * size_multiple
     budget = max(budget, int(cost.batch_bytes(1, rounded.max(axis=0))))
     rule = BatchRules(cost=cost, budget_bytes=budget, size_multiple=size_multiple, **options)
-    expected = oracles.rule_cut(
-        rounded,
-        cost,
-        budget,
-        most=options.get("max_batch_size"),
-        multiple=options.get("batch_size_multiple", 1),
-    )
-    assert cut_one(ordered, rule) == expected
-    assert sum(expected) == len(sizes)
-
-
-@given(problems(most=100, packed=False), st.data())
-def test_the_cut_under_a_lowered_budget(problem: Any, data: Any) -> None:
-    """Below a sample's own cost it stands alone; every other run fits the lowered budget."""
-    sizes, cost, budget = problem
-    ordered = descending(sizes)
-    lowered = data.draw(st.integers(0, budget))
-    rule = BatchRules(cost=cost, budget_bytes=budget)
-    runs = cut_one(ordered, rule, lowered)
-    assert runs == oracles.greedy_cut(ordered.astype(np.int64), cost, lowered)
+    most, multiple = options.get("max_batch_size"), options.get("batch_size_multiple", 1)
+    for allowed in (budget, int(lowered * budget)):
+        expected = oracles.rule_cut(rounded, cost, allowed, most=most, multiple=multiple)
+        assert cut_one(ordered, rule, allowed) == expected
+        assert sum(expected) == len(sizes)
 
 
 @given(
@@ -116,73 +96,10 @@ def test_the_short_run_is_where_padding_is_least(
     assert padded(chosen) == min(map(padded, every))
 
 
-def test_lengths_that_are_multiples_stay() -> None:
-    rule = BatchRules(cost=TOKENS, budget_bytes=120, batch_size_multiple=4)
-    ordered = np.arange(40, 0, -1)
-    windows = _windows(ordered, rule)
-    starts = windows.cut(np.array([120]))[0]
-    assert windows.least_padded(0, starts).tolist() == starts.tolist()
-
-
-class _Dips:
-    """A cost that is not monotone, as none should be."""
-
-    def batch_bytes(self, n: Any, padded_size: Any) -> Any:
-        size = np.maximum(padded_size, 1)
-        return np.asarray(n) * (size + 20 * (size % 3))
-
-    def capacity(self, padded_size: Any, budget_bytes: Any) -> Any:
-        return budget_bytes // self.batch_bytes(1, padded_size)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_cost_that_falls_is_not_exceeded(seed: int) -> None:
-    """Bisection may miss the first start that fits, but takes none that does not."""
-    ordered = np.sort(np.random.default_rng(seed).integers(1, 31, 60))[::-1]
-    windows = _windows(ordered, BatchRules(cost=_Dips(), budget_bytes=300))
-    starts = windows.cut(np.array([300]))[0]
-    filled = windows.least_padded(0, starts)
-    counts = np.diff(filled, append=60)
-    assert len(filled) == len(starts)
-    assert filled[0] == 0
-    assert counts.min() > 0
-    assert (_Dips().batch_bytes(counts, ordered[filled]) <= 300).all()
-
-
 def _windows(ordered: Any, rule: BatchRules) -> SortedWindows | TiledWindows:
     if ordered.ndim == 1:
         return SortedWindows(ordered[None], rule)
     return TiledWindows(ordered[None], np.arange(len(ordered))[None], rule)
-
-
-@given(
-    st.integers(1, 6),
-    st.integers(1, 40),
-    st.sampled_from([None, 2, 3]),
-    st.integers(0, 2**32),
-    st.data(),
-)
-def test_many_windows_at_once_are_one_by_one(
-    windows: int, length: int, axes: int | None, seed: int, data: Any
-) -> None:
-    """Cutting windows in lockstep, each under its own budget, gives what each gives alone."""
-    rng = np.random.default_rng(seed)
-    shape = (windows, length) if axes is None else (windows, length, axes)
-    sizes = rng.integers(0, data.draw(st.sampled_from([2, 50, 3000])), shape)
-    if axes is None:
-        sizes = -np.sort(-sizes, axis=1)
-        cost = PaddedCost(sample_bytes=1, unit_bytes=1, pair_bytes=0.01)
-    else:
-        cost = PaddedCost(sample_bytes=1, unit_bytes=[1] * axes)
-    budget = int(cost.batch_bytes(data.draw(st.integers(1, 20)), sizes.reshape(-1, *shape[2:])[0]))
-    rule = BatchRules(cost=cost, budget_bytes=budget)
-    budgets = rng.integers(budget // 2, budget + 1, windows)
-    if data.draw(st.booleans()):
-        budgets[:] = budget  # the whole one everywhere takes the table of capacities
-    together = cut_many(sizes, rule, budgets)
-    assert len(together) == windows
-    for window in range(windows):
-        assert together[window] == cut_one(sizes[window], rule, int(budgets[window]))
 
 
 @given(
@@ -212,74 +129,6 @@ def test_lockstep_and_all_starts_are_alike(
     assert ways[0] == ways[1]
     for window, allowed, runs in zip(sizes, budgets.tolist(), ways[0], strict=True):
         assert runs == oracles.rule_cut(window, cost, allowed, most=most, multiple=multiple)
-
-
-def test_a_table_of_capacities_changes_nothing() -> None:
-    """Sizes past the table's end are asked of the cost itself, and give the same."""
-    small = np.array([900, 500, 500, 3, 2, 1, 1])
-    rule = BatchRules(cost=TOKENS, budget_bytes=1000)
-    assert rule.table(10) is not None
-    assert rule.table(2**20) is None
-    assert cut_one(small, rule) == [1, 2, 4]
-    huge = small * 2**20
-    rule = BatchRules(cost=TOKENS, budget_bytes=1000 * 2**20)
-    assert cut_one(huge, rule) == [1, 2, 4]
-
-
-def test_a_table_grows() -> None:
-    """A later, longer window gets a longer table, with the same entries in front."""
-    rule = BatchRules(cost=TOKENS, budget_bytes=100)
-    first = rule.table(10)
-    longer = rule.table(50)
-    assert first is not None
-    assert longer is not None
-    assert np.array_equal(longer[:11], first)
-    assert rule.table(20) is longer
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [13]),
-        ({"max_batch_size": 5}, [5, 5, 3]),
-        ({"batch_size_multiple": 4}, [12, 1]),
-        ({"batch_size_multiple": 4, "max_batch_size": 7}, [4, 4, 4, 1]),
-        ({"batch_size_multiple": 16}, [13]),
-        ({"max_batch_size": 1}, [1] * 13),
-    ],
-    ids=str,
-)
-def test_rules_by_hand(options: Any, expected: list[int]) -> None:
-    rule = BatchRules(cost=TOKENS, budget_bytes=200, **options)
-    assert cut_one(np.full(13, 10), rule) == expected
-
-
-def test_the_boundary_of_the_budget() -> None:
-    """A run that fills the budget to the last byte is taken; one byte less, and it is shorter."""
-    sizes = np.full(10, 7)
-    for budget, run in ((35, 5), (34, 4), (7, 1)):
-        rule = BatchRules(cost=TOKENS, budget_bytes=budget)
-        assert cut_one(sizes, rule)[0] == run
-
-
-def test_samples_of_no_size() -> None:
-    """Zeros cost nothing here: they all go into the last run."""
-    rule = BatchRules(cost=TOKENS, budget_bytes=10)
-    assert cut_one(np.array([10, 4, 4, 0, 0, 0]), rule) == [1, 2, 3]
-    assert cut_one(np.zeros(6, np.int64), rule) == [6]
-    assert cut_one(
-        np.zeros((6, 2), np.int64), BatchRules(cost=PaddedCost(unit_bytes=(1, 1)), budget_bytes=10)
-    ) == [6]
-
-
-def test_several_axes_pad_to_the_maximum_on_each() -> None:
-    """A tall and a wide sample together are as costly as one that is both."""
-    area = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 1), (0, 0)))
-    sizes = np.array([[1, 100], [100, 1], [1, 100], [1, 100]])
-    rule = BatchRules(cost=area, budget_bytes=10_000)
-    assert cut_one(sizes, rule) == [1, 1, 2]
-    rule = BatchRules(cost=area, budget_bytes=20_000)
-    assert cut_one(sizes, rule) == [2, 2]
 
 
 # ---------------------------------------------------------------------- sorting
@@ -319,13 +168,6 @@ def test_ascending_at_the_edge_of_each_width(length: int) -> None:
             keys[0, -1] = 0
             expected = np.argsort(keys, axis=1, kind="stable")
             assert np.array_equal(ascending(keys), expected), (length, largest)
-
-
-@given(one_axis_sizes())
-def test_one_axis_is_arranged_descending(sizes: Any) -> None:
-    """The longest first, and samples of one size in their order."""
-    order = arrange(sizes[None], 1)[0]
-    assert np.array_equal(order, np.argsort(-sizes.astype(np.int64), kind="stable"))
 
 
 @given(several_axes_sizes(most=150), st.integers(1, 40), st.integers(1, 3))

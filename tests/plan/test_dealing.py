@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchbudget import PaddedCost
-from torchbudget.plan.dealing import deal_rounds, deal_steps, split_to
+from torchbudget.plan.cut import SortedWindows
+from torchbudget.plan.dealing import deal_rounds, deal_steps, level, split_to
+from torchbudget.plan.rules import BatchRules
 
 TOKENS = PaddedCost(unit_bytes=1)
 
@@ -73,16 +72,6 @@ def test_rounds_are_as_alike_as_can_be(case: Any) -> None:
 
 
 @given(dealings())
-def test_sums_are_never_worse_than_dealing_in_order(case: Any) -> None:
-    """The costliest rank never has more than under dealing from the costliest down, in turn."""
-    costs, ranks = case
-    dealt = deal_steps(costs, ranks)
-    in_order = -np.sort(-costs, axis=1).reshape(len(costs), -1, ranks)
-    worst = np.maximum(in_order, 0).sum(axis=1).max(axis=1)
-    assert (sums_of(costs, dealt).max(axis=1) <= worst).all()
-
-
-@given(dealings())
 def test_sums_differ_by_no_more_than_the_widest_round(case: Any) -> None:
     """Dealing the widest round first bounds the gap of sums by that round's own; swaps keep it."""
     costs, ranks = case
@@ -91,64 +80,6 @@ def test_sums_differ_by_no_more_than_the_widest_round(case: Any) -> None:
         rounds = -np.sort(-window[window >= 0]).reshape(-1, ranks)
         widest = int((rounds[:, 0] - rounds[:, -1]).max())
         assert mine.max() - mine.min() <= widest
-
-
-def dealt_without_exchange(costs: Any, ranks: int) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchbudget.plan.dealing._EXCHANGES", 0)
-        return deal_steps(costs, ranks)
-
-
-@given(dealings())
-def test_exchanging_never_harms_the_sums(case: Any) -> None:
-    """Of as many as it takes: none that would bring the outermost ranks together is left."""
-    costs, ranks = case
-    plain = sums_of(costs, dealt_without_exchange(costs, ranks))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchbudget.plan.dealing._EXCHANGES", 10_000)
-        dealt = deal_steps(costs, ranks)
-    even = sums_of(costs, dealt)
-    assert (even.max(axis=1) <= plain.max(axis=1)).all()
-    assert (np.ptp(even, axis=1) <= np.ptp(plain, axis=1)).all()
-    for window, rounds, sums in zip(costs, dealt, even, strict=True):
-        weighed = window[rounds]
-        mine, theirs = (weighed[:, rank] for rank in (sums.argmax(), sums.argmin()))
-        gains = np.subtract.outer(mine[mine >= 0], theirs[theirs >= 0])
-        assert not ((gains > 0) & (gains < np.ptp(sums))).any()
-
-
-def test_exchanging_brings_the_sums_together() -> None:
-    """On random costs the gap between the costliest and the cheapest rank falls by two fifths."""
-    costs = np.random.default_rng(0).integers(100, 1000, (50, 32))
-    plain = np.ptp(sums_of(costs, dealt_without_exchange(costs, 4)), axis=1)
-    even = np.ptp(sums_of(costs, deal_steps(costs, 4)), axis=1)
-    assert even.mean() < 0.6 * plain.mean()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_two_ranks_come_near_the_best_deal(seed: int) -> None:
-    """For a few micro-batches on two ranks, sums are within 3 % of the best of all deals."""
-    costs = np.random.default_rng(seed).integers(100, 1000, 10)
-    half = costs.sum() / 2
-    best = min(abs(costs[list(mine)].sum() - half) for mine in itertools.combinations(range(10), 5))
-    found = sums_of(costs[None], deal_steps(costs[None], 2))[0]
-    assert found.max() - half <= best + 0.03 * half
-
-
-def test_windows_are_dealt_as_if_alone() -> None:
-    rng = np.random.default_rng(0)
-    costs = rng.integers(1, 10**6, (7, 24))
-    costs[3, 16:] = -1
-    for dealt in (partial(deal_steps, ranks=4), lambda some: deal_rounds(some, some % 7, 4)):
-        together = dealt(costs)
-        for window in range(7):
-            assert np.array_equal(together[window], dealt(costs[window : window + 1])[0])
-
-
-def test_equal_costs() -> None:
-    """Nothing to even out: each rank has the same sum."""
-    costs = np.full((1, 12), 5)
-    assert sums_of(costs, deal_steps(costs, 4)).tolist() == [[15] * 4]
 
 
 @given(dealings(), st.integers(0, 2**32))
@@ -190,28 +121,60 @@ def test_splitting_only_adds_starts(case: Any, multiple: int) -> None:
     assert (np.diff(found, append=length) > 0).all()
 
 
-@given(splittings(), st.sampled_from([2, 4, 8]))
-def test_the_first_half_is_a_multiple_where_the_run_is_longer(case: Any, multiple: int) -> None:
-    """A run of more than the multiple is split at one, nearest above its middle where that is."""
-    starts, length, costs, _ = case
-    if length == len(starts):
-        return  # nothing can be split
-    found = split(starts, length, costs, len(starts) + 1, multiple)
-    (middle,) = set(found) - set(starts)
-    start = max(start for start in starts if start < middle)
-    stop = min([other for other in starts if other > middle], default=length)
-    if stop - start > 2 * multiple:
-        assert (middle - start) % multiple == 0
-        assert 0 <= 2 * (middle - start) - (stop - start) < 2 * multiple
-    elif stop - start > multiple:
-        assert (middle - start) % multiple == 0
-    else:
-        assert 0 <= 2 * (middle - start) - (stop - start) <= 1
-
-
 def test_the_costliest_is_split_first() -> None:
     """A half counts as half, so that the next split may take another run; singles never."""
     assert split([0, 4, 8], 12, [10, 30, 20], 4) == [0, 4, 6, 8]
     assert split([0, 4, 8], 12, [10, 30, 20], 5) == [0, 4, 6, 8, 10]
     assert split([0, 1], 4, [100, 1], 3) == [0, 1, 3]
     assert split([0], 5, [1], 5) == [0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------- levelling
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(2, 6),
+    st.integers(1, 4),
+    st.sampled_from([PaddedCost(unit_bytes=1), PaddedCost(pair_bytes=1, fixed_bytes=50)]),
+    st.sampled_from([1, 1, 4]),
+    st.booleans(),
+)
+def test_a_level_is_a_better_cut_within_the_budget(
+    seed: int, ranks: int, rounds: int, cost: Any, multiple: int, other: bool
+) -> None:
+    """As many runs that tile the window, each dealt once, none over; the costliest has less."""
+    rng = np.random.default_rng(seed)
+    sizes = -np.sort(-np.clip(rng.lognormal(4, 1, 400), 1, 600).astype(np.int64))
+    budget = int(cost.batch_bytes(int(rng.integers(1, 8)), int(sizes[0])))
+    balance = PaddedCost(unit_bytes=3, pair_bytes=0.1) if other else None
+    rules = BatchRules(
+        cost=cost, budget_bytes=budget, batch_size_multiple=multiple, balance=balance
+    )
+    windows = SortedWindows(sizes[None], rules)
+    starts = np.array(windows.starts(0, budget))
+    count = -(-len(starts) // ranks) * ranks * rounds
+    if count > len(sizes):
+        return
+    while len(starts) < count:  # halve the longest until the ranks have as many
+        runs = np.diff(starts, append=len(sizes))
+        longest = int(runs.argmax())
+        starts = np.insert(starts, longest + 1, starts[longest] + runs[longest] // 2)
+    model = cost if balance is None else balance
+
+    def work_of(starts: Any) -> Any:
+        return model.batch_bytes(np.diff(starts, append=len(sizes)), sizes[starts])
+
+    work = work_of(starts)
+    before = int(work[deal_steps(work[None], ranks)[0]].sum(axis=0).max())
+    found = level(windows, 0, work, before, budget, ranks)
+    if found is None:
+        return
+    cuts, numbers = found
+    assert len(cuts) == count
+    assert cuts[0] == 0
+    assert (np.diff(cuts, append=len(sizes)) > 0).all()
+    assert sorted(numbers.reshape(-1).tolist()) == list(range(count))
+    assert numbers.shape == (count // ranks, ranks)
+    assert (cost.batch_bytes(np.diff(cuts, append=len(sizes)), sizes[cuts]) <= budget).all()
+    assert work_of(cuts)[numbers].sum(axis=0).max() < before

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchbudget import MemoryBudgetBatchSampler, PaddedCost
-from torchbudget.errors import OptionError, UnevenRanksError
+from tests.support.sampler_cases import samplers
+from tests.support.samplers import TOKENS, counted, sampler_of
+from torchbudget import PaddedCost
+from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import rotate
-from torchbudget.plan.iterator import PlanIterator
-from torchbudget.plan.plan import _PARTS, Plan
+from torchbudget.plan.plan import Plan
 from torchbudget.plan.solver import WindowKey
-
-TOKENS = PaddedCost(unit_bytes=1)
-
 
 # ---------------------------------------------------------------------- fair over time
 
@@ -38,7 +36,11 @@ def test_each_rank_takes_each_place_once_in_every_run_of_windows(
             assert len(set(taken[start : start + ranks, rank].tolist())) == ranks
 
 
-@pytest.mark.parametrize("options", [{"samples_per_step": 1024}, {"window": 1024}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"samples_per_step": 1024}, {"window": 1024}, {"window": 1024, "batches_per_epoch": 240}],
+    ids=str,
+)
 def test_ranks_see_as_many_and_as_long_samples(options: dict[str, int]) -> None:
     """Over five epochs each rank's share of samples and their mean size is near the mean's.
 
@@ -46,10 +48,7 @@ def test_ranks_see_as_many_and_as_long_samples(options: dict[str, int]) -> None:
     """
     sizes = np.clip(np.random.default_rng(0).lognormal(5, 1, 16 * 1024), 16, 4096).astype(np.int64)
     counts, totals = [], []
-    for rank in range(8):
-        sampler = MemoryBudgetBatchSampler(
-            sizes, TOKENS, 8192, num_replicas=8, rank=rank, **options
-        )
+    for sampler in samplers(sizes, TOKENS, 8192, 8, **options):
         indices = [i for _ in range(5) for batch in sampler for i in batch]
         counts.append(len(indices))
         totals.append(sizes[indices].sum())
@@ -62,50 +61,27 @@ def test_ranks_see_as_many_and_as_long_samples(options: dict[str, int]) -> None:
 # ---------------------------------------------------------------------- what cannot be dealt
 
 
-def sampler_of(sizes: Any, budget: int = 100, **options: Any) -> MemoryBudgetBatchSampler:
-    return MemoryBudgetBatchSampler(sizes, TOKENS, budget, **({"rank": 0} | options))
-
-
-def test_fewer_samples_than_ranks() -> None:
-    with pytest.raises(UnevenRanksError, match="3 samples cannot be dealt to 4 ranks"):
-        sampler_of([1, 2, 3], num_replicas=4)
-    with pytest.raises(UnevenRanksError, match="2 samples cannot be dealt to 4 ranks"):
-        sampler_of([1] * 10, num_samples=2, num_replicas=4)
-
-
-def test_windows_below_the_number_of_ranks() -> None:
-    with pytest.raises(OptionError, match="window=3 is below the number of ranks, 4"):
-        sampler_of([1] * 10, window=3, num_replicas=4)
-    with pytest.raises(OptionError, match="samples_per_step=3 is below the number of ranks, 4"):
-        sampler_of([1] * 10, samples_per_step=3, num_replicas=4)
-
-
 @pytest.mark.parametrize("options", [{"max_batch_size": 1}, {"budget": 50}], ids=str)
 def test_samples_that_stand_alone(options: Any) -> None:
     """Where no two fit together, only a multiple of the ranks' number can be dealt evenly."""
+    options = {"budget": 100, "num_replicas": 4} | options
     for n in (4, 5, 7, 8, 9, 28, 30):
-        those = [sampler_of([50] * n, num_replicas=4, rank=rank, **options) for rank in range(4)]
+        those = [sampler_of([50] * n, rank=rank, **options) for rank in range(4)]
         if n % 4 == 0:
             assert [len(list(sampler)) for sampler in those] == [n // 4] * 4
             continue
-        with pytest.raises(UnevenRanksError, match="cannot be dealt evenly to 4 ranks"):
-            len(those[0])
-        with pytest.raises(UnevenRanksError, match="drop_last=True"):
-            next(iter(those[0]))
-        those = [
-            sampler_of([50] * n, num_replicas=4, rank=rank, drop_last=True, **options)
-            for rank in range(4)
-        ]
+        for look in (len, list):
+            with pytest.raises(UnevenRanksError, match=r"dealt evenly to 4 .*drop_last=True"):
+                look(those[0])
+        those = [sampler_of([50] * n, rank=r, drop_last=True, **options) for r in range(4)]
         assert [len(list(sampler)) for sampler in those] == [n // 4] * 4
 
 
 def test_one_giant_per_window_is_dealt() -> None:
     """Windows of one sample that fills the budget and of small ones are split evenly."""
-    sizes = [100] + [1] * 30
-    those = [sampler_of(sizes, num_replicas=8, rank=rank) for rank in range(8)]
-    batches = [list(sampler) for sampler in those]
+    batches = [list(one) for one in samplers(np.array([100] + [1] * 30), TOKENS, 100, 8)]
     assert {len(mine) for mine in batches} == {1}
-    assert sorted(i for mine in batches for batch in mine for i in batch) == list(range(31))
+    assert set(counted(batch for mine in batches for batch in mine)) == set(range(31))
 
 
 # ---------------------------------------------------------------------- how even it is
@@ -124,27 +100,19 @@ def test_eight_ranks_do_the_same_work(cost: Any, most: float) -> None:
     rng = np.random.default_rng(0)
     sizes = np.clip(rng.lognormal(5, 1, 24 * 4096), 16, 4096).astype(np.int64)
     budget = 16_384 if cost is TOKENS else int(cost.batch_bytes(1, 4096))
-    those = [
-        MemoryBudgetBatchSampler(
-            sizes, cost, budget, samples_per_step=4096, num_replicas=8, rank=rank
-        )
-        for rank in range(8)
-    ]
-    steps = list(those[0].steps)
-    ends = np.cumsum(steps)
+    those = samplers(sizes, cost, budget, 8, samples_per_step=4096)
+    reported = those[0].report().imbalance
     per_rank = []
     for sampler in those:
         batches = list(sampler)
-        numbers = np.array([len(batch) for batch in batches])
         longest = np.array([sizes[batch].max() for batch in batches])
-        costs = cost.batch_bytes(numbers, longest)
-        assert len(costs) == ends[-1]
-        per_rank.append(np.add.reduceat(costs, ends - steps))
+        costs = cost.batch_bytes(np.array(list(map(len, batches))), longest)
+        ends = np.cumsum(sampler.steps)
+        per_rank.append(np.add.reduceat(costs, ends - np.array(sampler.steps)))
     together = np.array(per_rank, np.float64)
     measured = together.max(axis=0).sum() / together.mean(axis=0).sum()
     assert measured <= most
-    those[0].set_epoch(0)
-    assert those[0].report().imbalance == pytest.approx(measured)
+    assert reported == pytest.approx(measured)
 
 
 # ---------------------------------------------------------------------- several threads
@@ -152,26 +120,27 @@ def test_eight_ranks_do_the_same_work(cost: Any, most: float) -> None:
 
 @pytest.mark.parametrize("reads", range(1, 9))
 def test_threads_read_an_epoch_each(reads: int) -> None:
-    """What one thread takes does not depend on the epoch that another one asks for meanwhile."""
+    """What one thread takes does not depend on the pass that another one asks for meanwhile."""
 
     class Shared(Plan):
-        """Another thread asks for epoch 9 after so many looks at what is kept of an epoch."""
+        """Another thread asks for pass 9 after so many looks at what is kept of a pass."""
 
         looks = 0
 
         @property
-        def _epoch_order(self) -> Any:
+        def _pass_order(self) -> Any:
             found = vars(self).get("kept")
             self.looks += 1
             if self.looks % reads == 0:
-                self._epoch_order = 9, self.order.epoch(9)
+                self._pass_order = (9, 0), self.order.of_pass(9, 0)
             return found
 
-        @_epoch_order.setter
-        def _epoch_order(self, value: Any) -> None:
+        @_pass_order.setter
+        def _pass_order(self, value: Any) -> None:
             vars(self)["kept"] = value
 
-    sampler = MemoryBudgetBatchSampler(np.arange(1, 200), TOKENS, 300, window=20)
-    parts = {name: getattr(sampler.plan, name) for name in _PARTS}
-    shared = Shared(sampler.plan.sizes, **parts)
-    assert list(PlanIterator(shared, Cursor(epoch=0), rank=0)) == list(sampler)
+    sampler = sampler_of(np.arange(1, 200), 300, window=20)
+    plan = sampler.plan
+    shared = Shared(plan.sizes, plan.rules, plan.order, window=20)
+    records = shared.micro_batches(Cursor(epoch=0), rank=0)
+    assert [record.indices.tolist() for record in records] == list(sampler)

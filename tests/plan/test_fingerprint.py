@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.strategies import costs
-from torchbudget import BudgetedIterableDataset, PaddedCost
+from torchbudget import PaddedCost
 from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 
 
@@ -28,19 +27,6 @@ class Doubled:
         return np.asarray(budget_bytes) // np.maximum(np.asarray(padded_size) * self.unit_bytes, 1)
 
 
-@dataclass(frozen=True)
-class Refusing(Doubled):
-    """One that computes nothing beyond a size."""
-
-    unit_bytes: int
-    most: int
-
-    def batch_bytes(self, n: Any, padded_size: Any) -> Any:
-        if np.max(padded_size) > self.most:
-            raise ValueError(f"{padded_size} is beyond {self.most}")
-        return super().batch_bytes(n, padded_size)
-
-
 @pytest.mark.parametrize("largest", [1, 50, 4096, 10**6])
 def test_a_cost_is_what_it_computes(largest: int) -> None:
     """Two objects, and two classes, that compute the same are the same; otherwise they differ."""
@@ -49,13 +35,6 @@ def test_a_cost_is_what_it_computes(largest: int) -> None:
     assert cost_fingerprint(Doubled(2), largest) == cost_fingerprint(Doubled(2), largest)
     assert cost_fingerprint(Doubled(3), largest) != ours
     assert cost_fingerprint(PaddedCost(unit_bytes=2, fixed_bytes=1), largest) != ours
-
-
-def test_what_a_cost_refuses_counts_too() -> None:
-    """A cost that cannot be computed everywhere has a fingerprint, which says where it cannot."""
-    assert cost_fingerprint(Refusing(2, 100), 4096) == cost_fingerprint(Refusing(2, 100), 4096)
-    assert cost_fingerprint(Refusing(2, 100), 4096) != cost_fingerprint(Refusing(2, 1000), 4096)
-    assert cost_fingerprint(Refusing(2, 5000), 4096) == cost_fingerprint(Doubled(2), 4096)
 
 
 @given(st.data(), st.integers(1, 3))
@@ -74,23 +53,3 @@ def test_parts_are_told_apart() -> None:
     assert fingerprint("ab", "c") != fingerprint("a", "bc")
     assert fingerprint(np.arange(3)) != fingerprint(np.arange(3, dtype=np.int32))
     assert fingerprint(np.arange(6)[::2]) == fingerprint(np.array([0, 2, 4]))
-
-
-def test_a_stream_goes_on_inside_a_window_under_a_cost_without_a_repr() -> None:
-    """Its cost is made anew, as in another process: the same bytes, so the same window."""
-    texts = ["a" * n for n in (3, 9, 4, 8, 1, 7, 2, 6)] * 20
-
-    def stream() -> BudgetedIterableDataset:
-        return BudgetedIterableDataset(
-            [texts], Doubled(2), 40, size=len, collate_fn=list, window=80
-        )
-
-    one = stream()
-    batches = iter(one)
-    first = [next(batches) for _ in range(5)]
-    state = one.state_dict()
-    rest = list(batches)
-    other = stream()
-    other.load_state_dict(state)
-    assert list(other) == rest
-    assert first

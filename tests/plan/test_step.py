@@ -120,23 +120,6 @@ def test_ranks_do_the_same_work(
     assert sums.max() / sums.mean() <= max(1, largest / sums.mean()) + bound[ranks]
 
 
-def test_another_balance() -> None:
-    """Ranks get equal sums of what `balance` says, under the budget of the cost."""
-    sizes = np.clip(np.random.default_rng(0).lognormal(5, 1, 2048), 16, 2048).astype(np.int64)
-    time = PaddedCost(unit_bytes=1, pair_bytes=0.01)
-    imbalance = {}
-    for balance in (None, time):
-        step = plan_step(sizes, TOKENS, 8192, num_replicas=4, balance=balance)
-        sums = np.array(
-            [sum(bytes_of(batch, sizes, time) for batch in mine) for mine in step.micro_batches]
-        )
-        imbalance[balance] = sums.max() / sums.mean()
-        assert all(
-            bytes_of(batch, sizes, TOKENS) <= 8192 for mine in step.micro_batches for batch in mine
-        )
-    assert imbalance[time] < 1.01 < imbalance[None]
-
-
 def test_a_report_of_a_step() -> None:
     """It sums up the step's own micro-batches."""
     step = plan_step([30, 10, 20, 40], TOKENS, 40, num_replicas=2)
@@ -151,35 +134,23 @@ def test_a_report_of_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "match"),
+    ("sizes", "cost", "budget", "options", "error", "match"),
     [
-        (([], TOKENS, 10), SizesError, "no samples"),
-        (([-1], TOKENS, 10), SizesError, r"sizes\[0\] is -1"),
-        (([1], 3, 10), OptionError, "cost must be a cost model"),
-        (([1], TOKENS, None), BudgetError, "states at least one"),
-        (([[1, 2]], TOKENS, 10), SizesError, "one axis"),
+        ([], TOKENS, 10, {}, SizesError, "no samples"),
+        ([-1], TOKENS, 10, {}, SizesError, r"sizes\[0\] is -1"),
+        ([1], 3, 10, {}, OptionError, "cost must be a cost model"),
+        ([1], TOKENS, None, {}, BudgetError, "states at least one"),
+        ([[1, 2]], TOKENS, 10, {}, SizesError, "one axis"),
+        ([1], TOKENS, 9, {"num_replicas": 0}, OptionError, "num_replicas must be an int of at"),
+        ([1], TOKENS, 9, {"micro_batches_multiple": True}, OptionError, "must be an int"),
+        ([1], TOKENS, 9, {"oversize": "drop"}, OptionError, "oversize must be one of"),
+        ([1], TOKENS, 9, {"balance": "time"}, OptionError, "balance must be a cost model"),
+        ([1], TOKENS, 9, {"num_replicas": 4}, UnevenRanksError, "use at least 4 samples"),
     ],
     ids=str,
 )
-def test_bad_input(arguments: Any, error: type[Exception], match: str) -> None:
+def test_bad_input(
+    sizes: Any, cost: Any, budget: Any, options: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
-        plan_step(*arguments)
-
-
-def test_bad_options() -> None:
-    for options, match in (
-        ({"num_replicas": 0}, "num_replicas must be an int of at least 1"),
-        ({"micro_batches_multiple": True}, "micro_batches_multiple must be an int"),
-        ({"oversize": "drop"}, "oversize must be one of"),
-        ({"balance": "time"}, "balance must be a cost model"),
-    ):
-        with pytest.raises(OptionError, match=match):
-            plan_step([1, 2, 3], TOKENS, 10, **options)  # type: ignore[arg-type]
-
-
-def test_fewer_samples_than_ranks_times_the_multiple() -> None:
-    """The message has the number that would do, and it does."""
-    with pytest.raises(UnevenRanksError, match="at least 8 samples"):
-        plan_step([1] * 7, TOKENS, 10, num_replicas=4, micro_batches_multiple=2)
-    step = plan_step([1] * 8, TOKENS, 10, num_replicas=4, micro_batches_multiple=2)
-    assert [len(mine) for mine in step.micro_batches] == [2] * 4
+        plan_step(sizes, cost, budget, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -46,7 +47,6 @@ class Cell:
             "lists", of a sampler that the user wrote. What it needs is asked of `host_bytes`.
         host_mib: the whole budget, instead of `mib`.
         batch_mib: padded bytes of a batch on the host.
-        trial_s: as in `loader_options`.
         pause_s: of the loop after each batch.
         watched: another process reads what this one and its workers have.
     """
@@ -62,7 +62,6 @@ class Cell:
     order: str = ""
     host_mib: int | None = None
     batch_mib: float = 4
-    trial_s: float = 0.0
     pause_s: float = 0.03
     watched: bool = True
 
@@ -70,9 +69,31 @@ class Cell:
         code = "from tests.support.host_cells import main\nif __name__ == '__main__': main()"
         return [sys.executable, "-c", code, json.dumps(asdict(self))]
 
+    def run(self, *before: str) -> subprocess.CompletedProcess[str]:
+        """Run the command after another one, such as that of `own_shared_memory`."""
+        return subprocess.run(
+            [*before, *self.command()],
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+
     def environment(self) -> dict[str, str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def own_shared_memory(mib: int) -> list[str]:
+    """A command that runs what follows with a /dev/shm of its own; none where it may not."""
+    if shutil.which("unshare") is None:
+        return []
+    names = ["--mount"] if os.geteuid() == 0 else ["--map-root-user", "--mount"]
+    script = f'mount -t tmpfs -o size={mib}m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", *names, "--propagation", "private", "sh", "-c", script, "sh"]
+    tried = subprocess.run([*command, "true"], capture_output=True, check=False)
+    return [] if tried.returncode else command
 
 
 def lengths(samples: int) -> Any:
@@ -255,7 +276,6 @@ def run(cell: Cell) -> dict[str, Any]:
             worker_init_fn=collect,
             multiprocessing_context=cell.start,
             max_workers=cell.workers,
-            trial_s=cell.trial_s,
         )
         options, needs, explained = dict(chosen), chosen.needs, chosen.explain()
         if options["num_workers"] < cell.workers:
@@ -269,7 +289,7 @@ def run(cell: Cell) -> dict[str, Any]:
         }
         if cell.order:
             asked: Any = DataLoader(**plain, **options, worker_init_fn=collect)
-            needs = tb.host_bytes(asked, trial_s=cell.trial_s)
+            needs = tb.host_bytes(asked)
     assert state.equal(torch.get_rng_state())
     warnings.filterwarnings("ignore", "This DataLoader will create")
     peaks: dict[str, int] = {}
@@ -278,14 +298,12 @@ def run(cell: Cell) -> dict[str, Any]:
     assert sorted(labels) == sorted([*range(cell.samples)] * cell.epochs)
     return {
         "budget": budget,
-        "present": budget - cell.mib * 2**20,
         "workers": options["num_workers"],
         "prefetch": options["prefetch_factor"] or 0 if "prefetch_factor" in options else 0,
         "predicted": None if needs is None else needs.total_bytes,
         "one_more": one_more,
         "predicted_shared": None if needs is None else needs.shared_bytes,
         "explained": explained,
-        "speeds": {},
         **peaks,
     }
 
@@ -297,7 +315,7 @@ def bytes_of_one_more(cell: Cell, plain: dict[str, Any], options: dict[str, Any]
         "prefetch_factor": 1,
         "multiprocessing_context": cell.start,
     }
-    needs = tb.host_bytes(DataLoader(**plain, **more, worker_init_fn=collect), trial_s=cell.trial_s)
+    needs = tb.host_bytes(DataLoader(**plain, **more, worker_init_fn=collect))
     return needs.total_bytes
 
 

@@ -72,8 +72,7 @@ def reasons_of(
     """Why a sampler may refuse an epoch.
 
     Samples that no other fits beside are micro-batches of their own, of which there must be a
-    multiple of the ranks' number. `drop_last` may drop all there is. Another epoch than those that
-    a given number was chosen for may need more micro-batches.
+    multiple of the ranks' number. `drop_last` may drop all there is.
     """
     multiple = options.get("size_multiple", 1)
     largest = -(-sizes.max(axis=0).astype(np.int64) // multiple) * multiple
@@ -82,12 +81,9 @@ def reasons_of(
     else:
         pair = int(cost.batch_bytes(2, largest))
     alone = pair > budget or options.get("max_batch_size") == 1
-    if "host_batch_bytes" in options:
-        on_host, limit = options["host_batch_bytes"]
-        alone |= int(on_host.batch_bytes(2, largest)) > limit
+    for model, limit in options.get("limits", ()):
+        alone |= int(model.batch_bytes(2, largest)) > limit
     return {
         "cannot be dealt evenly": ranks > 1 and alone,
         "drop_last=True leaves nothing": bool(options.get("drop_last")),
-        "and batches_per_epoch=": "batches_per_epoch" in options,
-        "and micro_batches_per_step=": "micro_batches_per_step" in options,
     }

@@ -17,11 +17,6 @@ def own_state(source: Any, done: int) -> Any:
     return source.state_dict()
 
 
-def counted_state(source: Any, done: int) -> Any:
-    """The state in the process of a plain `DataLoader`, whose workers run ahead."""
-    return source.state_dict(batches_done=done)
-
-
 def as_json(state: Any) -> Any:
     """The state after a file of JSON."""
     return json.loads(json.dumps(state))

@@ -89,10 +89,10 @@ class Samples:
     specs: list[FieldSpec]
     columns: list[list[Any]]  # per field, the value of each sample
 
-    @property
-    def length_field(self) -> tuple[Any, ...] | None:
-        """The first field with an axis, since those drawn here are not equally long."""
-        return next((p for p, s in zip(self.paths, self.specs, strict=True) if s.ndim), None)
+    def rules(self, layout: str) -> dict[Any, str]:
+        """A rule for every field with an axis but the first, since they are not equally long."""
+        ragged = [path for path, spec in zip(self.paths, self.specs, strict=True) if spec.ndim]
+        return dict.fromkeys(ragged[1:], layout)
 
 
 _Build = Callable[[list[Any]], Any]

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
 from torchbudget.cost.models.protocol import AdditiveCost
-from torchbudget.data.stream.cursor import StreamState
+from torchbudget.data.stream.cursor import StreamState, WorkerSlot
 from torchbudget.data.stream.epoch_reader import EpochReader
-from torchbudget.data.stream.slot import WorkerSlot
 
 TOKENS = PaddedCost(unit_bytes=1)
 KINDS = ("iterable", "map", "shards", "function", "splits itself")
@@ -116,14 +115,19 @@ class OneProcess:
         self.reader: EpochReader | None = None
 
     def __iter__(self) -> EpochReader:
-        self.reader = self.stream.reader_of(self.slot)
+        self.reader = self._new_reader()
         return self.reader
 
+    def _new_reader(self) -> EpochReader:
+        stream = self.stream
+        stream._loaded = False
+        return stream._reader_of(self.slot, stream._where() or stream._beginning_of_epoch())
+
     def state_dict(self) -> dict[str, Any]:
-        reader = self.stream.reader_of(self.slot) if self.reader is None else self.reader
+        at = (self._new_reader() if self.reader is None else self.reader).standing
         settings = self.stream._settings
-        state = StreamState(cursors=[reader.cursor], dealing=settings.dealing(reader.slot))
-        return state.to_plain(settings.order, seeks=settings.source.has_states)
+        state = StreamState(cursors=[at.cursor], dealing=settings.dealing(at.slot))
+        return state.to_plain(settings.order, seeks=settings.source.may_seek)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)

@@ -217,7 +217,7 @@ def test_a_measured_step_takes_what_the_costliest_micro_batch_does(ends: Any) ->
 
     predicted = trace_peak_bytes(step, torch.zeros(300, 256))
     if isinstance(ends.get("steps"), MemoryBudgetBatchSampler):
-        iter(ends["steps"])
+        list(ends["steps"])
     live = LiveBytes("cpu", block_bytes=64)
     for parameter in model.parameters():
         live.count(parameter)

@@ -47,7 +47,7 @@ def test_whose_position_can_be_saved() -> None:
 def test_a_position_needs_a_loader_that_can_load_it() -> None:
     training = Training()
     state = run_state(
-        training.model, training.accumulator, training.loader, epoch=0, batches_done=None
+        training.model, training.accumulator, training.loader, is_over=True
     )
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
@@ -61,7 +61,7 @@ def test_ranks_at_different_places_go_on_as_as_many(apart: int) -> None:
     for number, _ in enumerate(sampler.tracked(training.loader), 1):
         states.append(
             run_state(
-                training.model, training.accumulator, training.loader, epoch=0, batches_done=number
+                training.model, training.accumulator, training.loader, is_over=False
             )
         )
         if number == 2:
@@ -103,7 +103,7 @@ def test_a_stateful_loader_whose_workers_are_ahead(workers: int) -> None:
     for left in range(1, 6):
         training, begun, later = Training(), loader(), loader()
         came = len(list(islice(begun, len(whole) - left)))
-        state = run_state(training.model, training.accumulator, begun, epoch=0, batches_done=came)
+        state = run_state(training.model, training.accumulator, begun, is_over=False)
         load_run_state(state, training.model, training.accumulator, later)
         assert list(later) == whole[came:]
 

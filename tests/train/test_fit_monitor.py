@@ -113,7 +113,8 @@ def test_batches_of_any_type_are_measured(tmp_path: Path) -> None:
     training, path = Training(), tmp_path / "run.jsonl"
     with MemoryMonitor(path=path) as monitor:
         train_epoch(
-            training.model, batches_without_sizes(), loss_of, training.accumulator,
+            training.model, batches_without_sizes(), loss_of,
+            GradAccumulator(training.optimizer, training.model, steps=1),
             weight=lambda _: 1, monitor=monitor,
         )  # fmt: skip
     batches = [record for record in read_records(path) if record["event"] == "batch"]

@@ -96,10 +96,11 @@ class Wide(nn.Module):
 class Planned:
     "Steps of given numbers of micro-batches."
 
-    iterations = 1
-
     def __init__(self, steps):
         self.steps = steps
+
+    def accumulates(self):
+        return True
 
 
 def make(steps=3):

@@ -21,7 +21,7 @@ from tests.support.large_steps import (
 )
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost, evaluate
 from torchbudget.errors import OptionError
-from torchbudget.plan.step_source import StepSource
+from torchbudget.protocols import StepSource
 from torchbudget.train.step import Pending, Planned
 
 
@@ -106,7 +106,9 @@ class Plan:
 
     def __init__(self, steps: list[int]) -> None:
         self.steps = steps
-        self.iterations = 1
+
+    def accumulates(self) -> bool:
+        return True
 
 
 class Pair(Data):
@@ -173,12 +175,12 @@ def ends_of(boundary: Planned, micro_batches: int) -> list[bool]:
 
 
 def test_steps_are_read_anew_in_each_iteration() -> None:
-    """Where `iterations` changes, the plan of before is dropped, whatever is left of it."""
+    """Where `steps` is another list, the plan of before is dropped, whatever is left of it."""
     plan = Plan([2, 3])
     boundary = Planned(plan)
     assert not boundary.restarted()
     assert ends_of(boundary, 4) == [False, True, False, False]
-    plan.steps, plan.iterations = [1, 2], 2
+    plan.steps = [1, 2]
     assert boundary.restarted()
     assert ends_of(boundary, 3) == [True, False, True]
     assert not boundary.restarted()
@@ -191,22 +193,22 @@ def test_more_micro_batches_than_planned_are_refused() -> None:
         boundary.ends(Pending(micro_batches=1))
 
 
-class Uncounted:
-    """It does not say how often it was iterated over."""
+class StepsAlone:
+    """It does not say whether steps have several micro-batches."""
 
     steps = (2, 3)
 
 
-@pytest.mark.parametrize("steps", [0, True, 2.0, "2", Uncounted()])
+@pytest.mark.parametrize("steps", [0, True, 2.0, "2", StepsAlone()])
 def test_steps_of_something_else_are_refused(steps: Any) -> None:
-    with pytest.raises(OptionError, match="`steps` and `iterations`"):
+    with pytest.raises(OptionError, match="`steps` and `accumulates`"):
         GradAccumulator(sgd(make_model("CNN")), steps=steps)
 
 
-def test_a_sampler_counts_its_iterations() -> None:
+def test_a_sampler_is_a_source_of_steps() -> None:
     sampler = MemoryBudgetBatchSampler([3, 4, 5], PaddedCost(unit_bytes=1), 9, shuffle=False)
     assert isinstance(sampler, StepSource)
-    assert not isinstance(Uncounted(), StepSource)
-    assert sampler.iterations == 0
-    list(sampler)
-    assert sampler.iterations == 1
+    assert not isinstance(StepsAlone(), StepSource)
+    assert len(sampler.steps) == 0
+    batches = list(sampler)
+    assert sum(sampler.steps) == len(batches)

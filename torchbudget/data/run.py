@@ -14,7 +14,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from torchbudget.errors import StateError
+from torchbudget.errors import DiscardedStateWarning, StateError
+from torchbudget.warn import warn
 
 Place = TypeVar("Place")
 
@@ -46,7 +47,8 @@ class Run(Iterator[Any], ABC, Generic[Place]):
             source._beginning = None
         # The loaders' iterator of workers that persist is one object, which a later loop restarts.
         self._restarts = getattr(self._batches, "_sampler_iter", None)
-        self._places: deque[Place] = deque([self._began()], _KEPT)
+        self._first = self._began()
+        self._places: deque[Place] = deque([self._first], _KEPT)
         self._runs.add(self)
 
     @abstractmethod
@@ -76,8 +78,7 @@ class Run(Iterator[Any], ABC, Generic[Place]):
                 )
             came = next(self._batches, _ENDED)
             if came is _ENDED:
-                self._places.append(self._end())
-                del self._places[-2]  # the same place, before the epoch was known to be over
+                self._places[-1] = self._end()  # the same place, once the epoch is known to be over
             else:
                 place, came = self._take(came)
                 self._places.append(place)
@@ -109,6 +110,12 @@ class Run(Iterator[Any], ABC, Generic[Place]):
             raise StateError(f"the last {_KEPT} positions are kept, asked for {back} before it")
         return self._state(self._places[max(len(self._places) - 1 - back, 0)])
 
+    def start_over(self) -> None:
+        """Put the sampler or stream back where the run began, for a host whose loops start over."""
+        self.close()
+        if self._source._runs is self._runs:
+            self._source._stands_at(self, self._first)
+
     def close(self) -> None:
         """End the run where it stands."""
         self._batches = None  # ends workers that do not persist
@@ -124,3 +131,27 @@ class Run(Iterator[Any], ABC, Generic[Place]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
+    """Warn the caller of `set_epoch` where samples would be lost, or come again.
+
+    Args:
+        loaded: the epoch in which the state stands.
+        chosen: another one.
+        within: it stands after the first of that epoch's batches.
+    """
+    if within:
+        message = (
+            f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}; go on "
+            "in that epoch, or do not load the state"
+        )
+    elif chosen < loaded:
+        message = (
+            f"set_epoch({chosen}) goes back to an epoch that was over when the loaded state was "
+            f"saved: its samples come again. Go on with epoch {loaded}, as in "
+            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state"
+        )
+    else:
+        return
+    warn(message, DiscardedStateWarning)

@@ -18,11 +18,11 @@ from torchbudget.checks import check_flags, is_number, natural, optional
 from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.data.frameworks import Caller
-from torchbudget.data.run import Run
+from torchbudget.data.run import Run, warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.size_check import SizeCheck
 from torchbudget.distributed import AskedRanks, largest_of_all_ranks
-from torchbudget.errors import DiscardedStateWarning, OptionError, SampleError, StateError
+from torchbudget.errors import OptionError, SampleError, StateError
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.dealing import Ranks
@@ -35,7 +35,6 @@ from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable
 from torchbudget.protocols import IndexSource, ResumableSource, StepSource
 from torchbudget.units import Amount
-from torchbudget.warn import warn
 
 
 class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, IndexSource):
@@ -97,7 +96,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
         OptionError: an option, or a pair of options, that cannot hold.
-        UnevenRanksError: fewer samples than ranks.
 
     Planning takes O(samples of a window) before each window's first micro-batch and keeps nothing
     per sample beside `sizes`. `len` counts the whole epoch once.
@@ -210,7 +208,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         Raises:
             OptionError: there were others when this epoch's iteration began; or the window is below
                 their number.
-            UnevenRanksError: fewer samples than ranks.
         """
         number, before = self.num_replicas, self._plan.ranks.number
         if number == before:
@@ -260,6 +257,11 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         if known is None or known[0] is not cursor:
             known = self._length = cursor, plan.batches_left(cursor)
         return known[1]
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps that the next `iter()` begins, where `samples_per_step` makes them."""
+        return self.plan.windows_left(self._cursor)
 
     @property
     def epoch(self) -> int:
@@ -313,18 +315,21 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         caller = Caller.find()
         caller.check_loader(self.num_replicas)
         plan, cursor = self.plan, self._cursor
-        at = {"epoch": cursor.epoch, "pass": cursor.number, "start": cursor.start}
-        facts = self._order | at | {"rounds": cursor.rounds}
+        at = {"epoch": cursor.epoch, "first": cursor.first, "pass": cursor.number}
+        at |= {"start": cursor.start, "rounds": cursor.rounds, "done": cursor.done}
+        facts = self._order | at | {"batches_per_epoch": plan.batches_per_epoch}
         check_same_on_ranks(self._ranks, lambda: facts | plan.dealing)
         caller.check_length(
             self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
         )
         run = self._beginning
-        self._present = iterator = _Iteration(
+        iterator = _Iteration(
             self, plan, cursor, is_tracked=run is not None, reads_ahead=caller.reads_ahead
         )
         if run is not None:
             run.iteration = iterator
+        if not self._runs:  # an open run goes on to count
+            self._present = iterator
         return iterator
 
     def tracked(self, loader: DataLoader[Any]) -> SamplerRun:
@@ -369,9 +374,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Inside, iterations change nothing for a loop around it: see `predict`."""
+        """Iterate over a whole pass inside, without a change for a loop around it: see `predict`.
+
+        Where samples cannot be dealt evenly to the ranks, some come again: see `Ranks.repeats`.
+        """
         before = vars(self).copy()
-        self._begin_at(self._cursor, self._loaded)
+        self._begin_at(Cursor(epoch=self.epoch))
+        self._plan = self.plan.repeating()
         try:
             yield
         finally:
@@ -489,13 +498,12 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
             self._plan.order.check_length(len(dataset))
 
     def check_whole_epoch(self) -> None:
-        """Check that the coming epoch has every sample once, so that results can be put in order.
+        """Check that an epoch has every sample once, so that results can be put in order.
 
         Raises:
-            OptionError: the epoch leaves samples out or repeats them.
-            StateError: it goes on within an epoch.
+            OptionError: it leaves samples out or repeats them.
         """
-        plan, cursor = self.plan, self._cursor
+        plan = self.plan
         skipped = plan.order.skipped
         if len(skipped):
             raise OptionError(
@@ -513,12 +521,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
                     f"{name} leaves samples out or repeats them, so that some would have no "
                     f"output, or several: leave {name} out"
                 )
-        if not cursor.is_beginning:
-            raise StateError(
-                f"the sampler goes on within epoch {cursor.epoch}, so that samples that are done "
-                "would have no output: use another sampler, or call "
-                f"set_epoch({cursor.epoch + 1}) first"
-            )
 
 
 class _Iteration(Iterator[list[int]]):
@@ -567,13 +569,14 @@ class _Iteration(Iterator[list[int]]):
             record = next(self._records)
         except StopIteration:
             if self.last is None:  # nothing is left of the epoch
-                self._end(self.began.next_epoch())
+                self._end(self._plan.next_epoch(self.began))
             raise
         except Exception:  # a generator that raised is over: the next call raises again
             self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
             raise
         self.last = record
-        self._sampler._present = self
+        if self._counts():
+            self._sampler._present = self
         if record.window is not self._window:
             self._window, self._last_place = record.window, record.window.last
             self.steps.extend(record.window.steps)
@@ -584,9 +587,13 @@ class _Iteration(Iterator[list[int]]):
         indices: list[int] = record.indices.tolist()
         return indices
 
+    def _counts(self) -> bool:
+        """Whether no run is open, and no other position was chosen since this began."""
+        return not self._runs and self._sampler._runs is self._runs
+
     def _end(self, after: Cursor) -> None:
         """The epoch's last batch was drawn: the next epoch follows, unless a run is open."""
-        if not self.is_tracked and not self._runs and self._sampler._runs is self._runs:
+        if not self.is_tracked and self._counts():
             self._sampler._place, self._sampler._loaded = after, None
 
     def replan(self, plan: Plan, place: tuple[int, int, int]) -> None:
@@ -620,6 +627,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         self._sizes = SizeCheck(
             size_multiple=plan.rules.size_multiple,
             packed=plan.rules.packing is not None,
+            total_multiple=getattr(plan.rules.cost, "total_multiple", 1),
             sizes=plan.sizes.values,
         )
         self._delivered = 0
@@ -627,7 +635,10 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _began(self) -> Cursor:
         if not hasattr(self, "iteration"):
-            raise StateError("the loader began no iteration of this sampler")
+            raise StateError(
+                "iter(loader) began no iteration of this sampler: a loader's own __iter__ must "
+                "call super().__iter__() at once, and not with its first batch, as a generator does"
+            )
         return self.iteration.began
 
     def _take(self, came: Any) -> tuple[MicroBatch, Any]:
@@ -644,7 +655,10 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def _end(self) -> Cursor:
         place, began = self.last, self.iteration.began
-        after = place.after if isinstance(place, MicroBatch) else place.next_epoch()
+        if isinstance(place, MicroBatch):
+            after = place.after
+        else:
+            after = self._source._plan.next_epoch(place)
         if after.epoch == began.epoch or (place is began and next(self.iteration, None)):
             raise SampleError(
                 f"the loader ended after {self._delivered} batches of epoch {began.epoch}, which "
@@ -665,33 +679,14 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         return self.last.indices.tolist() if isinstance(self.last, MicroBatch) else []
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether the batch that came last has a sample that another batch has."""
+        return self.last.is_repeated if isinstance(self.last, MicroBatch) else False
+
+    @property
     def ends_step(self) -> bool:
         """Whether the batch that came last is the last one of its optimizer step."""
         return self.last.ends_step if isinstance(self.last, MicroBatch) else False
-
-
-def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
-    """Warn the caller of `set_epoch` where samples would be lost, or come again.
-
-    Args:
-        loaded: the epoch in which the state stands.
-        chosen: another one.
-        within: it stands after the first of that epoch's batches.
-    """
-    if within:
-        message = (
-            f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}; go on "
-            "in that epoch, or do not load the state"
-        )
-    elif chosen < loaded:
-        message = (
-            f"set_epoch({chosen}) goes back to an epoch that was over when the loaded state was "
-            f"saved: its samples come again. Go on with epoch {loaded}, as in "
-            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state"
-        )
-    else:
-        return
-    warn(message, DiscardedStateWarning)
 
 
 def _with_margin_of(plan: Plan, state: Any) -> Plan:

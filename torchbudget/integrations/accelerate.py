@@ -8,17 +8,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError, StateError
-from torchbudget.integrations.positioned import (
-    Position,
-    PositionedLoader,
-    check_dealt,
-    of_each_rank,
-    of_this_rank,
-)
+from torchbudget.integrations.hosted import HostedLoader, check_dealt, of_each_rank, of_this_rank
 
 
 def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
-    """What `accelerator.prepare(loader)` returns, except that batches are those of this rank.
+    """Prepare a loader as `accelerator.prepare(loader)` does, except that ranks keep their batches.
 
     `even_batches` and `split_batches` do not touch it. Batches come on the accelerator's device.
     `accelerator.save_state` and `load_state` save its position, within an epoch too, and
@@ -51,7 +45,7 @@ def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
     )
     base = _BaseLoader(loader)
     shard = prepare_data_loader(
-        loader,
+        base.loader,
         accelerator.device,
         num_processes=1,  # of one process, Accelerate deals nothing
         process_index=0,
@@ -61,17 +55,16 @@ def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
         non_blocking=accelerator.non_blocking,
     )
     shard.base_dataloader = base
-    shard._update_state_dict()
+    shard.dl_state_dict = {}
     shard._is_accelerate_prepared = True
     accelerator.register_for_checkpointing(_Checkpoint(accelerator, shard, base))
     return accelerator.prepare_data_loader(shard)
 
 
-class _BaseLoader(PositionedLoader):
-    """What a `DataLoaderShard` reads, one batch ahead of the loop.
+class _BaseLoader(HostedLoader):
+    """The loader that a `DataLoaderShard` reads, one batch ahead of the loop.
 
-    The shard takes its state before it reads ahead. All else is the loader's own:
-    `skip_first_batches` makes another loader of it.
+    All else is the `DataLoader`'s own: `skip_first_batches` makes another loader of it.
     """
 
     def __len__(self) -> int:
@@ -81,14 +74,6 @@ class _BaseLoader(PositionedLoader):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-    def state_dict(self) -> Position:
-        """The position."""
-        return dict(self.position())  # Accelerate writes into it
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from it."""
-        self.go_to(state_dict)
 
 
 class _Checkpoint:
@@ -100,31 +85,27 @@ class _Checkpoint:
         self._base = base
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of each rank, since the first one writes; a collective.
+        """Return the position of each rank, since the first one writes; a collective.
 
         Raises:
             StateError: the loop is one over what `skip_first_batches` returned.
         """
-        return {"ranks": of_each_rank(self._position())}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from that of this rank, in its epoch."""
-        self._base.go_to(of_this_rank(state_dict["ranks"]))
-        self._shard.iteration = self._base.source.epoch
-        self._shard._update_state_dict()
-
-    def _position(self) -> Position:
-        source = self._base.source
+        source, run, position = self._base.source, self._base.run, None
         for loader in reversed(self._accelerator.gradient_state.dataloader_references):
-            if loader is self._shard:  # a loop over it is open
-                position: Position = loader.state_dict()
-                return position
+            if loader is self._shard and run is not None:  # a loop over it is open
+                position = run.position(int(not loader.end_of_dataloader))
+                break
             sampler = getattr(loader, "batch_sampler", None)
-            within = getattr(sampler, "batch_sampler", None)
-            if any(one is source for one in (within, getattr(loader, "dataset", None))):
+            of_others = getattr(sampler, "batch_sampler", None), getattr(loader, "dataset", None)
+            if loader is not self._shard and any(one is source for one in of_others):
                 raise StateError(
                     "skip_first_batches returned another loader, which reads ahead of its loop "
                     "and keeps no position: save in a loop over the prepared loader, or resume by "
                     "accelerator.load_state, which needs no skip_first_batches"
                 )
-        return self._base.position_of_source()
+        return {"ranks": of_each_rank(source.state_dict() if position is None else position)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from that of this rank, in its epoch."""
+        self._base.go_to(of_this_rank(state_dict["ranks"]))
+        self._shard.iteration = self._base.source.epoch

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchbudget.data.collate.transformers_layout import TransformersBatch
+from torchbudget.data.collate.pack_collate import TransformersBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, StateError
-from torchbudget.integrations.kept_apart import check_kept_apart
-from torchbudget.integrations.positioned import (
-    PositionedLoader,
+from torchbudget.integrations.hosted import (
+    HostedLoader,
     check_dealt,
     find_source,
     of_each_rank,
     of_this_rank,
 )
-from torchbudget.protocols import Stateful
+from torchbudget.integrations.kept_apart import check_kept_apart
 from torchbudget.train.batches import num_samples
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes a
             num_replicas=self.args.world_size // shared_by,
             rank=self.args.process_index // shared_by,
         )
-        self._items = _Items(self, PositionedLoader(loader))
+        self._items = _Items(self, HostedLoader(loader))
         return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
 
     def _check_loss(self) -> None:
@@ -208,18 +207,22 @@ class _Items(IterableDataset[list[Any]]):
         trainer: whose arguments and state are read.
         loader: of micro-batches.
 
+    Attributes:
+        sampler: whose steps the items are; `None`: each item is one micro-batch.
+
     Raises:
         OptionError: they do not go together.
     """
 
-    def __init__(self, trainer: Any, loader: PositionedLoader) -> None:
+    def __init__(self, trainer: Any, loader: HostedLoader) -> None:
         source = loader.source
-        self.loader = loader
-        self.sampler = source if isinstance(source, MemoryBudgetBatchSampler) else None
-        self._trainer = trainer
-        _check(trainer, loader.loader, self.sampler)
-        self._length = _length_of(loader)
-        self._began = False
+        is_sampler = isinstance(source, MemoryBudgetBatchSampler)
+        is_planned = is_sampler and source.plan.batches_per_epoch is None
+        self.loader, self._trainer = loader, trainer
+        self.sampler: Any = source if is_planned else None
+        _check(trainer, self.sampler)
+        self._length = self._left()
+        self._has_begun = False
 
     def __len__(self) -> int:
         if self._length is None:
@@ -228,13 +231,13 @@ class _Items(IterableDataset[list[Any]]):
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch, on all ranks; of a stream, its micro-batches."""
+        """Samples of an epoch on all ranks; micro-batches where that is not planned."""
         return len(self) if self.sampler is None else len(self.sampler.plan.order)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next; to a stream of unknown length, all is one epoch."""
         if self._length is not None:
-            self.loader.set_epoch(epoch)
+            self.loader.choose(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield what is left of the epoch; of a stream of unknown length, of all epochs.
@@ -244,7 +247,7 @@ class _Items(IterableDataset[list[Any]]):
         done = self._go_on()
         yield from repeat([], done)
         if self._length is not None:
-            yield from self._epoch(self._length, done)
+            yield from self._epoch(self._length - done)
             return
         came = True
         while came:
@@ -253,19 +256,32 @@ class _Items(IterableDataset[list[Any]]):
                 came = True
                 yield [batch]
 
-    def _epoch(self, length: int, done: int) -> Iterator[list[Any]]:
-        numbers = [1] * (length - done) if self.sampler is None else [*self.sampler.steps]
-        if len(numbers) != length - done:
+    def _epoch(self, left: int) -> Iterator[list[Any]]:
+        """Yield the items that the Trainer still takes in the epoch."""
+        if self.sampler is not None and self._left() != left:
             raise OptionError(
-                f"epoch {self.loader.source.epoch} has {len(numbers) + done} steps, and the "
-                f"Trainer counts on {length}, the first one's"
+                f"epoch {self.sampler.epoch} has {self._left()} steps left, and the Trainer counts "
+                f"on {left}, by the first epoch's"
             )
+        item: list[Any] = []
         batches = iter(self.loader)
-        for left, number in zip(reversed(range(len(numbers))), numbers, strict=True):
-            item = [*islice(batches, number)]
-            if not left:
-                list(batches)  # ends the loop, since the Trainer asks for no item after the last
-            yield item
+        for batch in batches:
+            item.append(batch)
+            if self.sampler is None or self.loader.run.ends_step:
+                left -= 1
+                if not left:
+                    list(batches)  # ends the loop: the Trainer asks for no item after the last
+                yield item
+                item = []
+
+    def _left(self) -> int | None:
+        """Items of the coming epoch; `None`: unknown."""
+        if self.sampler is not None:
+            return self.sampler.steps_left
+        try:
+            return len(self.loader.loader)
+        except TypeError:
+            return None
 
     def _go_on(self) -> int:
         """Go to the position of the Trainer's checkpoint, if it has loaded one.
@@ -276,9 +292,9 @@ class _Items(IterableDataset[list[Any]]):
         Raises:
             StateError: the checkpoint has no position.
         """
-        began, self._began = self._began, True
+        has_begun, self._has_begun = self._has_begun, True
         args, state = self._trainer.args, self._trainer.state
-        if began or not state.global_step or args.ignore_data_skip:
+        if has_begun or not state.global_step or args.ignore_data_skip:
             return 0
         saved = state.stateful_callbacks.get(_KEY)
         if saved is None:
@@ -293,7 +309,7 @@ class _Items(IterableDataset[list[Any]]):
 
 
 class _ItemLoader(DataLoader[list[Any]]):
-    """Passes on the epoch that the Trainer chooses."""
+    """A loader that passes on the epoch that the Trainer chooses."""
 
     dataset: _Items
 
@@ -315,26 +331,12 @@ def _counted(batch: Any) -> dict[str, Any]:
     return {**batch, "labels": labels.masked_fill(labels == _IGNORED, 0)}
 
 
-def _length_of(loader: PositionedLoader) -> int | None:
-    """Items of the coming epoch; `None`: unknown."""
-    if isinstance(loader.source, MemoryBudgetBatchSampler):
-        return sum(1 for _ in loader.source.steps)
-    try:
-        return len(loader.loader)
-    except TypeError:
-        return None
-
-
-def _check(trainer: Any, loader: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
+def _check(trainer: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
     """Raise an `OptionError` that names what does not go together."""
     args = trainer.args
     refused = {
-        "a StatefulDataLoader: use a DataLoader, whose position is saved": isinstance(
-            loader, Stateful
-        ),
-        "a sampler without samples_per_step: the Trainer needs as many steps in each epoch": (
-            sampler is not None and not sampler.plan.ranks.even_sums
-        ),
+        "a sampler without samples_per_step or batches_per_epoch: the Trainer needs as many steps "
+        "in each epoch": sampler is not None and not sampler.plan.ranks.even_sums,
         "gradient_accumulation_steps with a sampler, whose plan has the steps: leave it at 1": (
             sampler is not None and args.gradient_accumulation_steps != 1
         ),

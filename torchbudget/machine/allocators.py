@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 import torch
@@ -109,6 +110,28 @@ def _in_force() -> dict[str, Any] | None:
     return settings
 
 
+def map_large_blocks(threshold_bytes: int = 2**17) -> bool:
+    """Make glibc return each block of at least this size when it is freed; false elsewhere."""
+    mallopt = getattr(_library(), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
+
+
+def return_free_pages() -> None:
+    """Make glibc return the pages that are free now, without another setting."""
+    trim = getattr(_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    """The C library of this process; `None` where there is none to call."""
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return None
+
+
 def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     """Make glibc return freed memory: what is free now, and each large block when it is freed.
 
@@ -127,14 +150,10 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     Returns:
         Whether it was done, which takes glibc.
     """
-    try:
-        library = ctypes.CDLL(None)
-        mallopt, malloc_trim = library.mallopt, library.malloc_trim
-    except (AttributeError, OSError):
-        return False
-    done = bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
-    malloc_trim(ctypes.c_size_t(0))
-    if done and hasattr(library, "mallinfo2"):
+    done = map_large_blocks(threshold_bytes)
+    return_free_pages()
+    library = _library()
+    if done and library is not None and hasattr(library, "mallinfo2"):
         _take_free_blocks(library, threshold_bytes)
     return done
 

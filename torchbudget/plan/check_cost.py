@@ -1,4 +1,4 @@
-"""Whether a user's cost is one: vectorised, of whole bytes, with a capacity that fits."""
+"""Checks of a user's cost: it is vectorised, returns whole bytes, and its capacity fits."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torchbudget.errors import CostError, SizesError, TorchBudgetError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import format_bytes
 
-_LOOKED_AT: Final = 2**16  # samples
-_ASKED: Final = 2**12  # different sizes that a cost is asked for
+_LOOKED_AT: Final = 2**16  # samples that are looked at
+_ASKED: Final = 2**12  # different sizes that a cost is called with
 _COUNTED: Final = 2**16  # sizes below it are counted
-_MOST: Final = 2**31  # samples: their bytes must not wrap where a sample costs nothing
+_MOST: Final = 2**31  # samples: bytes must not wrap if a sample costs nothing
 
 
 def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[Any]) -> None:
-    """Ask the cost, and what ranks are balanced by, for some of the sizes that will come.
+    """Call the cost models of the rules with some of the sizes that will come.
 
     Args:
-        rules: with the budget.
-        sizes: at least one, shape `(n,)` or `(n, d)`; up to 4,096 different ones of up to 65,536
-            samples, evenly spread, are asked for.
-        largest: on every axis, shape `()` or `(d,)`, which is asked for, too.
+        rules: cost models and budgets.
+        sizes: at least one, shape `(n,)` or `(n, d)`; up to 4,096 different sizes of up to 65,536
+            samples, evenly spread, are used.
+        largest: largest size on every axis, shape `()` or `(d,)`, which is used too.
 
     Raises:
-        CostError: it takes no arrays; does not return whole bytes, one for each size; or its
+        CostError: a model takes no arrays; does not return whole bytes, one for each size; or its
             capacity does not fit the budget by its own `batch_bytes`.
-        SizesError: it takes sizes of another number of axes.
+        SizesError: a model takes sizes of another number of axes.
 
     Warns:
-        MeasureWarning: it was predicted for another budget.
+        MeasureWarning: a cost was predicted for another budget.
     """
     some = np.concatenate([_spread(sizes, _LOOKED_AT), largest[None]])
     padded = _spread(_different(rules.padded(some)), _ASKED - 1)
@@ -56,7 +56,7 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
 
 
 def _different(rows: npt.NDArray[Any]) -> IntArray:
-    """The rows, each once, in ascending order."""
+    """The distinct rows in ascending order."""
     if rows.ndim == 1 and rows.max() < _COUNTED:  # in a thirtieth of the time
         return np.flatnonzero(np.bincount(rows))
     return np.unique(rows, axis=0)
@@ -83,7 +83,6 @@ def _check_capacity(name: str, model: CostModel, padded: IntArray, limit: int, m
 
 
 def _check_shapes(name: str, model: CostModel, padded: IntArray, budget: int) -> None:
-    """Many sizes, with as many numbers and budgets."""
     if padded.ndim == 2:
         _check_axes(name, model, padded[0])
     many = np.full(len(padded), 1)

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-_PLACE: Final = ("epoch", "first", "pass", "start", "stop", "rounds", "done")  # natural numbers
+_PLACE: Final = (
+    "epoch",
+    "first",
+    "pass",
+    "start",
+    "stop",
+    "rounds",
+    "done",
+    "strips",
+)  # natural numbers
 _KEYS: Final = frozenset([*_PLACE, "dealt", "left", "order", "dealing"])
 
 
@@ -94,22 +103,22 @@ class Cursor:
 
         Their size does not depend on the data set: some hundred bytes, and inside a window at most
         one bit for each of its samples, so that other ranks can take over. The bits are in the
-        order of sizes, in which micro-batches are runs, and are compressed.
+        order in which windows are cut, so that micro-batches are runs, and are compressed.
 
         Args:
             order: what must be the same for positions to mean the same samples.
         """
         dealt, left, plan = self.left, None, self.plan
         if plan is not None:
-            sorted_by_size = plan.sorted_positions(self)
+            as_cut = plan.sorted_positions(self, plan.strips)
             left = plan.left_of(self)
             if left is not None:
-                left = left[sorted_by_size]
+                left = left[as_cut]
             if dealt is not None:
-                dealt = dealt[sorted_by_size]
+                dealt = dealt[as_cut]
         place = (self.epoch, self.first, self.number, self.start, self.stop, self.rounds, self.done)
         return {
-            **dict(zip(_PLACE, place, strict=True)),
+            **dict(zip(_PLACE, (*place, 0 if plan is None else plan.strips), strict=True)),
             "dealt": _text(dealt),
             "left": _text(left),
             "order": dict(order),
@@ -128,7 +137,8 @@ class Cursor:
             StateMismatchError: it belongs to another data set or order.
         """
         check_meaning(state, _KEYS, order)
-        epoch, first, number, start, stop, rounds, done = (_natural(state, key) for key in _PLACE)
+        place = (_natural(state, key) for key in _PLACE)
+        epoch, first, number, start, stop, rounds, done, strips = place
         positions = len(plan.order)
         if not start <= stop <= positions:
             raise StateError(f"positions {start} … {stop} are not within the epoch's {positions}")
@@ -152,7 +162,7 @@ class Cursor:
         if text is None:
             return replace(found, rounds=rounds if same else 0)
         left = np.zeros(stop - start, np.bool_)
-        left[plan.sorted_positions(found)] = _mask(text, stop - start)
+        left[plan.sorted_positions(found, strips)] = _mask(text, stop - start)
         return replace(found, left=left, rounds=rounds if same else 0)
 
 

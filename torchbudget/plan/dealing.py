@@ -14,19 +14,19 @@ from torchbudget.errors import UnevenRanksError
 from torchbudget.plan.cut import SortedWindows, Windows
 from torchbudget.plan.rules import BatchRules
 
-# A lowered budget is found to this part of the budget.
+# Precision of a lowered budget, as a part of the budget.
 _PRECISION: Final = 2**11
 # Exchanges between the costliest and the cheapest rank; on measured data the eighth gains nothing.
 _EXCHANGES: Final = 12
-# Exchanges look at all pairs of micro-batches of two ranks. With more than this many on each rank
-# sums are even without them.
+# Exchanges compare all pairs of micro-batches of two ranks. With more micro-batches than these on
+# each rank, sums are even without exchanges.
 _EXCHANGE_ROUNDS: Final = 64
 _HALVINGS: Final = 12
 # Runs of the tail, one for each rank and distinct size, that are computed together: 4,096 ranks and
 # lengths up to 100,000 would take gigabytes.
 _RUNS_AT_ONCE: Final = 2**18
-# Budgets between the lowest that gives few enough micro-batches and the whole one, under which the
-# micro-batches of the longest samples are cut: which one leaves the least uneven, none can tell.
+# Budgets, from the lowest that gives few enough micro-batches to the whole one, under which the
+# micro-batches of the longest samples are cut: the most even one is found by trying.
 _HEADS: Final = 3
 # Ranks whose costliest one is within this of the mean are even enough.
 _EVEN: Final = 1.002
@@ -34,32 +34,35 @@ _EVEN: Final = 1.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How micro-batches are shared.
+    """The ranks that share micro-batches.
 
     Attributes:
-        number: of ranks that share each window.
-        even_sums: ranks wait for each other once a window (it is one optimizer step), so that each
-            one's sum over the window counts; otherwise they wait once a round.
+        number: number of ranks that share each window.
+        even_sums: ranks wait for each other once a window (one optimizer step), so that the sums
+            over a window must be even; otherwise they wait once a round.
         multiple: the number of micro-batches on each rank is a multiple of it.
+        repeats: a window that cannot be dealt evenly repeats samples, each in a micro-batch of its
+            own, for forward passes whose outputs can be discarded.
     """
 
     number: int = 1
     even_sums: bool = False
     multiple: int = 1
+    repeats: bool = False
 
     @property
     def together(self) -> int:
-        """The number of a window's micro-batches is a multiple of it."""
+        """The number of micro-batches in a window is a multiple of it."""
         return self.number * self.multiple
 
 
 def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray:
-    """Micro-batches that each rank needs of windows that are cut into so many.
+    """The number of micro-batches that each rank gets of each window.
 
     Args:
-        micro_batches: of each window under the whole budget, shape `(windows,)`.
+        micro_batches: micro-batches of each window under the whole budget, shape `(windows,)`.
         length: samples in each window.
-        ranks: that share them.
+        ranks: ranks that share the windows.
 
     Returns:
         Shape `(windows,)`.
@@ -69,7 +72,7 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
     """
     rounds = -(-micro_batches // ranks.together) * ranks.multiple
     most = int(rounds.max()) * ranks.number
-    if most > length:
+    if most > length and not ranks.repeats:
         multiples = f" in multiples of {ranks.multiple}" if ranks.multiple > 1 else ""
         raise UnevenRanksError(
             f"{length} samples that need {int(micro_batches.max())} micro-batches cannot be dealt "
@@ -83,14 +86,14 @@ def least_rounds(micro_batches: IntArray, length: int, ranks: Ranks) -> IntArray
 def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: int) -> IntArray:
     """Lower the budgets of windows as far as their numbers of micro-batches allow.
 
-    The budget rounds a window to some number of micro-batches, and the ranks round that up to a
-    multiple of theirs. Under the lowest budget that still gives no more micro-batches than that,
-    they are as alike as can be, the last one too.
+    Under the whole budget a window has some number of micro-batches, which the ranks round up to a
+    multiple of their number. Under the lowest budget that gives no more than that multiple, the
+    micro-batches are as alike as can be, the last one too.
 
     Args:
-        windows: that are cut.
-        target: numbers of micro-batches, at least those under the whole budget, shape `(windows,)`.
-        low: bytes that no micro-batch of each window is below, shape `(windows,)`.
+        windows: windows to cut.
+        target: numbers of micro-batches, at least as under the whole budget, `(windows,)`.
+        low: lower bound on the bytes of a micro-batch in each window, `(windows,)`.
         high: the budget.
 
     Returns:
@@ -104,7 +107,7 @@ def lowest_budgets(windows: Windows, *, target: IntArray, low: IntArray, high: i
     feasible = np.full(len(low), high)
     least_bytes = windows.least(target)
     infeasible = np.maximum(low, least_bytes) - 1
-    # Just above a bound that all but full micro-batches reach, the first trial ends the search.
+    # A first trial just above the bound ends the search if micro-batches are nearly full.
     near = np.minimum(infeasible + precision, feasible)
     middle = np.where(least_bytes > low, near, (infeasible + feasible) // 2)
     # A window that is done stays as it is, so that it does not depend on the others.
@@ -122,14 +125,14 @@ def split_to(
     """Split the costliest runs in two until there are `target` of them.
 
     Args:
-        starts: where each run starts, ascending from 0, shape `(runs,)`.
-        length: where the last one ends; at least `target`.
+        starts: start of each run, ascending from 0, shape `(runs,)`.
+        length: end of the last run; at least `target`.
         costs: bytes of each run, shape `(runs,)`.
-        target: how many runs to reach.
-        multiple: the first half of a run is a multiple of it wherever the run is longer.
+        target: number of runs to reach.
+        multiple: the first half of a run is a multiple of it if the run is longer.
 
     Returns:
-        Where the runs start now, shape `(target,)`. A half counts as half its run's cost.
+        The starts of the runs now, shape `(target,)`. A half counts as half the cost of its run.
         O(runs + splits·log(runs)).
     """
     stops = np.append(starts[1:], length)
@@ -152,13 +155,13 @@ def split_to(
 def deal_steps(costs: IntArray, ranks: int) -> IntArray:
     """Give every rank as many micro-batches, and sums of costs that are as equal as can be.
 
-    For windows that are steps: ranks wait for each other once a window. Micro-batches are dealt in
-    rounds as `deal_rounds` does, by their costs; then the costliest and the cheapest rank exchange
-    micro-batches while that brings them together.
+    For windows that are steps: ranks wait for each other once a window. `deal_rounds` deals the
+    micro-batches by their costs; then the costliest and the cheapest rank exchange micro-batches
+    while that brings their sums together.
 
     Args:
-        costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
-        ranks: how many ranks.
+        costs: shape `(windows, rounds·ranks)`, filled up with whole rounds of −1.
+        ranks: number of ranks.
 
     Returns:
         Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`; in every round
@@ -169,7 +172,7 @@ def deal_steps(costs: IntArray, ranks: int) -> IntArray:
         return order
     flat = order.reshape(len(order), -1)
     weighed = np.take_along_axis(costs, flat, axis=1).reshape(order.shape)
-    # Each window by itself: what is dealt must not depend on what it is planned together with.
+    # Each window by itself: its deal must not depend on the windows that are planned with it.
     few = np.count_nonzero(weighed[..., 0] >= 0, axis=1) <= _EXCHANGE_ROUNDS
     if few.any():
         some, chosen = weighed[few, :_EXCHANGE_ROUNDS], order[few, :_EXCHANGE_ROUNDS]
@@ -182,16 +185,16 @@ def deal_steps(costs: IntArray, ranks: int) -> IntArray:
 def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
     """Deal rounds of micro-batches that cost about the same, so that sums of weights are even.
 
-    The micro-batches, from the costliest down, form rounds of one per rank: what the ranks do at
-    the same time is alike. Rounds are dealt from the one of the widest spread of weights down, the
-    heaviest micro-batch to the rank with the least so far: the balanced largest-first differencing
+    The micro-batches, from the costliest down, form rounds of one per rank, so that ranks do alike
+    work at the same time. Rounds are dealt from the widest spread of weights down, the heaviest
+    micro-batch to the rank with the least so far: the balanced largest-first differencing
     of Michiels, Korst, Aarts and van Leeuwen ("Performance ratios for the Karmarkar–Karp
     differencing method", 2003), by sums instead of differences.
 
     Args:
-        costs: shape `(windows, rounds·ranks)`, −1 where a window has fewer (whole rounds of −1).
-        weights: what every rank is to have as much of, non-negative, of the same shape.
-        ranks: how many ranks.
+        costs: shape `(windows, rounds·ranks)`, filled up with whole rounds of −1.
+        weights: amounts that are made even over ranks, non-negative, of the same shape.
+        ranks: number of ranks.
 
     Returns:
         Positions along the second axis of `costs`, shape `(windows, rounds, ranks)`, the costliest
@@ -222,7 +225,7 @@ def deal_rounds(costs: IntArray, weights: IntArray, ranks: int) -> IntArray:
 def _exchange(weighed: IntArray, order: IntArray) -> None:
     """Exchange micro-batches between the costliest and the cheapest rank of each window, in place.
 
-    Among all pairs the one is exchanged whose difference is nearest to half of the two ranks' gap.
+    The pair is exchanged whose difference is nearest to half of the gap between the two ranks.
     """
     windows, rounds, _ = weighed.shape
     row = np.arange(windows)
@@ -251,22 +254,22 @@ def level(
 ) -> tuple[IntArray, IntArray] | None:
     """Fill every rank up to one level with a run of the window's shortest samples.
 
-    The micro-batches of long samples are coarse: where a step has few of them on each rank, no
-    dealing makes the ranks even. So all but the last `ranks` runs are dealt, and the samples after
-    them are cut anew into one run for each rank, as long as its others leave room for under a
-    common level. The lowest level at which all samples have their place is found by bisection.
+    Micro-batches of long samples are coarse: if a step has few of them on each rank, no dealing
+    makes the ranks even. So all but the last `ranks` runs are dealt, and the samples after them are
+    cut anew into one run for each rank, which fills the rank up to a common level. The lowest level
+    at which all samples have a place is found by bisection.
 
     Args:
-        windows: that were cut.
-        row: which of them.
-        work: what ranks are balanced by, of each of its micro-batches, shape `(micro-batches,)`.
+        windows: windows that were cut.
+        row: number of the window.
+        work: work of each of its micro-batches, by `BatchRules.work`, shape `(micro-batches,)`.
         most: the sum of the costliest rank, to be lowered.
-        budget: the lowered one, under which the window was cut.
-        ranks: how many ranks.
+        budget: the lowered budget under which the window was cut.
+        ranks: number of ranks.
 
     Returns:
-        Where the micro-batches start now, and their numbers by round and rank, shape
-        `(rounds, ranks)`; `None` where that is no better.
+        The starts of the micro-batches, and their numbers by round and rank, shape
+        `(rounds, ranks)`; `None` if that is no better.
     """
     head = len(work) - ranks
     if not head:
@@ -287,10 +290,10 @@ class _Level:
     """A head of micro-batches that are dealt, and a tail that fills the ranks up.
 
     Args:
-        sizes: of the window's samples, descending, shape `(S,)`.
-        starts: where the micro-batches of the head start, and where the tail does.
-        rules: what a micro-batch may be.
-        ranks: how many ranks.
+        sizes: sizes of the window's samples, descending, shape `(S,)`.
+        starts: starts of the head's micro-batches, and of the tail.
+        rules: budget and options of a micro-batch.
+        ranks: number of ranks.
     """
 
     def __init__(
@@ -302,7 +305,7 @@ class _Level:
         work = rules.costs(self._model, np.diff(starts), rules.padded(sizes[head]))
         self._dealt = deal_steps(work[None], ranks)[0]
         self._sums = work[self._dealt].sum(axis=0)
-        # The longest samples of the tail go to the rank that has the most room.
+        # The longest samples of the tail go to the rank with the most room.
         self._order = np.argsort(self._sums, kind="stable")
         tail = sizes[starts[-1] :]
         new = np.append(True, tail[1:] != tail[:-1])
@@ -337,7 +340,7 @@ class _Level:
         return costliest, starts, np.take_along_axis(rounds, again, axis=0)
 
     def _bounds(self, top: int) -> list[int] | None:
-        """Where the ranks' runs of the tail start under a level, and its end; `None`: too low."""
+        """The starts of the ranks' runs in the tail under a level, and its end; `None`: too low."""
         bounds, length = [0], len(self._which)
         together = max(_RUNS_AT_ONCE // len(self._values), 1)
         for first in range(0, self._ranks, together):
@@ -346,7 +349,7 @@ class _Level:
             longest = self._rules.rounded(np.maximum(fits, 1))
             for rank, runs in enumerate(longest, first):
                 at = bounds[-1]
-                left = length - at - (self._ranks - 1 - rank)  # every later rank has a sample, too
+                left = length - at - (self._ranks - 1 - rank)  # each later rank gets a sample, too
                 bounds.append(at + min(int(runs[self._which[at] - 1]), left))
         return bounds if bounds[-1] == length else None
 
@@ -354,13 +357,13 @@ class _Level:
 def rotate(rounds: IntArray, turns: IntArray) -> IntArray:
     """Give the places of rounds to other ranks in every window.
 
-    The costliest place has fewer and longer samples than the cheapest one. A rank that kept its
-    place would see them in every step of a run.
+    The costliest place has fewer and longer samples than the cheapest one, and no rank should keep
+    it throughout a run.
 
     Args:
         rounds: shape `(rounds, places)`.
-        turns: of each round, shape `(rounds,)`: counted over windows and epochs, so that in every
-            run of as many windows as there are ranks each rank takes each place once.
+        turns: places by which each round is rotated, shape `(rounds,)`: counted over windows and
+            epochs, so that in `ranks` windows each rank takes each place once.
 
     Returns:
         Shape `(rounds, ranks)`.

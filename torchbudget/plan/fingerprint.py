@@ -1,4 +1,4 @@
-"""What makes two plans the same: fingerprints of costs, orders and values."""
+"""Fingerprints of costs, orders and values, by which two plans are compared."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchbudget.plan.order import Order
 
 Plain: TypeAlias = dict[str, int | bool | str | None]
 
-# What parts of a plan are called in messages.
+# Names of a plan's parts in messages.
 MEANING: Final = {
     "samples": "the number of samples",
     "sizes": "the samples' sizes",
     "skipped": "the samples that are skipped as oversize",
     "weights": "the weights",
 }
-# Where a cost is asked: numbers of samples, and sizes on a logarithmic scale.
+# A cost is called with these numbers of samples, and this many sizes on a logarithmic scale.
 _NUMBERS: Final = np.array([1, 2, 3, 7, 64])
 _LENGTHS: Final = 32
 
@@ -42,14 +42,14 @@ def _encoded(part: str | npt.NDArray[Any]) -> bytes:
 
 
 def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
-    """The fingerprint of what a cost model computes, whatever its class and its `repr`.
+    """The fingerprint of the values that a cost model computes; its class and `repr` do not count.
 
-    It is asked for batches of 1 to 64 samples at 32 sizes up to the largest, so that a model needs
-    no fingerprint of its own. What it refuses to compute, it refuses: that counts too.
+    The model is called for batches of 1 to 64 samples at 32 sizes up to the largest, so it needs no
+    fingerprint of its own. An error that it raises counts as a value.
 
     Args:
-        cost: the model.
-        largest: size on every axis, shape `()` or `(d,)`.
+        cost: cost model.
+        largest: largest size on every axis, shape `()` or `(d,)`.
     """
     fractions = np.linspace(0, 1, _LENGTHS).reshape(-1, *(1 for _ in np.shape(largest)))
     sizes = np.ceil((np.asarray(largest) + 1.0) ** fractions).astype(np.int64) - 1
@@ -63,11 +63,11 @@ def cost_fingerprint(cost: CostModel, largest: npt.ArrayLike) -> str:
 
 
 def order_identity(order: Order, sizes: str) -> Plain:
-    """What must be the same for a position to mean the same samples.
+    """The values that must be the same for a position to mean the same samples.
 
     Args:
-        order: of an epoch.
-        sizes: the fingerprint of the data set's sizes.
+        order: order of an epoch.
+        sizes: fingerprint of the data set's sizes.
     """
     return {
         "samples": order.dataset_length,

@@ -1,4 +1,4 @@
-"""How the samples of a stream's window become micro-batches: by a cost, or by a predicate."""
+"""Grouping of a stream's samples, window by window, into micro-batches: by cost or predicate."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import UnevenRanksError
-from torchbudget.plan.arrange import arrange
 from torchbudget.plan.check_cost import check_cost
+from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.oversize import Oversize, oversized
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import WindowKey, solve, without_last
 
-_TILE: Final = 8  # samples of several axes that lie together, where no cost says what is best
+_TILE: Final = 8  # samples of several axes that lie together if there is no cost to choose by
 
 
 class Rounds(NamedTuple):
-    """How a window is cut: rounds of one micro-batch for each rank, one after the other.
+    """The micro-batches of a window: rounds of one for each rank, one after the other.
 
     Attributes:
-        places: of the samples, shape `(S,)`.
-        starts: where each micro-batch begins among them.
-        stops: where it ends.
-        padded_sizes: of each, on every axis; of packed ones, none; `None` where nothing is planned.
+        places: places of the samples in the window, shape `(S,)`.
+        starts: start of each micro-batch among them.
+        stops: end of each micro-batch.
+        padded_sizes: padded size of each micro-batch, empty for packed ones; `None`: not planned.
     """
 
     places: IntArray
@@ -43,11 +43,11 @@ _NONE: Final = Rounds(np.empty(0, np.int64), [], [])
 
 @dataclass(frozen=True, slots=True)
 class ByCost:
-    """Micro-batches that fit the budget, as the sampler's do.
+    """Micro-batches that fit the budget, as the sampler makes them.
 
     Attributes:
-        rules: what a micro-batch may be.
-        oversize: what becomes of a sample that alone is over the budget.
+        rules: budget and options of a micro-batch.
+        oversize: see `oversized`.
     """
 
     rules: BatchRules
@@ -55,18 +55,15 @@ class ByCost:
     _checked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
-        """Raise a `CostError` where the cost does not compute what it should for such sizes.
-
-        In each process once.
-        """
+        """Raise a `CostError` if the cost is no valid one for these sizes; once in each process."""
         if not self._checked:
             check_cost(self.rules, sizes, sizes.max(axis=0))
             self._checked.append(True)
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
-        """Places of the samples that are to be skipped; raises where that is the policy."""
+        """Places of the samples to skip, or an `OversizeError`; see `oversized`."""
 
-        # What items became: transforms make several samples of one, or none.
+        # Transforms make several samples of one item, or none, so that samples have no index.
         def called(place: int) -> str:
             return f"sample {place} of those that begin with item {first}"
 
@@ -81,17 +78,17 @@ class ByCost:
         key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
-        """The order of the samples, and where it is cut.
+        """Cut a window and deal it to the ranks.
 
         Args:
-            samples: of the window.
-            sizes: theirs.
-            ranks: that share it.
-            key: of the order of the rounds.
+            samples: samples of the window.
+            sizes: sizes of the samples.
+            ranks: ranks that share the window.
+            key: key of the order of the rounds.
             drop_last: leave out the micro-batch that could still have taken a sample.
 
         Raises:
-            UnevenRanksError: they cannot be dealt evenly.
+            UnevenRanksError: the samples cannot be dealt evenly.
         """
         if sizes is None:
             raise TypeError("a cost needs sizes")
@@ -116,16 +113,16 @@ class ByPredicate:
     """Micro-batches that grow as long as a function says so.
 
     Attributes:
-        should_add: `should_add(batch, sample)`, of a batch that holds at least one sample.
+        should_add: `should_add(batch, sample)`; the batch holds at least one sample.
     """
 
     should_add: Callable[[list[Any], Any], bool]
 
     def check(self, sizes: npt.NDArray[Any]) -> None:
-        """A predicate computes nothing."""
+        """Nothing to check: there is no cost."""
 
     def oversized(self, sizes: npt.NDArray[Any], first: int) -> IntArray:
-        """None: a predicate knows no budget."""
+        """No samples: a predicate has no budget."""
         return np.empty(0, np.int64)
 
     def rounds(
@@ -137,7 +134,7 @@ class ByPredicate:
         key: WindowKey,
         drop_last: bool,
     ) -> Rounds:
-        """See `ByCost`: in the order of sizes where there are some, else as they come."""
+        """See `ByCost`: in the order of sizes if there are any, else as they come."""
         order = list(range(len(samples)))
         if sizes is not None and len(sizes):
             axes = sizes.shape[1] if sizes.ndim == 2 else 1

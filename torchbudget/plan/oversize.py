@@ -1,4 +1,4 @@
-"""Samples that alone are over the budget."""
+"""Samples that are over the budget alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NONE: Final = np.empty(0, np.int64)
 
 
 def check_oversize(oversize: object) -> None:
-    """Raise an `OptionError` where it is none of the ways."""
+    """Raise an `OptionError` unless the option is one of `Oversize`."""
     if oversize not in get_args(Oversize):
         raise OptionError(
             f"oversize must be one of {', '.join(map(repr, get_args(Oversize)))}, got {oversize!r}"
@@ -33,7 +33,7 @@ def check_oversize(oversize: object) -> None:
 def skipped_samples(sizes: SizeTable, rules: BatchRules, oversize: Oversize) -> IntArray:
     """The samples of a data set that are never drawn: see `oversized`.
 
-    O(1) where the largest size on every axis fits, else O(N).
+    O(1) if the largest size on every axis fits, else O(N).
 
     Raises:
         OversizeError: also if every sample is over the budget with `"skip"`.
@@ -55,14 +55,14 @@ def oversized(
     oversize: Oversize,
     called: Callable[[int], str],
 ) -> IntArray:
-    """The places of samples that are to be skipped.
+    """The places of samples to skip.
 
     Args:
         sizes: shape `(n,)` or `(n, d)`.
-        rules: with the budget.
-        oversize: what becomes of a sample over the budget: `"raise"`, `"skip"` (logged once a call)
-            or `"alone"` (a micro-batch of its own, over the budget).
-        called: what the sample at a place is called in a message.
+        rules: cost models and budgets.
+        oversize: a sample over the budget raises (`"raise"`), is skipped (`"skip"`, logged once a
+            call) or gets a micro-batch of its own, over the budget (`"alone"`).
+        called: returns the name of the sample at a place, for messages.
 
     Returns:
         Sorted places, shape `(k,)`; none with `"alone"`.

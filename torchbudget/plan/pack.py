@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import AdditiveCost, IntArray
-from torchbudget.plan.arrange import arrange, ascending
-from torchbudget.plan.cut import Windows
+from torchbudget.plan.cut import Windows, arrange, ascending
 from torchbudget.plan.rules import BatchRules
 
 
@@ -19,8 +18,8 @@ class PackedWindow(Windows):
 
     Args:
         sizes: shape `(1, S)` or `(1, S, d)`.
-        rules: what a micro-batch may be.
-        packing: its cost.
+        rules: budget and options of a micro-batch.
+        packing: cost of a micro-batch.
     """
 
     def __init__(self, sizes: npt.NDArray[Any], rules: BatchRules, packing: AdditiveCost) -> None:
@@ -30,21 +29,21 @@ class PackedWindow(Windows):
         self._sorted = self.samples, self.sizes
         kinds = keys[0].take(self.samples, mode="clip")
         first = np.flatnonzero(np.append(True, kinds[1:] != kinds[:-1]))
-        self._base = packing.base_bytes
+        self._packing = packing
         self._items = packing.item_bytes(rules.padded(self.sizes[0, first]))
         self._counts = np.diff(first, append=len(kinds))
 
     def cut(self, budgets: IntArray) -> list[IntArray]:
         """See `Windows.cut`; `samples` and `sizes` are grouped by bin afterwards."""
-        room, most = int(budgets[0]) - self._base, self.rules.max_batch_size
+        room, most = self._packing.room_bytes(int(budgets[0])), self.rules.max_batch_size
         grouped, starts = pack(self._items, self._counts, room, most)
         self.samples = self._sorted[0].take(grouped, mode="clip")
         self.sizes = self._sorted[1].take(grouped, axis=1, mode="clip")
         return [starts]
 
     def least(self, micro_batches: IntArray) -> IntArray:
-        """See `Windows.least`: bins that are all full."""
-        return self._base + -(-int(self._items @ self._counts) // micro_batches)
+        """See `Windows.least`: bytes of bins that are all full."""
+        return self._packing.base_bytes + -(-int(self._items @ self._counts) // micro_batches)
 
 
 def pack(
@@ -54,9 +53,9 @@ def pack(
 
     Args:
         sizes: bytes of an item of each kind in descending order, shape `(D,)`, D ≥ 1.
-        counts: items of each kind, at least one, shape `(D,)`, together k.
-        room: bytes of a bin. An item of more than that gets a bin of its own.
-        most: items in a bin at the most; a bin of more is cut into pieces.
+        counts: number of items of each kind, at least one, shape `(D,)`; their sum is k.
+        room: bytes of a bin. A larger item gets a bin of its own.
+        most: largest number of items in a bin; a bin with more is cut into pieces.
 
     Returns:
         The items' numbers, kind after kind, grouped by bin, shape `(k,)`, and where each bin
@@ -81,7 +80,7 @@ def pack(
 
 
 def _shares(sizes: list[int], counts: list[int], room: int) -> tuple[IntArray, IntArray]:
-    """Which bin takes the next items, kind after kind, and how many of them; shapes `(shares,)`."""
+    """The bin that takes the next items, kind after kind, and their number; shapes `(shares,)`."""
     smallest = sizes[-1]
     opened = 0
     # Bins by the room they have left: its distinct values, ascending, and for each of them

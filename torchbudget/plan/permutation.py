@@ -1,11 +1,11 @@
 """A seeded pseudorandom permutation that is evaluated at any position.
 
 A Feistel network over pairs (x, y) of range(a) × range(b) with a·b just above n: each round adds a
-table's entry for one half to the other half, modulo its range, which is a bijection whatever the
-table holds. The tables are drawn at random, so the network is that of Luby and Rackoff ("How to
-construct pseudorandom permutations from pseudorandom functions", 1988) on a mixed radix, as in
-Black and Rogaway ("Ciphers with arbitrary finite domains", 2002); five rounds are those of
-Patarin's bound ("Security of random Feistel schemes with 5 or more rounds", 2004).
+table's entry for one half to the other half, modulo its range, which is a bijection for any table.
+The tables are drawn at random, so the network is that of Luby and Rackoff ("How to construct
+pseudorandom permutations from pseudorandom functions", 1988) on a mixed radix, as in Black and
+Rogaway ("Ciphers with arbitrary finite domains", 2002); five rounds are those of Patarin's bound
+("Security of random Feistel schemes with 5 or more rounds", 2004).
 Elements past n walk on along their cycle until they fall below it; n/(a·b) ≈ 1 makes that rare.
 """
 
@@ -25,20 +25,20 @@ WordArray: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Stream(IntEnum):
-    """The random streams of one seed: part of the key that names one, so that no two are alike."""
+    """The random streams of one seed: a part of each stream's key, so that no two are alike."""
 
     PASS = 0  # the permutation of a pass over the data set
     DRAW = 1  # independent draws
     ROUNDS = 3  # the order of a window's micro-batches
-    TURNS = 4  # which rank takes which place first
+    TURNS = 4  # the first place of each rank
     SHARDS = 5  # the order of a stream's shards
-    SAMPLES = 6  # what the transforms of a stream's samples draw
+    SAMPLES = 6  # draws of a stream's transforms
     INDEX = 7  # the order of a map-style data set that is read as a stream
 
 
 _ROUNDS: Final = 5
-# Few elements mix slowly: below this n, a chi-square test over all n! orders tells so few rounds
-# from a fair shuffle.
+# Few elements mix slowly: with five rounds, a chi-square test over all n! orders tells small n from
+# a fair shuffle.
 _SMALL: Final = 2**16
 _SMALL_ROUNDS: Final = 24
 # Positions that go through the network together: their halves stay in the second-level cache.

@@ -7,6 +7,7 @@ generator of an epoch: each `MicroBatch` knows the place where the epoch stands 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,8 +18,8 @@ import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
-from torchbudget.plan.arrange import arrange
 from torchbudget.plan.cursor import BoolArray, Cursor
+from torchbudget.plan.cut import arrange
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
 from torchbudget.plan.order import EpochOrder, Order
@@ -47,7 +48,7 @@ _MOST_POSITIONS: Final = 2**62
 _ONE_RANK: Final = Ranks()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # without slots, for the cached property
 class Span:
     """Consecutive windows of one length, solved by one call.
 
@@ -67,11 +68,16 @@ class Span:
     indices: IntArray
     block: Block
 
+    @cached_property
+    def amounts(self) -> IntArray:
+        """The padded size of each micro-batch; of packed ones the sum; `(micro-batches, d)`."""
+        return self.block.amounts(self.plan.rules)
+
 
 class Window:
     """One window of a span, on one rank."""
 
-    __slots__ = ("_amounts", "_done", "_first", "_number", "_span", "last", "rounds")
+    __slots__ = ("_done", "_first", "_number", "_span", "last", "rounds")
 
     def __init__(self, span: Span, number: int, first: int, rounds: int, last: int, done: int):
         """Set the window's place.
@@ -86,7 +92,6 @@ class Window:
         """
         self._span, self._number, self._first = span, number, first
         self.rounds, self.last, self._done = rounds, last, done
-        self._amounts: IntArray | None = None
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -101,14 +106,17 @@ class Window:
 
     def padded_size(self, place: int) -> IntArray:
         """The padded size of a micro-batch of the block, shape `(d,)`; of packed ones the sum."""
-        if self._amounts is None:
-            self._amounts = self._span.block.amounts(self._span.plan.rules)
-        amounts: IntArray = self._amounts[place]
+        amounts: IntArray = self._span.amounts[place]
         return amounts
 
     def ends_step(self, place: int) -> bool:
         """Whether a micro-batch of the block is the last one of its optimizer step."""
         return not self._span.plan.ranks.even_sums or self._round(place) == self._rounds - 1
+
+    def is_repeated(self, place: int) -> bool:
+        """Whether a micro-batch of the block has a sample that another one has."""
+        span, block = self._span, self._span.block
+        return bool(block.samples[block.starts[place]] >= span.length * len(block.rounds))
 
     def after(self, place: int) -> Cursor:
         """The place where the epoch stands after a micro-batch of the block."""
@@ -125,9 +133,7 @@ class Window:
             if plan.batches_per_epoch is None:
                 return begun.next_epoch()
             here = here.next_pass()
-        if done == plan.batches_per_epoch:  # the next epoch goes on in the order
-            return replace(here, epoch=begun.epoch + 1, done=0)
-        return here
+        return plan.next_epoch(here) if done == plan.batches_per_epoch else here
 
     @property
     def _rounds(self) -> int:
@@ -165,6 +171,11 @@ class MicroBatch:
         return self.window.ends_step(self.place)
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether another micro-batch has its sample: see `Ranks.repeats`."""
+        return self.window.is_repeated(self.place)
+
+    @property
     def after(self) -> Cursor:
         """The place where the epoch stands after it; after the epoch's last one, the next epoch."""
         return self.window.after(self.place)
@@ -190,7 +201,6 @@ class Plan:
             ends, and the next epoch goes on in the order. `None`: an epoch is one pass.
 
     Raises:
-        UnevenRanksError: fewer samples than ranks.
         OptionError: nothing would be left of an epoch.
     """
 
@@ -212,11 +222,6 @@ class Plan:
         self.drop_last = drop_last
         self.batches_per_epoch = batches_per_epoch
         number = ranks.number
-        if len(order) < number:
-            raise UnevenRanksError(
-                f"{len(order)} samples cannot be dealt to {number} ranks: every rank needs at "
-                "least one; use fewer ranks"
-            )
         # Sizes of up to about 4,096 samples, evenly spaced over the data set.
         survey = np.asarray(sizes.values[:: max(len(sizes) // _SURVEY, 1)])
         if window is None:
@@ -239,7 +244,7 @@ class Plan:
         self.window = window if ranks.even_sums or pairs else window - window % number
         self._last_is_even = number == 1 or pairs
         self._all_are_even = self._last_is_even or self.window % number == 0
-        self._strips = best_strips(survey[: self.window], rules)
+        self.strips = best_strips(survey[: self.window], rules)
         self._pass_order: tuple[tuple[int, int], EpochOrder] | None = None
         self._turns: tuple[tuple[Any, ...], IntArray] | None = None
 
@@ -262,6 +267,12 @@ class Plan:
             drop_last=self.drop_last,
             batches_per_epoch=self.batches_per_epoch,
         )
+
+    def repeating(self) -> Plan:
+        """Return the plan with `Ranks.repeats`."""
+        plan = copy.copy(self)
+        plan.ranks = replace(self.ranks, repeats=True)
+        return plan
 
     @cached_property
     def dealing(self) -> Plain:
@@ -389,6 +400,11 @@ class Plan:
         """Solve windows: the function of (seed, epoch, position) that everything else asks."""
         order = self.order
         indices, sizes = self._samples(cursor, start, length, windows, left)
+        if self.ranks.repeats and windows == 1:
+            most = self._needed(cursor, start, length, left=left) * self.ranks.number
+            if most > len(indices):  # then no two samples share a micro-batch
+                indices = np.resize(indices, most)
+                sizes = self._sizes_at(indices)[None]
         places = start + np.arange(windows) * length
         passes = cursor.first + cursor.number
         key = WindowKey(
@@ -398,7 +414,7 @@ class Plan:
             numbers=passes * -(-len(order) // self.window) + places // self.window,
             shuffle=order.shuffle,
         )
-        block = solve(self.rules, sizes, self.ranks, key, strips=self._strips)
+        block = solve(self.rules, sizes, self.ranks, key, strips=self.strips)
         begins = replace(cursor, start=start, stop=start, left=left, rounds=0, plan=None)
         return Span(self, begins, length, end, indices.take(block.samples, mode="clip"), block)
 
@@ -457,7 +473,7 @@ class Plan:
         if not self.drop_last or self.ranks.even_sums:
             return None
         sizes = self._sizes_at(self._order_of(cursor).indices(tail, end))
-        stays = without_last(self.rules, sizes, self.ranks, strips=self._strips)
+        stays = without_last(self.rules, sizes, self.ranks, strips=self.strips)
         if stays.sum() < self.ranks.number:
             if not tail:
                 raise OptionError(
@@ -478,7 +494,7 @@ class Plan:
         indices = self._order_of(cursor).indices(start, start + windows * length)
         if left is not None:
             indices = indices[left]
-        if len(indices) < self.ranks.number:
+        if len(indices) < self.ranks.number and not self.ranks.repeats:
             raise UnevenRanksError(
                 f"{len(indices)} samples are left of epoch {cursor.epoch}, too few for "
                 f"{self.ranks.number} ranks; use at most {len(indices)}, or start the next epoch"
@@ -524,10 +540,13 @@ class Plan:
         spread[cursor.left] = rounds
         return spread
 
-    def sorted_positions(self, cursor: Cursor) -> IntArray:
-        """The positions of a cursor's window in the order of their sizes, `(stop − start,)`."""
+    def sorted_positions(self, cursor: Cursor, strips: int) -> IntArray:
+        """The positions of a cursor's window in the order in which so many strips cut it.
+
+        Shape `(stop − start,)`; a function of the sizes: see `arrange`.
+        """
         sizes = self._sizes_at(self._order_of(cursor).indices(cursor.start, cursor.stop))
-        positions: IntArray = arrange(sizes[None], 1)[0]
+        positions: IntArray = arrange(sizes[None], min(max(strips, 1), len(sizes)))[0]
         return positions
 
     def batches_left(self, cursor: Cursor) -> int:
@@ -547,6 +566,12 @@ class Plan:
     def _batches_left(self, cursor: Cursor) -> int | None:
         number = self.batches_per_epoch
         return None if number is None else max(number - cursor.done, 0)
+
+    def next_epoch(self, cursor: Cursor) -> Cursor:
+        """The epoch after a cursor's; with `batches_per_epoch` it goes on at the cursor."""
+        if self.batches_per_epoch is None:
+            return cursor.next_epoch()
+        return replace(cursor, epoch=cursor.epoch + 1, done=0)
 
     def windows_left(self, cursor: Cursor) -> int:
         """Windows from a cursor to the end of its pass: optimizer steps, where a window is one."""
@@ -579,7 +604,7 @@ class Plan:
         if not length:
             return 0
         sizes = self._samples(cursor, start, length, windows, left)[1]
-        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self._strips).sum())
+        return int(rounds_needed(self.rules, sizes, self.ranks, strips=self.strips).sum())
 
     # ------------------------------------------------------------------ what an epoch holds
 

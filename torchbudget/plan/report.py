@@ -119,7 +119,8 @@ def plan_report(
             longest = rules.padded(over_runs(np.maximum, own, block.starts))
             padded += (longest.astype(np.float64) * taken[:, None]).sum(axis=0)
         else:
-            padded += rules.padded(own).sum(axis=0, dtype=np.float64)
+            totals = over_runs(np.add, rules.padded(own), block.starts)
+            padded += rules.packing.padded_totals(totals).sum(axis=0, dtype=np.float64)
         work = block.costs(rules, rules.work).reshape(-1, ranks.number).astype(np.float64)
         if ranks.even_sums:  # a window is one step
             work = np.add.reduceat(work, np.cumsum(block.rounds) - block.rounds, axis=0)

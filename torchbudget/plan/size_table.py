@@ -15,8 +15,8 @@ from torchbudget.errors import SizesError
 from torchbudget.plan.permutation import random_words
 
 _CHUNK: Final = 2**16
-# A copy of the sizes in their smallest type is kept up to this many bytes: gathering them in
-# random order is bound by the cache, and the given array is often int64.
+# Sizes of up to this many bytes are copied into their smallest type: gathering them in random order
+# is bound by the cache, and the given array is often int64.
 _COPY_BYTES: Final = 2**25
 _LARGEST: Final = 2**48
 
@@ -28,7 +28,7 @@ class SizeTable:
     Attributes:
         values: non-negative integers, shape `(N,)` or `(N, d)`.
         largest: the maximum on every axis, shape `(d,)`, or `()` for one axis.
-        fingerprint: 32 hexadecimal digits of the values, whatever their integer type.
+        fingerprint: 32 hexadecimal digits of the values; their integer type does not matter.
     """
 
     values: Sizes
@@ -38,7 +38,7 @@ class SizeTable:
 
     @classmethod
     def of(cls, sizes: npt.ArrayLike) -> SizeTable:
-        """Check and summarise sizes; O(N), in memory of one chunk beside them.
+        """Check and summarise sizes; O(N), with memory for one chunk beside them.
 
         Args:
             sizes: integers at least 0 and below 2⁴⁸, shape `(N,)` or `(N, d)` with d ≥ 2, N ≥ 1.
@@ -50,7 +50,7 @@ class SizeTable:
                 (with its index).
         """
         if isinstance(sizes, np.ma.MaskedArray) and (masked := np.argwhere(sizes.mask)).size:
-            # An array would have what is under the mask.
+            # `asarray` would take the values under the mask.
             raise SizesError(f"sizes[{masked[0, 0]}] is masked")
         try:
             values = np.asarray(sizes)
@@ -72,12 +72,12 @@ class SizeTable:
         return cls(values, largest if largest.size > 1 else largest[0], fingerprint)
 
     def check_unchanged(self, *, when: Hashable) -> None:
-        """Raise a `SizesError` where the array was changed in place; O(N), unless it is a copy.
+        """Raise a `SizesError` if the array was changed in place; O(N), unless it is a copy.
 
-        An array that may not be written to is believed.
+        A read-only array is not compared.
 
         Args:
-            when: it is compared once for each value, since loaders may ask after every batch.
+            when: the array is compared once for each value, since loaders call after each batch.
         """
         is_copy = self.values.nbytes <= _COPY_BYTES
         if is_copy or not self.values.flags.writeable or when in self._compared:
@@ -90,12 +90,12 @@ class SizeTable:
         self._compared[:] = [when]
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.values)
 
     @property
     def axes(self) -> int:
-        """Ragged axes, d."""
+        """Number of ragged axes, d."""
         return self.largest.size
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.models.protocol import CostModel, IntArray
-from torchbudget.plan.arrange import arrange
-from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows
+from torchbudget.plan.cut import SortedWindows, TiledWindows, Windows, arrange
 from torchbudget.plan.dealing import (
     Ranks,
     deal_rounds,
@@ -129,8 +128,11 @@ def run_costs(
     Shape `(runs,)`.
     """
     if rules.packing is not None:  # which is both
-        items = rules.packing.item_bytes(rules.padded(sizes))
-        return rules.packing.base_bytes + over_runs(np.add, items, starts)
+        padded = rules.padded(sizes)
+        items = over_runs(np.add, rules.packing.item_bytes(padded), starts)
+        beside = rules.packing.padding_bytes(over_runs(np.add, padded, starts))
+        costs: IntArray = rules.packing.base_bytes + items + beside
+        return costs
     padded = rules.padded(over_runs(np.maximum, sizes, starts))
     return rules.costs(model, stops - starts, padded)
 
@@ -372,8 +374,8 @@ def _room(
         fits = rules.capacity(sizes[starts[-1] :].max(axis=0), rules.budget_bytes)
         room[-1] = rules.rounded(fits) - (stops[-1] - starts[-1])
         return room
-    free = rules.budget_bytes - run_costs(sizes, starts, stops, rules, rules.cost)
+    items = rules.packing.item_bytes(rules.padded(sizes))
+    free = rules.packing.room_bytes(rules.budget_bytes) - over_runs(np.add, items, starts)
     if rules.max_batch_size is not None:
         free = np.where(stops - starts < rules.max_batch_size, free, 0)
-    smallest = int(rules.packing.item_bytes(rules.padded(sizes)).min())
-    return np.where(free >= smallest, free, 0)
+    return np.where(free >= int(items.min()), free, 0)

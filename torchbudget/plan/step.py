@@ -27,11 +27,11 @@ class StepPlan:
     """The micro-batches of one step.
 
     Attributes:
-        micro_batches: of each rank, lists of indices in `sizes`; as many on every rank, the
+        micro_batches: lists of indices in `sizes` for each rank; as many on every rank, the
             costliest first.
-        inverse: puts results back into the order of `sizes`: with the results of all micro-batches
-            of rank 0, then of rank 1, and so on, joined along the first axis, `joined[inverse]` are
-            those of the samples in their order, less those that were skipped; shape `(n,)`.
+        inverse: puts results back into the order of `sizes`, shape `(n,)`. Join the results of all
+            micro-batches of rank 0, then of rank 1, and so on, along the first axis:
+            `joined[inverse]` are the results in the order of the samples, without skipped ones.
         skipped_samples: indices of samples that are over the budget alone and are in no
             micro-batch, with `oversize="skip"`; shape `(k,)`.
     """
@@ -61,34 +61,34 @@ def plan_step(
 ) -> StepPlan:
     """Cut samples that are in memory into micro-batches that fit a budget, evenly over ranks.
 
-    For reinforcement learning and loops of one's own: a step's samples are there, with their sizes.
-    All ranks that call it with the same arguments get the same plan; nothing in it is random.
+    For reinforcement learning, and loops whose samples and sizes are there before each step. All
+    ranks that call it with the same arguments get the same plan; nothing in it is random.
 
     Args:
-        sizes: of the step's samples, non-negative ints, shape `(N,)` or `(N, d)`.
+        sizes: sizes of the step's samples, non-negative ints, shape `(N,)` or `(N, d)`.
         cost: bytes of a micro-batch, as in `MemoryBudgetBatchSampler`.
-        budget: likewise.
-        num_replicas: ranks that share the step. Each has as many micro-batches, and their sums of
-            costs are as equal as can be.
+        budget: budget of a micro-batch, as in `MemoryBudgetBatchSampler`.
+        num_replicas: ranks that share the step. They get equal numbers of micro-batches, with sums
+            of costs as equal as possible.
         micro_batches_multiple: the number of micro-batches on each rank is a multiple of it, as
             pipeline schedules need.
-        max_batch_size: samples in a micro-batch at the most.
+        max_batch_size: largest number of samples in a micro-batch.
         batch_size_multiple: numbers of samples are multiples of it wherever that many fit and are
             left, and no splitting is needed.
         size_multiple: padded sizes are rounded up to a multiple of it.
-        balance: what the ranks get equal sums of. Default: the cost.
-        oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"` or
-            `"alone"`.
+        balance: cost model whose sums are made equal over ranks. Default: the cost.
+        oversize: a sample that is over the budget alone raises (`"raise"`), is skipped (`"skip"`)
+            or gets a micro-batch of its own (`"alone"`).
 
     Returns:
         The plan. O(N log N).
 
     Raises:
         SizesError: sizes of a wrong shape, type or sign.
-        CostError: a cost that is no vectorised one, or whose capacity does not fit the budget.
+        CostError: a cost that is not vectorised, or whose capacity does not fit the budget.
         BudgetError: the budget does not limit the device.
         OversizeError: a sample is over the budget and `oversize="raise"`.
-        OptionError: an option, or a pair of options, that cannot hold.
+        OptionError: an invalid option or combination of options.
         UnevenRanksError: too few samples for equal numbers of micro-batches; the message says how
             many would do.
 

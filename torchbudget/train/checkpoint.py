@@ -23,8 +23,7 @@ def run_state(
     accumulator: GradAccumulator,
     loader: DataLoader[Any],
     *,
-    epoch: int,
-    batches_done: int | None,
+    is_over: bool,
     generators: Sequence[torch.Generator] = (),
 ) -> dict[str, Any]:
     """Model, optimizers, schedulers, scaler, accumulator; of each rank, data and generators.
@@ -35,13 +34,12 @@ def run_state(
         model: as it is trained.
         accumulator: with its optimizers.
         loader: a `StatefulDataLoader`, or one whose batch sampler or stream is a `ResumableSource`.
-        epoch: that the current loop over the loader reads; after it, the coming one.
-        batches_done: of that loop, on this rank; `None`: it is over.
+        is_over: the loop over the loader is over, on this rank.
         generators: that loaders draw from.
     """
     mine = {
-        "data": _data_state(loader, epoch, batches_done),
-        "is_over": batches_done is None,
+        "data": _data_state(loader, is_over=is_over),
+        "is_over": is_over,
         "random": asdict(RandomState.take()),
         "generators": [generator.get_state() for generator in generators],
     }
@@ -143,20 +141,15 @@ def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[s
     return ranks[accumulator.ranks.rank % len(ranks)]
 
 
-def _data_state(loader: Any, epoch: int, batches_done: int | None) -> dict[str, Any]:
+def _data_state(loader: Any, *, is_over: bool) -> dict[str, Any]:
     """The position, under the name of what has it; empty where the next epoch just begins."""
     sampler, dataset = _sources(loader)
-    stateful = isinstance(loader, Stateful)
-    if isinstance(sampler, ResumableSource):
-        # `tracked` counts itself what came; without it, workers may be ahead of the loop.
-        counted: Any = {"batches_done": batches_done} if stateful and batches_done else {}
-        state = sampler.state_dict(**counted)
-        # A StatefulDataLoader has a position of its own, with the samples that its workers have
-        # read. Between epochs it would begin with the epoch that is over: the sampler's is right.
-        if not stateful or batches_done is None or state["epoch"] > epoch:
-            return {"sampler": state}
-    elif isinstance(dataset, ResumableSource) and not stateful:
-        return {"dataset": dataset.state_dict()}
-    if batches_done is None and isinstance(dataset, HasEpochs):
-        return {}  # set_epoch will begin the next one
-    return {"loader": loader.state_dict()} if isinstance(loader, Stateful) else {}
+    if isinstance(loader, Stateful):
+        starts_epochs = is_over and isinstance(dataset, HasEpochs)  # set_epoch begins the next one
+        return {} if starts_epochs else {"loader": loader.state_dict()}
+    sources = {"sampler": sampler, "dataset": dataset}
+    return {
+        name: source.state_dict()
+        for name, source in sources.items()
+        if isinstance(source, ResumableSource)
+    }

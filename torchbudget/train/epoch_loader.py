@@ -59,6 +59,19 @@ def loop_over(loader: Any) -> Iterator[Any]:
     return iter(loader)
 
 
+def read_as_plain(loader: Any) -> Any:
+    """Return a `DataLoader` for a `StatefulDataLoader` whose sampler or stream has the position.
+
+    After the last batch of an epoch its own state would go on with the batches of the next epoch.
+    """
+    resumable = any(isinstance(source, ResumableSource) for source in _sources_of(loader))
+    if not (resumable and isinstance(loader, Stateful)):
+        return loader
+    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+    vars(plain).update(vars(loader), _iterator=None)
+    return plain
+
+
 def _sources_of(loader: Any) -> list[Any]:
     return [getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
 

@@ -26,7 +26,7 @@ from torchbudget.train.batches import num_samples
 from torchbudget.train.callback_states import load_states, states_of
 from torchbudget.train.device_limit import TrainingLimit
 from torchbudget.train.epoch import Epoch, Tally
-from torchbudget.train.epoch_loader import EpochLoader, generators_of
+from torchbudget.train.epoch_loader import EpochLoader, generators_of, read_as_plain
 from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
 from torchbudget.train.run_folder import RunFolder
 from torchbudget.train.step import Step
@@ -72,8 +72,9 @@ def fit(
     Args:
         model: as it is called; put into training mode.
         loader: one whose batch sampler or data set is a `MemoryBudgetBatchSampler`, a
-            `BudgetedIterableDataset` or another `torchbudget.protocols.ResumableSource`, or a
-            `StatefulDataLoader`; others only without `checkpoint_steps`.
+            `BudgetedIterableDataset` or another `torchbudget.protocols.ResumableSource`, which
+            keeps the position, of a `StatefulDataLoader` too; a `StatefulDataLoader` of other data;
+            others only without `checkpoint_steps`.
         criterion: `criterion(model, batch)` calls the model and returns the loss; a mean where the
             accumulator has `mean=True`.
         accumulator: that steps; its optimizers, schedulers and scaler are saved.
@@ -128,7 +129,7 @@ def fit(
     limit.after("setting up")
     run = _Run(
         model=model,
-        loader=loader,
+        loader=read_as_plain(loader),
         criterion=criterion,
         validation=() if validation is None else validation,
         accumulator=accumulator,
@@ -311,14 +312,14 @@ class _Run:
         seed = self.seed + _OTHER
         return EpochLoader(loader=self.validation, epoch=len(self.history), seed=seed)
 
-    def step_taken(self, step: Step, batches_done: int | None) -> bool:
+    def step_taken(self, step: Step, is_over: bool) -> bool:
         """Count, write, call back and save; whether the training ends here."""
         self.limit.after("a step")
         self.tally.add(step)
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
         if due or self.stopped:  # what has ended needs no position to go on from
-            self._save(batches_done)
+            self._save(is_over=is_over)
         return self.stopped
 
     def end_epoch(self, validation: float | None) -> None:
@@ -329,7 +330,7 @@ class _Run:
         self.history.append(epoch)
         self.tally = Tally()
         self._note(epoch)
-        self._save(None, is_best=self._losses()[-1] < best)
+        self._save(is_over=True, is_best=self._losses()[-1] < best)
 
     def goes_on(self, epochs: int) -> bool:
         """Whether another epoch comes: the best validation loss is not too many epochs ago."""
@@ -364,8 +365,8 @@ class _Run:
         self.tally.seconds += now_s - self.clock_s
         self.clock_s = now_s
 
-    def _save(self, batches_done: int | None, *, is_best: bool = False) -> None:
-        """Write the checkpoint, after so many batches of the loop; `None`: it is over."""
+    def _save(self, *, is_over: bool, is_best: bool = False) -> None:
+        """Write the checkpoint, within the loop over the loader or after it."""
         files = self.files
         if files is None:
             return
@@ -378,8 +379,7 @@ class _Run:
                 self.model,
                 self.accumulator,
                 self.loader,
-                epoch=len(self.history),
-                batches_done=batches_done,
+                is_over=is_over,
                 generators=self.generators,
             ),
             "learnable": self.unsaved.learnable(),

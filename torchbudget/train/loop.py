@@ -44,7 +44,7 @@ def train_epoch(
     weight: Weight = num_samples,
     device: torch.device | str | None = None,
     when_begun: Callable[[], object] | None = None,
-    when_stepped: Callable[[Step, int | None], object] | None = None,
+    when_stepped: Callable[[Step, bool], object] | None = None,
     monitor: BatchMonitor | None = None,
     progress: bool = False,
 ) -> list[Step]:
@@ -58,8 +58,8 @@ def train_epoch(
         weight: of a batch in the loss of a step, as `micro_batch` takes it. Default: its samples.
         device: that batches are moved to; `None`: they are not moved.
         when_begun: called after `iter(loader)`, before its first batch.
-        when_stepped: called with each step and the number of batches done, `None` after the last
-            one; if what it returns is true, the epoch ends there.
+        when_stepped: called with each step, and whether no batch came after it; if what it returns
+            is true, the epoch ends there.
         monitor: a `MemoryMonitor` that is running: it measures every batch. With `replan=` all
             ranks need one, and batches must know their `padded_size`.
         progress: show a bar, where tqdm is installed and there is a terminal.
@@ -75,11 +75,11 @@ def train_epoch(
     """
     steps: list[Step] = []
 
-    def note(step: Step, done: int | None) -> object:
+    def note(step: Step, is_over: bool) -> object:
         steps.append(step)
         if len(steps) % _UNREAD == 0:
             read_numbers(steps[-_UNREAD:])
-        return when_stepped is not None and when_stepped(step, done)
+        return when_stepped is not None and when_stepped(step, is_over)
 
     # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
     # error is forgotten, when torch would wait five seconds for each.
@@ -88,14 +88,14 @@ def train_epoch(
             when_begun()
         total = batches_left(loader) if progress else None
         shown = with_bar(batches, total=total, unit="batches", leave=False) if progress else batches
-        for done, batch in enumerate(shown, 1):
+        for batch in shown:
             samples = num_samples(batch) if accumulator.needs_samples else None
             with _measured(batch, monitor), accumulator.micro_batch(weight(batch), samples=samples):
                 accumulator.backward(criterion(model, moved(batch, device)))
             last = accumulator.last
-            if accumulator.stepped and last is not None and note(last, done):
+            if accumulator.stepped and last is not None and note(last, False):
                 return steps
-    accumulator.flush(lambda step: note(step, None))
+    accumulator.flush(lambda step: note(step, True))
     return steps
 
 

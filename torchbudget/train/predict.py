@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from operator import length_hint
 from typing import Any, Literal, TypeAlias, overload
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchbudget.distributed import failing_together
 from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
-from torchbudget.protocols import HasNumSamples, IndexSource, Stateful
+from torchbudget.protocols import HasNumSamples, IndexSource
 from torchbudget.train.agreement import on_host
 from torchbudget.train.batches import moved
 from torchbudget.train.gathered import Parcel, gathered
@@ -93,9 +93,9 @@ def predict(
 
     Raises:
         OptionError: the loader is of another kind, or its epoch leaves out or repeats samples
-            (`oversize="skip"`, `drop_last`, `replacement`, `num_samples`); its ranks are not those
-            of the group; or outputs cannot be split.
-        StateError: the sampler goes on within an epoch.
+            (`oversize="skip"`, `drop_last`, `weights`, `batches_per_epoch`); its ranks are not
+            those of the group; or outputs cannot be split.
+        SampleError: the loader ended before the epoch did.
         RankError: another rank failed.
 
     >>> from torch.utils.data import DataLoader
@@ -115,7 +115,8 @@ def predict(
     together = nullcontext if host is None else partial(failing_together, host.gather_objects)
     dataset: Any = loader.dataset
     with together():
-        planned = sampler.whole_epoch(len(dataset))
+        sampler.check_dataset(dataset)
+        sampler.check_whole_epoch()
     results = _Results(len(dataset))
     parcels: list[Parcel] = []
 
@@ -125,12 +126,21 @@ def predict(
         else:
             parcels.append(Parcel.of(indices, outputs))
 
-    with together(), sampler.unchanged():  # also where ranks have come to different places
-        batches: Iterator[Any] = iter(loader)
+    # Also where ranks have come to different places. A rank without a batch repeats one, so that
+    # all take part in each collective of a model that is sharded.
+    with together(), sampler.unchanged(), closing(sampler.tracked(loader)) as run:
+        batches: Iterator[Any] = run
         if progress and (host is None or host.rank == 0):
             batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
         with evaluation_mode(modules_of(model)), torch.no_grad():
-            _run(model, batches, planned, split_outputs, device, keep)
+            number = 0
+            for batch in batches:
+                batch = moved(batch, device)  # noqa: PLW2901  (the one on the host ends now)
+                outputs = _outputs(model, batch, number, run.indices, split_outputs)
+                if not run.is_repeated:
+                    keep(run.indices, outputs)
+                del batch, outputs  # before the next ones are made
+                number += 1
     if host is None:
         return results.whole()
     for parcel in gathered(parcels, host, first_only=gather == "first"):
@@ -148,12 +158,6 @@ def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
             f"stream does not): got {type(loader).__name__} with batch_sampler="
             f"{type(sampler).__name__}"
         )
-    if isinstance(loader, Stateful):
-        raise OptionError(
-            f"a {type(loader).__name__} may begin within an epoch: pass a plain DataLoader"
-        )
-    if loader.num_workers and not getattr(loader, "in_order", True):
-        raise OptionError("with in_order=False it is unknown which batch comes: use in_order=True")
     return sampler
 
 
@@ -169,37 +173,25 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
     return on_host(ranks)
 
 
-def _run(
+def _outputs(
     model: Callable[[Any], Any],
-    batches: Iterator[Any],
-    planned: Iterator[list[int]],
+    batch: Any,
+    number: int,
+    indices: list[int],
     split_outputs: Split | None,
-    device: torch.device | str | None,
-    keep: Callable[[list[int], list[Any]], object],
-) -> None:
-    """Call the model on every batch, and pass on what it returns for each sample."""
-    number = 0
-    for batch in batches:
-        indices = next(planned, None)
-        if indices is None:
-            raise OptionError(f"the loader yields more batches than its sampler planned, {number}")
-        n = len(indices)
-        called = f"batch {number}, of {n} samples with indices {_shown(indices)}"
-        if isinstance(batch, HasNumSamples) and batch.num_samples != n:
-            raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
-        batch = moved(batch, device)
-        outputs = model(batch)
-        if split_outputs is None:
-            outputs = _rows(outputs, n, called)
-        elif len(outputs := list(split_outputs(outputs, batch))) != n:
-            raise OptionError(
-                f"{called}: split_outputs must return {n} outputs, got {len(outputs)}"
-            )
-        keep(indices, outputs)
-        del batch, outputs  # before the next ones are made
-        number += 1
-    if next(planned, None) is not None:
-        raise OptionError(f"the loader yields {number} batches, fewer than its sampler planned")
+) -> list[Any]:
+    """Call the model on a batch; return what it returns for each sample."""
+    n = len(indices)
+    called = f"batch {number}, of {n} samples with indices {_shown(indices)}"
+    if isinstance(batch, HasNumSamples) and batch.num_samples != n:
+        raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
+    outputs = model(batch)
+    if split_outputs is None:
+        return _rows(outputs, n, called)
+    outputs = list(split_outputs(outputs, batch))
+    if len(outputs) != n:
+        raise OptionError(f"{called}: split_outputs must return {n} outputs, got {len(outputs)}")
+    return outputs
 
 
 def _rows(outputs: Any, n: int, called: str) -> list[Any]:

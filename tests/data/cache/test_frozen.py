@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ leaves = st.one_of(
         )
     ),
     st.just(torch.arange(12).reshape(3, 4).t()),  # not contiguous
+    st.just(torch.eye(3).to_sparse()),
 )
 
 
@@ -42,23 +43,14 @@ samples = st.recursive(
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+        return one.dtype == other.dtype and one.to_dense().equal(other.to_dense())
     if isinstance(one, np.ndarray):
-        return (
-            one.dtype == other.dtype
-            and one.shape == other.shape
-            and one.tobytes() == other.tobytes()
-        )
+        return one.dtype == other.dtype and one.tolist() == other.tolist()
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return bool(one == other)
-
-
-class Audio(NamedTuple):
-    wave: Any
-    text: str
 
 
 @given(samples)
@@ -68,18 +60,6 @@ def test_what_comes_back_is_what_went_in(sample: Any) -> None:
     for _ in range(3):
         assert same(sample, cache[0])
     assert (cache.misses, cache.hits) == (1, 2)
-
-
-def test_a_sample_is_ones_own() -> None:
-    """What is done to a sample in place is not done to the cache."""
-    cache = SampleCache([Audio(torch.zeros(3), "a"), Audio(np.zeros(3), "b")], "1MiB")
-    for index in (0, 1):
-        for _ in range(3):
-            sample = cache[index]
-            assert isinstance(sample, Audio)
-            assert not sample.wave.any()
-        sample.wave[:] = 1
-        assert not cache[index].wave.any()
 
 
 class Image(torch.Tensor):
@@ -106,7 +86,10 @@ PARTS = {
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_of_a_part_of_a_tensor_the_part_is_kept(kind: str) -> None:
-    """Its elements, dtype, class, attributes and `requires_grad`; not the storage behind it."""
+    """Its elements, dtype, class, attributes and `requires_grad`; not the storage behind it.
+
+    Each is one's own: changed in place, it changes neither the cache nor later samples.
+    """
     sample = PARTS[kind]()
     cache = SampleCache([sample], "1MiB")
     empty = cache.nbytes
@@ -117,15 +100,10 @@ def test_of_a_part_of_a_tensor_the_part_is_kept(kind: str) -> None:
     assert cache.hits == 1
     assert same(sample, again)
     assert type(again) is type(sample)
+    with torch.no_grad():
+        again[:] = 2
+    assert same(sample, cache[0])
     if isinstance(sample, torch.Tensor):
         assert again.requires_grad == sample.requires_grad
         assert again.untyped_storage().nbytes() == sample.nbytes
         assert again.__dict__ == sample.__dict__
-
-
-def test_other_layouts_come_back() -> None:
-    """They are pickled as torch does."""
-    cache = SampleCache([torch.eye(3).to_sparse()], "1MiB")
-    cache[0]
-    assert cache[0].to_dense().equal(torch.eye(3))
-    assert cache.hits == 1

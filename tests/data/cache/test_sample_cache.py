@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from typing import Any
@@ -49,7 +47,7 @@ def check(samples: list[Any], sizes: Any) -> None:
         assert sample["name"] == f"sample {index}"
 
 
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(9000, 60_000))
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(1000, 60_000))
 def test_bytes_are_never_over(sizes: list[int], budget: int) -> None:
     """And what is kept is hit, each time."""
     cache = SampleCache(Reads(sizes), budget)
@@ -61,45 +59,27 @@ def test_bytes_are_never_over(sizes: list[int], budget: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "context"),
-    [
-        (0.25, "fork"),
-        pytest.param(0.5, "spawn", marks=pytest.mark.slow),
-        (1.0, "forkserver"),
-        (0.5, "fork"),
-    ],
+    "context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 )
-def test_workers_share_it(share: float, context: str) -> None:
-    """In later epochs the hit rate is the kept share within 2 %, over all workers.
-
-    An epoch reads every sample once, so no cache of so many bytes has more hits.
-    """
+def test_workers_share_it(context: str) -> None:
+    """In the second epoch the hit rate is the kept share, over all workers."""
     sizes = np.random.default_rng(0).integers(800, 1200, 400)
     data = Reads(sizes)
-    one = SampleCache(Reads(sizes), "64MiB")
-    for index in range(len(sizes)):
-        one[index]
-    empty = SampleCache(Reads(sizes), "64MiB").nbytes
-    whole = one.nbytes - empty
-    cache = SampleCache(data, empty + int(share * whole) + 8)
-    generator = torch.Generator().manual_seed(0)
-    for epoch in range(2):
-        hits, misses = cache.hits, cache.misses
+    cache = SampleCache(data, 4 * int(sizes.sum()) // 2)
+    for _ in range(2):
+        hits = cache.hits
         loader = DataLoader(
             cache,
             batch_size=1,
             shuffle=True,
             num_workers=2,
             collate_fn=first,
-            generator=generator,
             multiprocessing_context=context,
         )
         check(list(loader), sizes)
         assert cache.nbytes <= cache.budget
-        if epoch:
-            rate = (cache.hits - hits) / len(sizes)
-            assert rate == pytest.approx(share, abs=0.02)
-            assert cache.misses - misses == len(sizes) - (cache.hits - hits)
+    assert cache.hits - hits == cache.kept
+    assert 150 < cache.kept < 210
     assert int(data.reads.sum()) == cache.misses
 
 
@@ -149,23 +129,6 @@ def test_a_killed_worker_leaves_it_right(where: str) -> None:
     assert cache.kept == 100
 
 
-def test_threads_share_it() -> None:
-    sizes = [500] * 200
-    cache = SampleCache(Reads(sizes), "2MiB")
-
-    def read(start: int) -> None:
-        check([cache[(start + i) % 200] for i in range(200)], sizes)
-
-    threads = [threading.Thread(target=read, args=(50 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert cache.kept == 200
-    read(0)
-    assert cache.hits + cache.misses == 5 * 200
-
-
 def ask_for_all(cache: SampleCache) -> None:
     for index in range(len(cache)):
         cache[index]
@@ -173,59 +136,18 @@ def ask_for_all(cache: SampleCache) -> None:
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_every_process_counts(context: str) -> None:
-    """Those of a pool too, which no `DataLoader` has numbered."""
+    """So does every thread; none is lost."""
     cache = SampleCache(Reads([50] * 300), "2MiB")
     ask_for_all(cache)
     processes = multiprocessing.get_context(context)
-    others = [processes.Process(target=ask_for_all, args=(cache,)) for _ in range(3)]
-    for process in others:
-        process.start()
+    others: list[Any] = [processes.Process(target=ask_for_all, args=(cache,)) for _ in range(3)]
+    others += [threading.Thread(target=ask_for_all, args=(cache,)) for _ in range(3)]
+    for other in others:
+        other.start()
     ask_for_all(cache)
-    for process in others:
-        process.join()
-    assert (cache.hits, cache.misses) == (4 * 300, 300)
-
-
-def test_copies_are_caches_of_their_own() -> None:
-    """A plain pickle, as a checkpoint would hold, has the budget and nothing else."""
-    cache = SampleCache(Reads([5, 6]), "1MiB")
-    cache[0]
-    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):  # noqa: S301  (ours)
-        assert (other.kept, other.budget) == (0, cache.budget)
-        check([other[0], other[0]], [5, 6])
-        assert other.hits == 1
-    assert cache.kept == 1
-
-
-class Counting:
-    """Of a sample: how often it was pickled."""
-
-    def __init__(self, count: torch.Tensor) -> None:
-        self.count = count
-
-    def __reduce__(self) -> Any:
-        self.count += 1
-        return list, ()
-
-
-def test_nothing_is_pickled_that_cannot_be_kept() -> None:
-    """What has found no room once finds none later: a full cache pickles nothing."""
-    counts = torch.zeros(50, dtype=torch.int64)
-    data = [{"wave": torch.zeros(1000), "more": Counting(counts[i])} for i in range(50)]
-    cache = SampleCache(data, 9000 + 10 * 4500)
-    for _ in range(3):
-        for index in range(50):
-            cache[index]
-    assert 5 < cache.kept < 15
-    assert int(counts.sum()) == cache.kept
-
-
-def test_room_that_is_left_is_found_by_smaller_samples() -> None:
-    """A sample that does not fit ends nothing for those that do."""
-    cache = SampleCache(Reads([1_000_000, 10, 2_000_000, 20]), "64KiB")
-    for _ in range(2):
-        check([cache[index] for index in range(4)], cache.dataset.sizes)  # type: ignore[attr-defined]
-    assert (cache.kept, cache.hits) == (2, 2)
+    for other in others:
+        other.join()
+    assert (cache.hits, cache.misses) == (7 * 300, 300)
 
 
 @pytest.mark.parametrize("huge", [torch.zeros(1).expand(2**46), np.broadcast_to(0.0, 2**46)])
@@ -278,15 +200,12 @@ def test_errors_name_the_sample() -> None:
         SampleCache(Short([1, 2]), "1MiB").__getitems__([0, 1])
 
 
-@pytest.mark.parametrize("budget", ["100000TiB", 2**62])
-def test_more_bytes_than_there_are(budget: int | str) -> None:
-    with pytest.raises(BudgetError, match=r"this system has no .* for a cache"):
-        SampleCache(Reads([1]), budget)
-
-
 def test_what_cannot_be() -> None:
     with pytest.raises(BudgetError, match="table of contents"):
-        SampleCache(Reads([1] * 1000), 9000)
+        SampleCache(Reads([1] * 1000), 8000)
+    for budget in ("100000TiB", 2**62):
+        with pytest.raises(BudgetError, match=r"this system has no .* for a cache"):
+            SampleCache(Reads([1]), budget)
     with pytest.raises(OptionError, match="map-style"):
         SampleCache(iter([1]), "1MiB")  # type: ignore[arg-type]
     cache = SampleCache(Reads([1, 2]), "1MiB")

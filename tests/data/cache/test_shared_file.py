@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
-import pickle
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +26,6 @@ def test_processes_see_the_same_bytes(context: str) -> None:
     process.join()
     assert process.exitcode == 0
     assert file.memory[:5] == b"child"
-
-
-def test_a_copy_is_an_empty_file() -> None:
-    file = SharedFile(4096)
-    file.memory[:5] = b"bytes"
-    for other in (pickle.loads(pickle.dumps(file)), copy.deepcopy(file)):  # noqa: S301  (ours)
-        assert other.nbytes == 4096
-        assert other.memory[:5] == bytes(5)
-
-
-def test_a_process_that_is_killed_inside_the_lock_lets_others_in() -> None:
-    file = SharedFile(4096)
-    child = os.fork()
-    if not child:
-        with file.locked():
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    with file.locked():
-        file.memory[:2] = b"ok"
 
 
 def test_no_descriptor_is_left() -> None:

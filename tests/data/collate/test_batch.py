@@ -1,66 +1,62 @@
+"""Batches as containers: read, moved, pinned, split, and in the hands of frameworks."""
+
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from operator import attrgetter, methodcaller
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from tests.support.sample_strategies import Samples, at, batches_of_samples, tensors_of
+from tests.support.sample_strategies import Pair, tensors_of
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PackedBatch, PadCollate, PaddedBatch
 from torchbudget.errors import CollateError, OptionError
-from torchbudget.train.batches import moved
+from torchbudget.train.batches import halves, moved, num_samples
 
 dicts = [{"x": [1, 2], "y": 1, "s": "a"}, {"x": [3], "y": 2, "s": "bc"}, {"x": [], "y": 3, "s": ""}]
 tuples = [tuple(sample.values()) for sample in dicts]
 bare = [sample["x"] for sample in dicts]
 kinds = {PadCollate(): PaddedBatch, PackCollate(): PackedBatch}
 collates = pytest.mark.parametrize("collate", kinds, ids=lambda c: type(c).__name__)
+structures = pytest.mark.parametrize("samples", [dicts, tuples])
 
 
+@collates
 class TestReading:
-    @collates
-    def test_a_batch_of_dicts_is_a_mapping(self, collate: Any) -> None:
+    def test_a_mapping_a_sequence_or_neither(self, collate: Any) -> None:
         batch = collate(dicts)
         assert isinstance(batch, kinds[collate])
         assert isinstance(batch, Mapping)
-        assert list(batch) == ["x", "y", "s"]
-        assert len(batch) == 3
-        assert "x" in batch
-        assert "z" not in batch
+        assert (list(batch), len(batch)) == (["x", "y", "s"], 3)
         assert dict(batch) == batch.data
         assert str.format("{s}", **batch) == str(["a", "bc", ""])
         assert batch.get("z") is None
-
-    @collates
-    def test_a_batch_of_tuples_is_a_sequence(self, collate: Any) -> None:
-        batch = collate(tuples)
-        assert isinstance(batch, kinds[collate])
-        assert isinstance(batch, Sequence)
-        x, y, s = batch
-        assert x is batch[0]
+        row = collate(tuples)
+        assert isinstance(row, kinds[collate])
+        assert isinstance(row, Sequence)
+        x, y, s = row
+        assert x is row[0]
         assert y.tolist() == [1, 2, 3]
-        assert s == batch[-1] == ["a", "bc", ""]
-        assert len(batch) == 3
+        assert s == row[-1] == ["a", "bc", ""]
+        assert type(collate(bare)) is kinds[collate]
+        assert isinstance(collate(bare).data, Tensor)
+        with pytest.raises(CollateError, match="only texts"):
+            _ = collate(["a", "b"]).lengths
 
-    @collates
-    def test_a_bare_batch_is_neither(self, collate: Any) -> None:
-        batch = collate(bare)
-        assert type(batch) is kinds[collate]
-        assert isinstance(batch.data, torch.Tensor)
-        assert collate(["a", "b"]).data == ["a", "b"]
-
-    @collates
-    def test_it_cannot_be_changed(self, collate: Any) -> None:
-        batch = collate(dicts)
+    def test_it_is_an_immutable_value_of_its_own(self, collate: Any) -> None:
+        batch, other = collate(dicts), collate(dicts)
+        assert batch == batch
+        assert len({batch, other}) == 2
+        assert "num_samples=3, {x: int64[" in repr(batch)
+        assert "s: text[3]" in repr(batch)
         with pytest.raises(TypeError):
             batch["x"] = 1
         with pytest.raises(AttributeError):
@@ -70,49 +66,22 @@ class TestReading:
         with pytest.raises(TypeError, match="cannot be changed"):
             collate(tuples)[0] = torch.zeros(3)
 
-    @collates
     @pytest.mark.parametrize("workers", [0, 1])
     def test_a_loader_without_batches_lets_it_be(self, collate: Any, workers: int) -> None:
         """With `batch_size=None` torch converts each field; the batch keeps its type."""
-        for samples in (dicts, tuples, bare, [{"x": s, "in": {"y": s["x"]}} for s in dicts]):
-            batch = collate(samples)
-            [found] = DataLoader([batch], batch_size=None, num_workers=workers)
+        nested = [{"x": s, "in": {"y": s["x"]}} for s in dicts]
+        batches = [collate(samples) for samples in (dicts, tuples, bare, nested)]
+        loaded = DataLoader(batches, batch_size=None, num_workers=workers)
+        for batch, found in zip(batches, loaded, strict=True):
             assert type(found) is type(batch)
             assert found.lengths.tolist() == batch.lengths.tolist()
 
-    @collates
-    def test_it_equals_itself_alone_and_can_be_a_key(self, collate: Any) -> None:
-        batch, other = collate(dicts), collate(dicts)
-        assert batch == batch
-        assert batch != other
-        assert len({batch, other}) == 2
-
-    @collates
-    def test_its_text_says_what_it_holds(self, collate: Any) -> None:
-        text = repr(collate(dicts))
-        assert "num_samples=3" in text
-        assert "x: int64[" in text
-        assert "s: text[3]" in text
-
-    @collates
-    def test_texts_alone_have_no_lengths(self, collate: Any) -> None:
-        batch = collate([{"s": "a"}])
-        with pytest.raises(CollateError, match="only texts"):
-            _ = batch.lengths
-
-    def test_lengths_are_a_copy(self) -> None:
-        batch = PadCollate()(bare)
-        batch.lengths.zero_()
-        assert batch.lengths.tolist() == [2, 1, 0]
-
-    @collates
     def test_measured_by_another_field(self, collate: Any) -> None:
-        named = replace(collate, length_field="a")
-        batch = named([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
-        assert batch.num_tokens == 1
+        rule = "padded" if isinstance(collate, PadCollate) else "joined"
+        batch = type(collate)(fields={"b": rule})([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
         other = batch.measured_by("b")
         assert type(other) is type(batch)
-        assert other.num_tokens == 2
+        assert (batch.num_tokens, other.num_tokens) == (1, 2)
         assert other["a"].data_ptr() == batch["a"].data_ptr()
         for name in ("n", "s"):
             with pytest.raises(CollateError, match="no ragged axis"):
@@ -120,173 +89,143 @@ class TestReading:
         with pytest.raises(CollateError, match="measured_by names field 'z'"):
             batch.measured_by("z")
 
-    def test_nbytes_counts_padding_and_texts(self) -> None:
-        batch = PadCollate()(dicts)
-        texts = batch.nbytes - 3 * 2 * 8 - 3 * 8
-        assert texts == sum(map(len, ("a", "bc", ""))) + 3 * "".__sizeof__()
+    def test_split_copies_nothing_that_is_not_trimmed(self, collate: Any) -> None:
+        batch = collate([{"x": [1, 2], "y": 0}, {"x": [3, 4], "y": 1}])
+        for name in ("x", "y"):
+            assert batch.split(2)[0][name].data_ptr() == batch[name].data_ptr()
+        for n in (0, 3, -1, True, 1.5, "2"):
+            with pytest.raises(OptionError, match="splits into 1 to 2 batches"):
+                batch.split(n)
 
 
-def default_pin(field: Any, pin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tensor pinned, a list of texts as another list."""
-    return pin(field) if isinstance(field, torch.Tensor) else list(field)
+def test_nbytes_counts_padding_and_texts() -> None:
+    texts = PadCollate()(dicts).nbytes - 3 * 2 * 8 - 3 * 8
+    assert texts == sum(map(len, ("a", "bc", ""))) + 3 * "".__sizeof__()
 
 
 class TestMoving:
     @collates
-    @pytest.mark.parametrize("samples", [dicts, tuples, bare])
-    def test_to_another_device(self, collate: Any, samples: list[Any]) -> None:
-        batch = collate(samples).to("meta", non_blocking=True)
-        assert type(batch) is type(collate(samples))
-        assert {tensor.device.type for tensor in tensors_of(batch)} == {"meta"}
-        assert batch.lengths.device.type == "cpu"
-        assert batch.lengths.tolist() == [2, 1, 0]
-        if collate == PadCollate():
-            assert batch.mask.device.type == "meta"
-        if collate == PackCollate():
-            assert batch.cu_seqlens.device.type == batch.position_ids.device.type == "meta"
-
-    @collates
-    @pytest.mark.parametrize("samples", [dicts, tuples, bare])
-    def test_dataloader_pins_every_tensor_and_keeps_the_type(
-        self, collate: Any, samples: list[Any], monkeypatch: pytest.MonkeyPatch
+    @structures
+    @pytest.mark.parametrize("by_type", [False, True])
+    def test_pinning(
+        self, collate: Any, samples: list[Any], by_type: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Pinning itself needs a device; what the loader's thread calls does not."""
-        pinned: list[int] = []
+        """Pinning itself needs a device; what the loader's thread calls does not.
 
-        def record(tensor: torch.Tensor) -> torch.Tensor:
-            pinned.append(id(clone := tensor.clone()))
-            kept.append(clone)
-            return clone
-
-        kept: list[torch.Tensor] = []
-        monkeypatch.setattr(torch.Tensor, "pin_memory", record)
-        batch = pin_memory(collate(samples))
-        assert type(batch) is type(collate(samples))
-        assert {id(t) for t in tensors_of(batch)} == set(pinned)
-
-    @collates
-    @pytest.mark.parametrize("samples", [dicts, tuples])
-    def test_a_loader_that_pins_a_container_by_its_type(
-        self, collate: Any, samples: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As torch 2.6 does: it copies the container, and gives it a pinned copy of each field.
-
-        The copy is then the pinned batch, its layouts' tensors too, and the batch is what it was.
+        torch 2.6 pins containers by their type: it copies the container, and gives it a pinned copy
+        of each field. The copy is then the pinned batch, its layouts' tensors too.
         """
-        pinned: dict[int, torch.Tensor] = {}
+        pinned: dict[int, Tensor] = {}
 
-        def pin(tensor: torch.Tensor) -> torch.Tensor:
+        def pin(tensor: Tensor) -> Tensor:
             if id(tensor) not in pinned:
                 tensor = tensor.clone()
                 pinned[id(tensor)] = tensor
             return tensor
 
-        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: id(tensor) in pinned)
+        monkeypatch.setattr(Tensor, "pin_memory", pin)
+        monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: id(tensor) in pinned)
         batch = collate(samples)
-        clone = copy.copy(batch)
-        if samples is dicts:
-            clone.update({name: default_pin(field, pin) for name, field in batch.items()})
+        if not by_type:
+            clone = pin_memory(batch)
         else:
-            for index, field in enumerate(batch):
-                clone[index] = default_pin(field, pin)
+            clone = copy.copy(batch)
+            fields = batch.items() if samples is dicts else enumerate(batch)
+            for key, field in fields:
+                copied = pin(field) if isinstance(field, Tensor) else list(field)
+                clone.update({key: copied}) if samples is dicts else clone.__setitem__(key, copied)
+            key = "x" if samples is dicts else 0
+            for other in (batch[key] + 1, pin(batch[key][:1])):
+                with pytest.raises(TypeError, match="a batch cannot be changed"):
+                    clone.update({key: other}) if samples is dicts else clone.__setitem__(
+                        key, other
+                    )
+        assert type(clone) is type(batch)
         assert all(tensor.is_pinned() for tensor in tensors_of(clone))
         assert not any(tensor.is_pinned() for tensor in tensors_of(batch))
         assert all(map(bitwise, tensors_of(clone), tensors_of(batch)))
-        key = "x" if samples is dicts else 0
-        for other in (batch[key] + 1, pin(batch[key][:1])):
-            with pytest.raises(TypeError, match="a batch cannot be changed"):
-                clone.update({key: other}) if samples is dicts else clone.__setitem__(key, other)
 
-    @pytest.mark.parametrize(
-        ("device", "early"),
-        [("cuda", True), ("cuda:1", True), (0, True), ("cpu", False), ("mps", False)],
-    )
-    def test_only_a_copy_to_cuda_may_return_early(
-        self, device: Any, early: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_a_copy_to_cuda_may_return_early(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whoever reads a copy on the CPU would not wait for it."""
-        asked = []
+        batch, asked = PadCollate()(dicts), []
 
-        def to(tensor: torch.Tensor, *_: Any, non_blocking: bool) -> torch.Tensor:
+        def to(tensor: Tensor, *_: Any, non_blocking: bool) -> Tensor:
             asked.append(non_blocking)
             return tensor
 
-        monkeypatch.setattr(torch.Tensor, "to", to)
-        batch = PadCollate()(dicts)
-        batch.to(device, non_blocking=True)
-        moved(batch, device)
-        moved({"x": batch["x"]}, device)
-        assert set(asked) == {early}
-        batch.to(device)
-        assert not asked[-1]
+        monkeypatch.setattr(Tensor, "to", to)
+        for device in ("cuda", "cuda:1", 0, "cpu", "mps"):
+            asked.clear()
+            batch.to(device, non_blocking=True)
+            moved({"x": batch["x"]}, device)
+            assert set(asked) == {device in ("cuda", "cuda:1", 0)}
 
     @collates
-    @pytest.mark.parametrize("arguments", [(torch.float16,), ("cpu", torch.float16)])
-    def test_only_floating_point_fields_are_cast(self, collate: Any, arguments: Any) -> None:
+    def test_only_floating_point_fields_are_cast(self, collate: Any) -> None:
         """Ids, masks and offsets are the same numbers in the same dtype: 40001 stays 40001."""
-        samples = [{"ids": [40001, 7], "wave": [0.5, 2.5], "ok": [True, False]}]
-        batch = collate(samples * 2)
-        moved = batch.to(*arguments)
-        assert moved["wave"].dtype is torch.float16
-        for before, after in zip(tensors_of(batch), tensors_of(moved), strict=True):
-            if before.is_floating_point():
-                assert bitwise(after, before.half())
-            else:
-                assert bitwise(after, before)
-
-    @collates
-    def test_a_cast_to_integers_is_refused(self, collate: Any) -> None:
+        batch = collate([{"ids": [40001, 7], "wave": [0.5, 2.5], "ok": [True, False]}] * 2)
+        for arguments in ((torch.float16,), ("cpu", torch.float16)):
+            for before, after in zip(
+                tensors_of(batch), tensors_of(batch.to(*arguments)), strict=True
+            ):
+                assert bitwise(after, before.half() if before.is_floating_point() else before)
         with pytest.raises(OptionError, match="floating-point fields only"):
-            collate(dicts).to(torch.int32)
+            batch.to(torch.int32)
 
-    @collates
-    @pytest.mark.parametrize("samples", [dicts, tuples, bare])
-    def test_pickling(self, collate: Any, samples: list[Any]) -> None:
+
+NEED_SAMPLES: list[Callable[[Any], Any]] = [
+    *map(attrgetter, ("num_samples", "lengths", "num_tokens")),
+    methodcaller("split", 1), methodcaller("samples"), methodcaller("measured_by", "x"),
+    methodcaller("present", "x"), num_samples, halves,
+]  # fmt: skip
+NEED_LAYOUT = {PadCollate: ("mask", "padded_size"), PackCollate: ("cu_seqlens", "position_ids")}
+
+
+@collates
+class TestRebuilt:
+    """Hosts rebuild batches from their fields, and torch's trees map them."""
+
+    def test_the_same_type_and_fields(self, collate: Any) -> None:
+        batch = collate(dicts)
+        for fields in (dict(batch), MappingProxyType(dict(batch)), batch):
+            again = type(batch)(fields)
+            assert type(again) is type(batch)
+            assert {**again} == {**batch}
+        row = collate(tuples)
+        again = type(row)(field for field in row)
+        assert all(mine is other for mine, other in zip(again, row, strict=True))
+        named = collate([Pair([1, 2], 3)])
+        assert type(type(named)(named.data).data) is Pair
+        with pytest.raises(CollateError, match="a mapping from field to tensor, got list"):
+            type(batch)([1])
+        for fields in ({"x": 1}, torch.zeros(2), 3):
+            with pytest.raises(CollateError, match="the fields in their order"):
+                type(row)(fields)
+
+    @structures
+    def test_what_it_no_longer_knows_raises_and_says_why(
+        self, collate: Any, samples: list[Any]
+    ) -> None:
         batch = collate(samples)
-        again = pickle.loads(pickle.dumps(batch))  # noqa: S301  (our own bytes)
-        assert type(again) is type(batch)
-        assert all(map(bitwise, tensors_of(again), tensors_of(batch)))
-        assert bitwise(again.lengths, batch.lengths)
+        again = type(batch)(dict(batch) if samples is dicts else list(batch))
+        for read in (*NEED_SAMPLES, *map(attrgetter, NEED_LAYOUT[type(collate)])):
+            with pytest.raises(CollateError, match=r"rebuilt from its fields.*batch\.to\(\)"):
+                read(again)
+        assert "rebuilt" in repr(again)
+        assert type(again.to("meta")) is type(batch)
+        assert type(tree_map_only(Tensor, torch.neg, again)) is type(batch)
 
-
-class TestSplit:
-    @given(batches_of_samples(same_trailing=True), st.data())
-    def test_it_covers_all_samples_once_in_order(self, drawn: Samples, data: st.DataObject) -> None:
-        n = data.draw(st.integers(1, len(drawn.samples)))
-        name = drawn.length_field
-        several = [
-            PadCollate(length_field=name),
-            PadCollate(length_field=name, side=0.3, size_multiple=3),
-            PackCollate(length_field=name),
-        ]
-        collate: Any = data.draw(st.sampled_from(several))
-        batch = collate(drawn.samples)
-        parts = batch.split(n)
-        counts = [part.num_samples for part in parts]
-        assert len(parts) == n
-        assert sum(counts) == batch.num_samples
-        assert max(counts) - min(counts) <= 1
-        assert {type(part) for part in parts} == {type(batch)}
-        came = [sample for part in parts for sample in part.samples()]
-        for path in drawn.paths:
-            for a, b in zip(came, batch.samples(), strict=True):
-                x, y = at(a, path), at(b, path)
-                assert bitwise(x, y) if isinstance(x, torch.Tensor) else x == y
-
-    def test_what_is_not_trimmed_is_not_copied(self) -> None:
-        batch = PadCollate()([{"x": [1, 2], "y": 0}, {"x": [3, 4], "y": 1}])
-        for name in ("x", "y"):
-            assert batch.split(2)[0][name].data_ptr() == batch[name].data_ptr()
-        packed = PackCollate()([{"x": [1, 2]}, {"x": [3]}])
-        assert packed.split(2)[0]["x"].data_ptr() == packed["x"].data_ptr()
-
-    def test_a_part_can_be_split_again(self) -> None:
-        parts = PackCollate()(dicts).split(2)
-        assert [p["x"].tolist() for part in parts for p in part.split(part.num_samples)] == bare
-        assert parts[1].cu_seqlens.tolist() == [0, 1, 1]
-
-    @pytest.mark.parametrize("n", [0, 4, -1, True, 1.5, "2"])
-    def test_into_no_sensible_number(self, n: Any) -> None:
-        with pytest.raises(OptionError, match="splits into 1 to 3 batches"):
-            PadCollate()(bare).split(n)
+    def test_trees(self, collate: Any) -> None:
+        """A function that changes the shapes gives a batch that claims no samples."""
+        batch = collate([{"x": [1, 2]}, {"x": [3]}])
+        both = tree_map(torch.add, batch, tree_map(torch.neg, batch))
+        assert not both["x"].any()
+        assert both.lengths.tolist() == [2, 1]
+        assert [leaf for _, leaf in tree_flatten_with_path(batch)[0]] == tree_leaves(batch)
+        for change in (lambda t: t[:1], lambda t: t[None], lambda t: t.shape):
+            changed = tree_map_only(Tensor, change, collate(dicts))
+            assert set(changed) == {"x", "y", "s"}
+            with pytest.raises(CollateError, match="changed their shapes"):
+                _ = changed.lengths
+        function = torch.compile(lambda b: b["x"] * b["x"].sum(), backend="eager", fullgraph=True)
+        assert bitwise(function(batch), batch["x"] * 6)

@@ -1,3 +1,5 @@
+"""Options of padding: values, sides, multiples, axes and the mask; and hooks on batches."""
+
 from __future__ import annotations
 
 import functools
@@ -5,69 +7,110 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from torch.utils._pytree import tree_leaves
 
-from tests.support.sample_strategies import (
-    Samples,
-    at,
-    batches_of_samples,
-    expected_tensors,
-    left_share,
-    pad_naively,
-    sides,
-)
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import PadCollate
-from torchbudget.errors import CollateError
+from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PadCollate, PaddedCost
+from torchbudget.errors import CollateError, OptionError
+from torchbudget.readers import HookedCollate
+
+ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
 
 
-@given(batches_of_samples(), sides, st.integers(1, 4), st.sampled_from([0, 1]))
-def test_a_padded_field_is_what_the_naive_loop_makes(
-    drawn: Samples, side: str | float, multiple: int, value: int
-) -> None:
-    collate = PadCollate(
-        padding_value=value, side=side, size_multiple=multiple, length_field=drawn.length_field
-    )
-    batch = collate(drawn.samples)
-    for path, spec, column in zip(drawn.paths, drawn.specs, drawn.columns, strict=True):
-        field = at(batch.data, path)
-        if spec.form == "text":
-            assert field == column
-            continue
-        multiples = (multiple, 1, 1)[: spec.ndim]
-        tensors = expected_tensors(spec, column)
-        assert bitwise(field, pad_naively(tensors, value, left_share(side), multiples))
+class TestOptionsPerField:
+    def test_sides_multiples_and_axes(self) -> None:
+        samples = [{"image": np.ones((3, 5, 6)), "text": [1, 2, 3], "fixed": [1] * 5}]
+        collate = PadCollate(
+            length_axes={"image": (1, 2)},
+            size_multiple={"image": (4, 8), "text": 2},
+            side={"text": "left"},
+            fields={"text": "padded", "fixed": "padded"},
+        )
+        batch = collate(samples)
+        assert batch["image"].shape == (1, 3, 8, 8)
+        assert batch["text"].tolist() == [[0, 1, 2, 3]]
+        assert batch["fixed"].shape == (1, 5)
+        assert batch.lengths.tolist() == [[5, 6]]
+        assert batch.measured_by("text").padded_size == (4,)
+        assert batch.measured_by("text").mask.tolist() == [[False, True, True, True]]
+
+    def test_a_size_multiple_is_read_from_what_has_one(self) -> None:
+        """From a sampler or a stream, whose number the collate keeps, and nothing else of it."""
+        sizes, tokens = np.full(100_000, 9), PaddedCost(unit_bytes=1)
+        sampler = MemoryBudgetBatchSampler(sizes, tokens, 64, size_multiple=8)
+        stream = BudgetedIterableDataset(iter, tokens, 64, size_multiple=8)
+        for source in (sampler, stream, {"x": sampler}):
+            collate = PadCollate(size_multiple=source)
+            assert collate([{"x": [1, 2, 3]}])["x"].shape == (1, 8)
+            assert len(pickle.dumps(collate)) < 1000
+        assert PadCollate(size_multiple=sampler) == PadCollate(size_multiple=8)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"padding_value": "0"}, {"padding_value": {"x": None}}, {"side": "top"}, {"side": 1.5},
+            {"side": True}, {"side": float("nan")}, {"size_multiple": 0}, {"size_multiple": (2, 0)},
+            {"size_multiple": True}, {"size_multiple": {"x": 1.5}}, {"length_axes": 0.5},
+            {"length_axes": (0, 0)}, {"mask": ""}, {"mask": True},
+        ],
+    )  # fmt: skip
+    def test_wrong_options_fail_at_once(self, options: dict[str, Any]) -> None:
+        with pytest.raises(OptionError, match=next(iter(options))):
+            PadCollate(**options)
+
+    def test_options_that_do_not_fit_the_samples(self) -> None:
+        with pytest.raises(CollateError, match=r"padding_value names field 'lables'.*'x', 'y'"):
+            PadCollate(padding_value={"lables": 1})(ragged)
+        with pytest.raises(OptionError, match="one entry per length axis"):
+            PadCollate(size_multiple=(2, 2))([[1]])
+
+    def test_a_collate_is_a_value(self) -> None:
+        options: dict[str, Any] = {"padding_value": {"x": 3}, "side": "left", "mask": "m"}
+        collate = PadCollate(**options)
+        options["padding_value"]["x"] = 4
+        assert collate.padding_value == {"x": 3}
+        collate(ragged)
+        again = pickle.loads(pickle.dumps(collate))  # noqa: S301  (our own bytes)
+        assert again == collate
+        assert bitwise(again(ragged)["x"], collate(ragged)["x"])
+        with pytest.raises(AttributeError):
+            collate.side = "right"  # type: ignore[misc]
+
+
+def test_a_mask_is_a_field_of_ones_and_zeros() -> None:
+    collate = PadCollate(mask="attention_mask", side="left", size_multiple=4)
+    batch = collate([{"ids": [1, 2, 3]}, {"ids": [4]}])
+    assert bitwise(batch["attention_mask"], torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]]))
+    assert bitwise(batch.split(2)[1]["attention_mask"], torch.tensor([[0, 0, 0, 1]]))
+    assert batch.samples()[1]["attention_mask"].tolist() == [1]
+    wrong: list[Any] = [([1], "dict samples"), ({"m": [1]}, "overwrite"), ({"a": 1}, "ragged axis")]
+    for sample, match in wrong:
+        with pytest.raises(CollateError, match=match):
+            PadCollate(mask="m")([sample])
+
+
+class Text(NamedTuple):
+    ids: list[int]
+    labels: Any
 
 
 class TestPaddingValue:
     def test_labels_and_attention_mask_have_their_own(self) -> None:
+        """In named tuples, and within labels, too; a mapping comes first."""
         samples = [{"ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]},
                    {"ids": [3], "labels": [3], "attention_mask": [1]}]  # fmt: skip
         batch = PadCollate(padding_value=7)(samples)
         assert [batch[k][1].tolist() for k in batch] == [[3, 7], [3, -100], [1, 0]]
         batch = PadCollate(padding_value={"labels": -1, "ids": 5})(samples)
         assert [batch[k][1].tolist() for k in batch] == [[3, 5], [3, -1], [1, 0]]
-
-    def test_labels_of_named_tuples_and_fields_within_labels(self) -> None:
-        class Text(NamedTuple):
-            ids: list[int]
-            labels: Any
-
-        rows = [[1, 2], [3]]
-        named = PadCollate()([Text(row, row) for row in rows])
-        assert [field[1].tolist() for field in named] == [[3, 0], [3, -100]]
-        for form in (lambda row: {"tags": row}, lambda row: (row,)):
-            batch = PadCollate()([{"ids": row, "labels": form(row)} for row in rows])
-            (field,) = tree_leaves(batch["labels"])
-            assert field[1].tolist() == [3, -100]
-            named = PadCollate()([Text(row, form(row)) for row in rows])
-            (field,) = tree_leaves(named[1])
-            assert field[1].tolist() == [3, -100]
+        for form in (lambda row: row, lambda row: {"tags": row}, lambda row: (row,)):
+            for sample in (Text, lambda ids, labels: {"ids": ids, "labels": labels}):
+                made = PadCollate()([sample(row, form(row)) for row in ([1, 2], [3])])
+                ids, labels = tree_leaves(made.data)
+                assert (ids[1].tolist(), labels[1].tolist()) == ([3, 0], [3, -100])
 
     def test_nested_fields_are_named_by_tuples(self) -> None:
         samples = [({"u": [1]}, [1]), ({"u": [1, 2]}, [1, 2])]
@@ -77,12 +120,13 @@ class TestPaddingValue:
 
     @pytest.mark.parametrize(
         ("form", "function"),
-        [(torch.tensor, torch.min), (np.array, np.min), (list, torch.min), (list, min)],
-    )
-    def test_a_function_of_the_sample(
-        self, form: Callable[[Any], Any], function: Callable[[Any], Any]
-    ) -> None:
-        collate = PadCollate(padding_value=function)
+        [
+            (torch.tensor, torch.min), (np.array, np.min), (list, torch.min), (list, min),
+            (np.array, functools.partial(np.min, axis=0)),
+        ],
+    )  # fmt: skip
+    def test_a_function_of_the_sample(self, form: Any, function: Any) -> None:
+        collate = pickle.loads(pickle.dumps(PadCollate(padding_value=function)))  # noqa: S301
         batch = collate([form([3, 2]), form([5, 6, 7]), form([4])])
         assert batch.data.tolist() == [[3, 2, 2], [5, 6, 7], [4, 4, 4]]
 
@@ -101,51 +145,49 @@ class TestPaddingValue:
             PadCollate(padding_value=value)([torch.ones(1, dtype=dtype)])
 
     @pytest.mark.parametrize("value", [float("nan"), float("-inf"), -100, True])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_any_real_number_pads_floats(self, value: float, dtype: torch.dtype) -> None:
-        samples = [torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)]
-        batch = PadCollate(padding_value=value)(samples)
+        batch = PadCollate(padding_value=value)([torch.ones(n, dtype=dtype) for n in (1, 2)])
+        assert batch.data.dtype == dtype
         assert batch.data[0, 1].item() == pytest.approx(float(value), nan_ok=True)
 
-    def test_bfloat16_and_float8_keep_their_bits(self) -> None:
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            samples = [torch.tensor([0.5, -2.0]).to(dtype), torch.tensor([4.0]).to(dtype)]
-            batch = PadCollate(padding_value=-1)(samples)
-            assert batch.data.dtype == dtype
-            assert batch.data.float().tolist() == [[0.5, -2], [4, -1]]
 
-
-def test_functools_partial_is_a_padding_function() -> None:
-    pickled = pickle.dumps(PadCollate(padding_value=functools.partial(max, -1)))
-    collate = pickle.loads(pickled)  # noqa: S301  (our own bytes)
-    assert collate([torch.tensor([5]), torch.tensor([1, 2])]).data.tolist() == [[5, 5], [1, 2]]
-
-
-@pytest.mark.parametrize("lengths", [(2, 1), (2, 2), (9_000, 1)])
-def test_what_requires_grad_gives_its_values(lengths: tuple[int, int]) -> None:
-    samples = [torch.ones(length, requires_grad=True) for length in lengths]
-    batch = PadCollate()(samples)
-    assert not batch.data.requires_grad
-    assert batch.data.sum(dim=1).tolist() == list(lengths)
-
-
-@pytest.mark.parametrize("length", [100, 50_000])
+@pytest.mark.parametrize("length", [2, 100, 50_000])
 @pytest.mark.parametrize("form", [torch.as_tensor, np.asarray, np.ndarray.tolist])
 def test_long_and_short_samples_take_different_ways_to_the_same_batch(
     length: int, form: Callable[[Any], Any]
 ) -> None:
+    """Copies without their graph: fields do not share memory with a sample."""
     arrays = [np.arange(length), np.arange(length // 3), np.arange(0)]
     batch = PadCollate(side="left", padding_value=-1)([form(a) for a in arrays])
     for i, array in enumerate(arrays):
         assert batch.data[i, : length - len(array)].eq(-1).all()
         assert np.array_equal(batch.data[i, length - len(array) :].numpy(), array)
+    samples = [torch.ones(n, requires_grad=True) for n in (length, length // 2)]
+    for chosen in (samples, samples[:1]):
+        batch = PadCollate()(chosen)
+        assert not batch.data.requires_grad
+        assert batch.data.sum(dim=1).tolist() == list(map(len, chosen))
+        batch.data.zero_()
+        assert samples[0].sum() == length
 
 
-def test_the_batch_does_not_share_memory_with_a_sample() -> None:
-    sample = torch.ones(3)
-    PadCollate()([sample]).data.zero_()
-    assert sample.sum() == 3
+def louder(x: torch.Tensor) -> torch.Tensor:
+    return 10 * x
 
 
-def test_a_size_multiple_rounds_even_where_all_are_equal() -> None:
-    assert PadCollate(size_multiple=8)([[1, 2, 3]]).data.shape == (1, 8)
+def test_hooks_on_inputs_and_targets() -> None:
+    """A pair of samples gives a pair of batches, each through its own hook, or as it is."""
+    pairs = [(torch.full((n,), float(n)), n) for n in (1, 3)]
+    hooked = HookedCollate(collate_fn=PadCollate(), on_input=louder, on_target=torch.neg)
+    for collate in (hooked, pickle.loads(pickle.dumps(hooked))):  # noqa: S301  (our own bytes)
+        inputs, targets = collate(pairs)
+        assert inputs.tolist() == [[10, 0, 0], [30, 30, 30]]
+        assert targets.tolist() == [-1, -3]
+    inputs, targets = HookedCollate(collate_fn=PadCollate(), on_target=torch.neg)(pairs)
+    assert inputs.tolist() == [[1, 0, 0], [3, 3, 3]]
+    alone = HookedCollate(collate_fn=torch.stack, on_input=louder)
+    assert alone([torch.ones(2)]).tolist() == [[10, 10]]
+    for sample in ([torch.ones(2), 1], {"x": torch.ones(2), "y": 1}):  # no pairs
+        with pytest.raises(CollateError, match="on_target is for samples that are pairs"):
+            hooked([sample])

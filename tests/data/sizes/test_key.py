@@ -40,24 +40,15 @@ def test_a_key_is_a_field(rows):
 
 
 def test_a_callable_gives_an_int_or_one_int_per_axis():
-    """Ints of every kind; `torch.Size` is a tuple of them."""
+    """Ints of every kind; `torch.Size` is a tuple of them. Arrays count along their first axis."""
+    assert sizes_of(TensorDataset(torch.zeros(4, 3)), 0, progress=False).tolist() == [3] * 4
+    assert sizes_of(np.zeros((4, 3)), progress=False).tolist() == [3] * 4
     images = [torch.zeros(3, 4, 5), torch.zeros(3, 6, 7)]
     assert sizes_of(images, height_and_width, progress=False).tolist() == [[4, 5], [6, 7]]
     assert sizes_of(images, lambda x: x.shape[1:], progress=False).tolist() == [[4, 5], [6, 7]]
     for kind in (int, np.int64, np.uint8, torch.tensor):
         sizes = sizes_of(images, lambda x, kind=kind: kind(x.shape[-1]), progress=False)
         assert sizes.tolist() == [5, 7]
-
-
-def test_arrays_count_along_their_first_axis():
-    """shape[0], also of what has no `len`."""
-
-    class Sparse:
-        shape = (7, 2)
-
-    assert sizes_of(Samples([Sparse()]), progress=False).tolist() == [7]
-    assert sizes_of(TensorDataset(torch.zeros(4, 3)), 0, progress=False).tolist() == [3] * 4
-    assert sizes_of(np.zeros((4, 3)), progress=False).tolist() == [3] * 4
 
 
 BAD = [

@@ -12,10 +12,21 @@ from torchbudget.data.sizes.quick import quick_sizes
 from torchbudget.errors import SizesError
 
 
-def test_a_plain_list_needs_no_pass():
+def test_lists_frames_and_columns_need_no_pass():
     samples = [[1], "ab", torch.zeros(3), np.zeros(4), b"12345"]
     assert quick_sizes(samples, None).tolist() == [1, 2, 3, 4, 5]
     assert quick_sizes([([1], "ab"), ([], "a")], (0, 1)).tolist() == [[1, 2], [0, 1]]
+    pandas = pytest.importorskip("pandas", reason=WHY)
+    frame = pandas.DataFrame({"text": ["abc", "é🙂"], "ids": [[1], [2, 3]]}, index=[7, 3])
+    assert quick_sizes(frame, ("text", "ids")).tolist() == [[3, 1], [2, 2]]
+    assert quick_sizes(frame["text"].astype("category").astype(object), None).tolist() == [3, 2]
+    with pytest.raises(SizesError, match="number of columns; name the one that is ragged"):
+        sizes_of(frame)
+    dataset = example().shuffle(seed=0).select(range(5, 60))
+    for name in ("text", "ids", "words"):
+        assert quick_sizes(dataset, name).tolist() == [len(value) for value in dataset[name]]
+    columns = dataset.with_format("torch", columns=["ids"])
+    assert quick_sizes(columns, "ids").tolist() == [len(ids) for ids in dataset["ids"]]
 
 
 cells = st.one_of(texts, st.lists(st.integers(0, 9), max_size=5), st.none(), st.just(float("nan")))
@@ -67,14 +78,6 @@ def outcome(dataset, key):
     return str(sizes.dtype), sizes.shape, sizes.tolist()
 
 
-def test_pandas_columns_need_no_pass():
-    pandas = pytest.importorskip("pandas", reason=WHY)
-    frame = pandas.DataFrame({"text": ["abc", "é🙂"], "ids": [[1], [2, 3]]}, index=[7, 3])
-    assert quick_sizes(frame, ("text", "ids")).tolist() == [[3, 1], [2, 2]]
-    assert quick_sizes(frame["text"], None).tolist() == [3, 2]
-    assert quick_sizes(frame["text"].astype("category").astype(object), None).tolist() == [3, 2]
-
-
 numbers = st.integers(-5, 5)
 
 
@@ -122,17 +125,6 @@ def test_hugging_face_quick_equals_slow(data, rows, key):
     assert_same_both_ways(dataset, key)
 
 
-def test_hugging_face_columns_need_no_pass():
-    dataset = example().shuffle(seed=0).select(range(5, 60))
-    expected = {name: [len(value) for value in dataset[name]] for name in ("text", "ids", "words")}
-    for name, lengths in expected.items():
-        assert quick_sizes(dataset, name).tolist() == lengths
-    assert (
-        quick_sizes(dataset.with_format("torch", columns=["ids"]), "ids").tolist()
-        == expected["ids"]
-    )
-
-
 def test_a_transform_is_measured_and_not_its_column():
     """What `set_transform` gives is what the model will see."""
     dataset = example(8).with_transform(lambda batch: {"ids": [v * 2 for v in batch["ids"]]})
@@ -146,10 +138,3 @@ def test_a_null_is_named_by_its_index_in_the_selection():
     with pytest.raises(SizesError, match=r"sample 2\b"):
         of(dataset.select([9, 8, 5, 7]), "ids")
     assert of(dataset.select([9, 8, 7]), "ids").tolist() == [1, 1, 1]
-
-
-def test_rows_of_a_frame_have_no_length():
-    """It would be the number of columns, of every row."""
-    pandas = pytest.importorskip("pandas")
-    with pytest.raises(SizesError, match="number of columns; name the one that is ragged"):
-        sizes_of(pandas.DataFrame({"text": ["a", "bc"], "label": [0, 1]}))

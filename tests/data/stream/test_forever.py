@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from tests.support.streams import workers_of
 from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost
-from torchbudget.errors import OptionError
 from torchbudget.readers import sample_forever
 
 TOKENS = PaddedCost(unit_bytes=1)
@@ -65,12 +64,3 @@ def test_endless_draws_seek() -> None:
     assert begun == whole[:33]
     other.load_state_dict(state)
     assert list(other) == whole[33:]
-
-
-def test_nothing_to_draw() -> None:
-    with pytest.raises(OptionError, match="empty"):
-        sample_forever([])
-    with pytest.raises(OptionError, match="one weight per sample"):
-        sample_forever("ab", weights=[1])
-    with pytest.raises(OptionError, match="numbers"):
-        sample_forever("ab", weights=["x", "y"])

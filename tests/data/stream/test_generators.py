@@ -5,18 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from numpy.random import mtrand
 from torch.utils.data import get_worker_info
 
-from tests.support.ranks import run_ranks
 from tests.support.resuming import check_every_stop
 from tests.support.streams import (
     TOKENS,
@@ -27,7 +22,6 @@ from tests.support.streams import (
     processes_of,
     same,
     size_of,
-    tracked_loop,
 )
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.errors import OptionError, UnevenRanksError
@@ -103,71 +97,6 @@ def test_ranks_see_the_same_samples(draw: str, kind: str, look_ahead: int | None
     assert len({len(worker) for worker in found[::2]}) == 1
 
 
-@given(st.integers(0, 5), st.sampled_from(sorted(DRAWS)), st.integers(1, 3), st.integers(1, 3))
-def test_a_sample_draws_the_same_everywhere(seed: int, draw: str, ranks: int, workers: int) -> None:
-    """On any number of ranks and workers, for a source that all of them read."""
-    make = partial(stream_of, partial(crop, draw), seed=seed, num_replicas=ranks, rank=0)
-    together = [b for rank in processes_of(make, workers) for one in rank for b in one]
-    alone = list(stream_of(partial(crop, draw), seed=seed))
-    assert sorted(s for b in together for s in b) == sorted(s for b in alone for s in b)
-
-
-RANKS = """
-import json
-import random
-import sys
-from functools import partial
-from pathlib import Path
-
-import numpy as np
-import torch
-import torch.distributed as dist
-
-from tests.data.stream.test_generators import DRAWS, crop, stream_of
-from tests.support.streams import loader_of
-
-dist.init_process_group("gloo")
-found = {}
-for draw in DRAWS:
-    for workers in (0, 2):
-        random.seed(dist.get_rank())
-        torch.manual_seed(dist.get_rank())
-        np.random.seed(dist.get_rank())
-        found[f"{draw}, {workers}"] = list(loader_of(stream_of(partial(crop, draw)), workers))
-Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
-"""
-
-
-@pytest.mark.distributed
-def test_real_ranks_see_the_same_samples(tmp_path: Path) -> None:
-    """Three of them, each of which was seeded otherwise; as many batches on each."""
-    found = run_ranks(RANKS, tmp_path, 3)
-    for draw in DRAWS:
-        alone = sorted(s for b in stream_of(partial(crop, draw)) for s in b)
-        for workers in (0, 2):
-            of_ranks = [one[f"{draw}, {workers}"] for one in found]
-            assert len(set(map(len, of_ranks))) == 1
-            assert sorted(tuple(s) for rank in of_ranks for b in rank for s in b) == alone
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_runs_draw_the_same(draw: str, workers: int) -> None:
-    check_every_stop(
-        partial(stream_of, partial(crop, draw)),
-        loop=partial(tracked_loop, workers=workers),
-        every=9 if workers else 3,
-    )
-
-
-def test_epochs_draw_anew() -> None:
-    stream = stream_of(partial(crop, "numpy"))
-    first, second = (sorted(s for b in stream for s in b) for _ in range(2))
-    assert first != second
-    stream.set_epoch(0)
-    assert sorted(s for b in stream for s in b) == first
-
-
 @pytest.mark.parametrize("source", [None, "map"])
 @pytest.mark.parametrize("look_ahead", [None, 20_000])
 def test_the_process_keeps_its_own_numbers(source: Any, look_ahead: int | None) -> None:
@@ -238,13 +167,6 @@ def test_a_source_that_shuffles_itself(draw: str, transform: Any, look_ahead: in
     check_every_stop(partial(stream_of, transform, Shuffles(draw), look_ahead=look_ahead), every=5)
 
 
-def test_a_source_that_shuffles_itself_in_real_workers() -> None:
-    stream = stream_of(None, Shuffles("random"))
-    epochs = [list(loader_of(stream, 3)) for _ in range(2)]
-    assert [numbers(epoch) for epoch in epochs] == [list(range(len(SIZES)))] * 2
-    assert epochs[0] != epochs[1]
-
-
 # ---------------------------------------------------------------------- threads
 
 
@@ -259,39 +181,6 @@ def test_threads_refuse_global_generators(draw: str, workers: int) -> None:
         pytest.raises(OptionError, match=rf"generator of {name}.*transforms\.rng\(\)"),
     ):
         list(loader_of(stream, workers))
-
-
-@pytest.mark.parametrize("look_ahead", [None, 30_000])
-def test_threads_refuse_draws_of_some_samples(look_ahead: int | None) -> None:
-    """A transform that crops what is too long alone: wherever in a window that is."""
-    with (
-        stream_of(crop_one, threads=4, look_ahead=look_ahead) as stream,
-        pytest.raises(OptionError, match=r"transforms\.rng"),
-    ):
-        list(stream)
-
-
-def crop_one(sample: Any) -> Any:
-    return crop("random", sample) if sample[0] == 101 else sample
-
-
-def test_another_generator_of_numpy() -> None:
-    """The process's own may be of any kind."""
-    before = mtrand.get_bit_generator()
-    mtrand.set_bit_generator(np.random.PCG64(3))
-    try:
-        expected = np.random.random()
-        mtrand.set_bit_generator(np.random.PCG64(3))
-        assert numbers(list(stream_of(None))) == list(range(len(SIZES)))
-        assert np.random.random() == expected
-    finally:
-        mtrand.set_bit_generator(before)
-
-
-def test_threads_take_the_generator_of_the_sample() -> None:
-    threaded = stream_of(partial(crop, "rng"), threads=4)
-    with threaded:
-        assert list(threaded) == list(stream_of(partial(crop, "rng")))
 
 
 def worker_seen(sample: Any) -> Any:

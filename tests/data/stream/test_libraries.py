@@ -44,37 +44,6 @@ def stream_of(source: Any, **options: Any) -> BudgetedIterableDataset:
 # ---------------------------------------------------------------------- datasets
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("how", ["take", "map", "filter"])
-def test_data_that_is_made_of_the_same_data(how: str, parts: int) -> None:
-    """A validation within an epoch moves what both are made of; a position of it is exact."""
-
-    def pair() -> tuple[BudgetedIterableDataset, BudgetedIterableDataset]:
-        datasets = pytest.importorskip("datasets", reason="the test group has it")
-        data = datasets.Dataset.from_list(rows()).to_iterable_dataset(num_shards=parts)
-        match how:
-            case "take":
-                made = data.skip(40), data.take(40)
-            case "map":
-                made = data.map(same), data.map(dict)
-            case _:
-                made = data.filter(all_of_them), data.filter(some_of_them)
-        train, validation = (stream_of(one, window=32) for one in made)
-        return train, validation
-
-    whole = list(pair()[0])
-    for done in (1, 4):
-        train, validation = pair()
-        loop = iter(train)
-        begun = list(islice(loop, done))
-        assert len(list(validation)) > 0
-        begun += islice(loop, 2)
-        resumed, _ = pair()
-        resumed.load_state_dict(as_pickle(train.state_dict()))
-        assert begun + list(resumed) == whole
-        assert begun + list(loop) == whole
-
-
 KINDS = ("plain", "mapped", "filtered", "batched", "concatenated", "shuffled")
 SEEKS = frozenset(KINDS) - {"shuffled"}
 
@@ -100,10 +69,6 @@ def hugging_face(kind: str) -> Any:
 
 def all_of_them(row: Any) -> bool:
     return "n" in row
-
-
-def some_of_them(row: Any) -> bool:
-    return bool(row["n"] % 3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -160,29 +125,6 @@ def test_a_loop_within_another_one_over_a_datasets_stream(kind: str) -> None:
     assert begun + list(outer) == begun + list(resumed) == whole
 
 
-@pytest.mark.parametrize("kind", ["mapped", "shuffled"])
-def test_a_datasets_stream_in_a_stateful_loader(kind: str) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def loader() -> Any:
-        return stateful(stream_of(hugging_face(kind)), batch_size=None, num_workers=2)
-
-    check_every_stop(loader, file=as_pickle, every=10)
-
-
-def test_one_pass_after_another_begins_at_the_beginning() -> None:
-    """A state that was loaded is put back: the same epoch twice is the same."""
-    source = hugging_face("mapped")
-    stream = stream_of(source)
-    whole = list(stream)
-    stream.set_epoch(0)
-    list(islice(stream, 3))
-    stream.load_state_dict(stream.state_dict())
-    assert list(stream) == whole[3:]
-    stream.set_epoch(0)
-    assert list(stream) == whole
-
-
 def test_a_datasets_stream_that_is_split_by_node() -> None:
     """Each rank has its own part, so that their numbers of batches differ."""
     distributed = pytest.importorskip("datasets.distributed")
@@ -194,27 +136,6 @@ def test_a_datasets_stream_that_is_split_by_node() -> None:
         stream = stream_of(mine, num_replicas=2, rank=rank, uneven=True)
         found += numbers(DataLoader(stream, batch_size=None, num_workers=2))
     assert sorted(found) == list(range(N))
-
-
-class Mine:
-    """A data set of one's own, in a module that has a library's name."""
-
-    def __iter__(self) -> Any:
-        return iter(rows())
-
-
-def test_a_module_of_that_name_is_not_the_library() -> None:
-    mine = type("Mine", (Mine,), {"__module__": "datasets.local"})()
-    loader = DataLoader(stream_of(mine), batch_size=None, num_workers=2)
-    assert sorted(numbers(loader)) == list(range(N))
-
-
-def test_what_derives_from_a_librarys_class_is_known() -> None:
-    datasets = pytest.importorskip("datasets")
-    derived = type("Mine", (datasets.IterableDataset,), {"__module__": "mine"})
-    data = hugging_face("plain")
-    stream = stream_of(derived(data._ex_iterable))
-    assert sorted(numbers(DataLoader(stream, batch_size=None, num_workers=2))) == list(range(N))
 
 
 # ---------------------------------------------------------------------- webdataset
@@ -238,14 +159,6 @@ def pipeline(tars: list[str], **options: Any) -> Any:
     import webdataset
 
     return webdataset.WebDataset(tars, **({"shardshuffle": False} | options)).decode().map(named)
-
-
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_each_sample_of_a_webdataset_pipeline_once(tars: list[str], workers: int) -> None:
-    stream = stream_of(pipeline(tars))
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    assert sorted(numbers(loader)) == list(range(N))
-    assert sorted(numbers(loader)) == list(range(N))
 
 
 def test_webdataset_pipelines_of_two_ranks(
@@ -308,20 +221,6 @@ def test_what_splits_itself_goes_on_in_a_plain_loader(
     check_every_stop(make, loop=partial(tracked_loop, workers=workers), every=15, file=as_pickle)
 
 
-def test_a_webdataset_pipeline_goes_on(tars: list[str]) -> None:
-    """Shuffled by its own buffer from a fixed seed: skipped through."""
-
-    def make() -> BudgetedIterableDataset:
-        return stream_of(pipeline(tars).shuffle(30, seed=1))
-
-    def save(stream: Any, done: int) -> Any:
-        state = stream.state_dict()
-        assert state["goes_on_by"] == "skipping"
-        return state
-
-    check_every_stop(make, save=save)
-
-
 def test_stages_of_webdataset_that_count_their_passes_begin_with_the_streams_epoch(
     tars: list[str],
 ) -> None:
@@ -376,17 +275,3 @@ def test_ray_data_is_not_read_twice(ray_data: Any) -> None:
         list(loader)
     with pytest.raises(OptionError, match=r"streaming_split\(2\)"):
         list(stream_of(ray_data, num_replicas=2, rank=0, uneven=True))
-
-
-def test_parts_of_a_ray_data_set(ray_data: Any) -> None:
-    """Those of `streaming_split`, read by a thread each, as ranks would."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    parts = ray_data.streaming_split(2)
-    streams = [
-        stream_of(part, num_replicas=2, rank=rank, uneven=True) for rank, part in enumerate(parts)
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(numbers, streams))
-    assert sorted(found[0] + found[1]) == list(range(N))
-    assert all(found)

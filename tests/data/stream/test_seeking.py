@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -79,37 +78,6 @@ def test_a_loop_within_another_one(source: Any, look_ahead: int | None) -> None:
     assert begun + rest == whole
     if source is not Drawing:  # what it drew is not in its state
         assert list(resumed) == rest
-
-
-@pytest.mark.parametrize("batches", [1, 6, 99])
-def test_a_loop_after_another_stream_is_gone(batches: int) -> None:
-    """It has moved the source, and nothing of it is left."""
-    source = Counting()
-    whole, outer = list(make(Counting())), iter(make(source))
-    begun = [next(outer)]
-    for _ in islice(make(source), batches):
-        pass
-    gc.collect()
-    assert begun + list(outer) == whole
-
-
-@pytest.mark.parametrize("look_ahead", [700, None])
-def test_what_a_source_drew_goes_on_within_a_window(look_ahead: int | None) -> None:
-    """Also at the second turn of another stream."""
-    whole, source = list(make(Drawing(), look_ahead=look_ahead)), Drawing()
-    both = zip(*(make(source, look_ahead=look_ahead) for _ in range(2)), strict=True)
-    assert list(both) == [(batch, batch) for batch in whole]
-
-
-def test_a_stream_after_one_that_is_gone() -> None:
-    """It begins at the source's beginning, in each epoch."""
-    source = Counting()
-    first = make(source)
-    next(iter(first))
-    del first
-    gc.collect()
-    again, whole = make(source), make(Counting())
-    assert [list(again) for _ in range(2)] == [list(whole) for _ in range(2)]
 
 
 def test_streams_that_share_a_source() -> None:

@@ -10,8 +10,6 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from tests.support.tracked_streams import make
 from torchbudget import BudgetedIterableDataset, StateMismatchError
-from torchbudget.data.stream.cursor import StreamCursor, StreamState
-from torchbudget.data.stream.slot import WorkerSlot
 from torchbudget.errors import StateError
 
 
@@ -46,22 +44,3 @@ def test_a_checkpoint_of_all_ranks_takes_no_position_apart() -> None:
         paths: list[Any] = []
         traverse_state_dict(stream.state_dict(), lambda path, _, to=paths: to.append(path))
         assert max(map(len, paths)) == 1
-
-
-@pytest.mark.parametrize("split", ["none", "workers"])
-@pytest.mark.parametrize(("saved", "mine"), [((0, 1), (0, 2)), ((1, 2), (0, 1)), ((0, 2), (1, 2))])
-def test_the_state_of_one_worker(split: str, saved: tuple[int, int], mine: tuple[int, int]) -> None:
-    """At a window's boundary only that of a process without workers goes on with any of them.
-
-    And only where every worker reads all of the source; else each has read a part of its own.
-    """
-    settings = make("iterable" if split == "none" else "splits itself")._settings
-    cursor = StreamCursor.beginning(0, None)._replace(start=64)
-    slots = [WorkerSlot(worker=n, workers=of, rank=0, ranks=1) for n, of in (saved, mine)]
-    begun, goes_on = map(settings.dealing, slots)
-    state = StreamState(cursors=[cursor], dealing=begun, turn=0)
-    if split == "none" and saved == (0, 1):
-        assert state.cursor_of(slots[1], goes_on).start == 64
-    else:
-        with pytest.raises(StateMismatchError, match=f"worker {saved[0]} of {saved[1]}, here"):
-            state.cursor_of(slots[1], goes_on)

@@ -169,14 +169,6 @@ def test_other_numbers_of_workers_and_ranks_go_on(
         assert numbers(begun + rest) == list(range(n))
 
 
-def test_batches_come_as_the_sampler_makes_them() -> None:
-    """A window is sorted and cut from the longest on; without shuffling in that order."""
-    stream = BudgetedIterableDataset(
-        Numbered([3, 9, 4, 8, 1]), TOKENS, 18, size=size_of, shuffle=False, collate_fn=list
-    )
-    assert [[size for _, size in batch] for batch in stream] == [[9, 8], [4, 3, 1]]
-
-
 def test_epochs_differ_and_repeat() -> None:
     sizes = np.random.default_rng(0).integers(1, 30, 300)
     stream = BudgetedIterableDataset(
@@ -190,19 +182,6 @@ def test_epochs_differ_and_repeat() -> None:
     assert numbers(second) == numbers(first)
     stream.set_epoch(0)
     assert list(stream) == first
-
-
-def test_the_state_of_a_finished_epoch_is_the_next_ones_beginning() -> None:
-    stream = BudgetedIterableDataset(
-        Numbered(range(1, 40)), TOKENS, 90, size=size_of, window=20, collate_fn=list
-    )
-    list(stream)
-    other = BudgetedIterableDataset(
-        Numbered(range(1, 40)), TOKENS, 90, size=size_of, window=20, collate_fn=list
-    )
-    other.load_state_dict(stream.state_dict())
-    assert other.epoch == 1
-    assert list(other) == list(stream)
 
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
@@ -219,26 +198,6 @@ def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
         if found is None:
             return
         assert found == batches
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_number_of_batches(workers: int, ranks: int) -> None:
-    """`batches_per_epoch` on each rank, from a source that is shorter, and `len` says so."""
-    make = partial(
-        BudgetedIterableDataset,
-        shards_of(np.arange(1, 40), [10, 20]),
-        TOKENS,
-        60,
-        size=size_of,
-        batches_per_epoch=50,
-        num_replicas=ranks,
-        rank=0,
-        collate_fn=list,
-    )
-    for rank in processes_of(make, workers):
-        assert sum(len(list(process)) for process in rank) == 50
-    assert len(make()) == 50
 
 
 def test_drop_last_leaves_only_what_is_full() -> None:
@@ -284,28 +243,6 @@ def test_a_predicate_instead_of_a_cost() -> None:
         batches = [list(one) for [one] in processes_of(partial(stream, ranks), 1)]
         assert numbers([b for rank in batches for b in rank]) == list(range(7))
         assert len(set(map(len, batches))) == 1
-
-
-def test_a_predicate_over_several_axes() -> None:
-    """Samples that are alike lie together."""
-    sizes = np.random.default_rng(0).integers(1, 50, (200, 3))
-
-    def should_add(batch: list[Any], sample: Any) -> bool:
-        largest = np.max([size for _, size in [*batch, sample]], axis=0)
-        return (len(batch) + 1) * int(largest.prod()) <= 300_000
-
-    def padded(**options: Any) -> int:
-        stream = BudgetedIterableDataset(
-            Numbered(sizes), should_add, None, collate_fn=list, **options
-        )
-        batches = list(stream)
-        assert numbers(batches) == list(range(200))
-        return sum(
-            len(batch) * int(np.max([size for _, size in batch], axis=0).prod())
-            for batch in batches
-        )
-
-    assert padded(size=size_of) < 0.8 * padded()
 
 
 def test_oversize() -> None:
@@ -384,11 +321,6 @@ def test_what_cannot_hold_is_refused_at_once(case: str) -> None:
     arguments = {"cost": TOKENS, "budget": 10} | options
     with pytest.raises(error, match=text):
         BudgetedIterableDataset(source, **arguments)
-
-
-def test_a_length_that_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="batches_per_epoch"):
-        len(BudgetedIterableDataset(Spent(), TOKENS, 10))
 
 
 def test_states_of_other_streams_are_refused() -> None:

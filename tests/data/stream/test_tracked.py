@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_json, check_every_stop, in_parts
@@ -22,10 +19,9 @@ from tests.support.streams import (
     same,
     size_of,
     tracked_loop,
-    workers_of,
 )
-from tests.support.tracked_streams import SIZES, begun_at, make, samples_of
-from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
+from tests.support.tracked_streams import SIZES, begun_at, make
+from torchbudget import BudgetedIterableDataset, StateMismatchError
 from torchbudget.errors import OptionError, StateError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -43,26 +39,6 @@ def test_it_goes_on_from_any_batch(kind: str, workers: int) -> None:
     assert whole == list(loader_of(make(kind), workers))
     for done in range(1, len(whole) - 3, 16):
         assert in_parts(partial(make, kind), [done, 3], loop=loop) == whole
-
-
-@pytest.mark.parametrize("kind", ["iterable", "shards"])
-def test_out_of_order(kind: str) -> None:
-    """Where batches come as they are ready: every remaining sample once, from any batch."""
-    running = make(kind, transforms=[slow_in_turns])
-    taken: list[Any] = []
-    for batch in tracked_loop(running, 3, in_order=False):
-        taken.append(batch)
-        if len(taken) % 9 == 0:
-            following = make(kind, transforms=[slow_in_turns])
-            following.load_state_dict(as_json(running.state_dict()))
-            rest = list(tracked_loop(following, 3, in_order=False))
-            assert samples_of(taken + rest) == list(range(len(SIZES)))
-
-
-def slow_in_turns(sample: Any) -> Any:
-    if sample[0] % 50 == 0:
-        torch.zeros(200, 200).exp().sum()
-    return sample
 
 
 class Foreign:
@@ -131,63 +107,6 @@ def test_workers_that_persist(workers: int) -> None:
         assert running.state_dict()["epoch"] == epoch + 1
 
 
-@pytest.mark.parametrize("wait_s", [0, 0.2])
-def test_a_loop_that_is_broken_off_while_workers_come_to_their_end(wait_s: float) -> None:
-    """It begins again where it began, whenever they are done with what it had asked for."""
-    shards = [list(range(8)), list(range(8, 16))]
-    stream = BudgetedIterableDataset(
-        shards, TOKENS, 4, size=one, window=4, transforms=[slow], collate_fn=same
-    )
-    loader = loader_of(stream, 2, persistent_workers=True)
-    for done, _ in enumerate(stream.tracked(loader), 1):
-        if done == 2:  # both of them read the last of their batches
-            break
-    time.sleep(wait_s)
-    assert stream.epoch == 0
-    assert sorted(number for batch in stream.tracked(loader) for number in batch) == [*range(16)]
-    assert stream.epoch == 1
-
-
-def one(_: Any) -> int:
-    return 1
-
-
-def slow(number: int) -> int:
-    time.sleep(0.02)
-    return number
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_end_of_an_epoch_is_the_next_ones_beginning(kind: str) -> None:
-    """And any number of workers can go on from there."""
-    running, expected = make(kind), make(kind)
-    list(tracked_loop(running, 2))
-    following = make(kind)
-    following.load_state_dict(as_json(running.state_dict()))
-    assert following.epoch == 1
-    expected.set_epoch(1)
-    assert list(loader_of(following, 3)) == list(loader_of(expected, 3))
-
-
-def test_workers_that_begin_where_one_process_stood() -> None:
-    """At a window's boundary; those that have made nothing yet begin there, too."""
-    running, begun = make(), []
-    for batch in running:
-        begun.append(batch)
-        if len(begun) > 5 and not workers_of(running.state_dict())[0]["rounds"]:
-            break
-    state = running.state_dict()
-    running = make()
-    running.load_state_dict(state)
-    batches = tracked_loop(running, 3)
-    taken = [next(batches)]
-    second = make()
-    second.load_state_dict(running.state_dict())
-    rest = list(loader_of(second, 3))
-    assert rest == list(batches)
-    assert samples_of(begun + taken + rest) == list(range(len(SIZES)))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_state_of_one_rank_is_that_of_all(rank: int) -> None:
     """Ranks that plan from one source stand in one place."""
@@ -216,29 +135,10 @@ def test_what_workers_read_ahead_is_not_lost_in_silence() -> None:
     assert stream.state_dict()["epoch"] == 1
 
 
-def test_a_look_at_the_first_batch_does_not_count() -> None:
-    whole = list(loader_of(make(), 2))
-    stream = make()
-    next(iter(stream))
-    list(islice(tracked_loop(stream, 2), 6))
-    following = make()
-    following.load_state_dict(stream.state_dict())
-    assert list(loader_of(following, 2)) == whole[6:]
-
-
 def test_another_number_of_workers() -> None:
     _, stream = begun_at(1)
     with pytest.raises(StateMismatchError, match="num_workers=2"):
         list(loader_of(stream, 3))
-
-
-@pytest.mark.slow
-def test_workers_that_were_started_before() -> None:
-    stream = make()
-    loader = loader_of(stream, 2, persistent_workers=True)
-    next(iter(loader))
-    with pytest.raises(StateError, match="from its first loop on"):
-        stream.tracked(loader)
 
 
 def test_a_plain_loop_over_tracked_workers() -> None:
@@ -262,55 +162,7 @@ def test_other_loaders() -> None:
         stream.tracked(stateful(stream, batch_size=None))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"batch_size": 3}])
-def test_batches_are_not_collated_again(workers: int, options: dict[str, Any]) -> None:
-    """A loader's default `batch_size` would give batches of one batch."""
-    with pytest.raises(OptionError, match="batch_size=None"):
-        next(iter(DataLoader(make(), num_workers=workers, **options)))
-
-
 # ---------------------------------------------------------------------- windows
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_skipped_samples_do_not_move_windows(seed: int) -> None:
-    """Samples over the budget, and a look-ahead in bytes: resumed at every batch."""
-    options: dict[str, Any] = {"oversize": "skip", "look_ahead": 6000, "seed": seed}
-    sizes = np.random.default_rng(seed).integers(1, 60, 400)
-    sizes[:: 7 + seed] = 5000
-
-    def stream() -> BudgetedIterableDataset:
-        return BudgetedIterableDataset(
-            Numbered(sizes), TOKENS, 300, size=size_of, window=64, collate_fn=same, **options
-        )
-
-    assert len(check_every_stop(stream)) > 2
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_part_that_ends_in_a_windows_tail(rank: int) -> None:
-    """With transforms that make many of one, and a look-ahead that cuts within the tail."""
-
-    def stream() -> BudgetedIterableDataset:
-        return BudgetedIterableDataset(
-            Numbered([7] * 19),
-            TOKENS,
-            60,
-            size=size_of,
-            window=16,
-            look_ahead=5000,
-            transforms=[transforms.expand(thrice)],
-            num_replicas=4,
-            rank=rank,
-            collate_fn=same,
-        )
-
-    assert len(check_every_stop(stream)) > 2
-
-
-def thrice(sample: Any) -> list[Any]:
-    return [sample, sample, sample]
 
 
 @pytest.mark.parametrize("taken", [1, 3, None])

@@ -60,30 +60,6 @@ def test_epochs_of_a_number_of_batches_go_on_from_any_batch(done: int, persisten
         assert sorted(found) == sorted(expected) if persistent else found == expected
 
 
-def test_a_first_epoch_that_is_begun_again_is_known_at_once() -> None:
-    """Workers that persist begin it at the source's beginning: its state needs no batch first."""
-    stream = make(batches_per_epoch=11)
-    loader = loader_of(stream, 2, persistent_workers=True)
-    for _ in stream.tracked(loader):
-        break
-    batches = stream.tracked(loader)
-    following = make(batches_per_epoch=11)
-    following.load_state_dict(as_json(stream.state_dict()))
-    assert list(following.tracked(loader_of(following, 2))) == list(batches)
-
-
-def test_a_tracked_loop_goes_on_after_one_that_was_not() -> None:
-    """Without workers the process itself knows where the last epoch ended, at once."""
-    stream, whole = make(batches_per_epoch=11), make(batches_per_epoch=11)
-    loader = loader_of(stream, 0)
-    expected = epochs_of(whole, 0, 2, tracked=False)
-    assert list(loader) == expected[0]
-    batches = stream.tracked(loader)
-    following = make(batches_per_epoch=11)
-    following.load_state_dict(as_json(stream.state_dict()))
-    assert list(following) == list(batches) == expected[1]
-
-
 def test_new_workers_that_start_over_say_so() -> None:
     """They cannot know where those before them ended."""
     stream = make(batches_per_epoch=11)

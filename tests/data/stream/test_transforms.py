@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 from torchbudget import BudgetedIterableDataset, PaddedCost, transforms
 from torchbudget.errors import OptionError, SampleError
@@ -37,8 +36,6 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "apply_at a name": (transforms.apply_at("x", add, other=2), {"x": 1, "y": 2}, {"x": 3, "y": 2}),
     "zip_apply": (transforms.zip_apply(double, None), Pair(3, 4), Pair(6, 4)),
     "zip_apply by name": (transforms.zip_apply(double, add), {"x": 1, "y": 2}, {"x": 2, "y": 3}),
-    "multiply": (transforms.multiply(add, 5), Pair(3, 4), Pair(8, 9)),
-    "multiply of a mapping": (transforms.multiply(double), {"x": 1}, {"x": 2}),
     "never": (transforms.random_apply(0, double), 3, 3),
 }  # fmt: skip
 
@@ -117,33 +114,6 @@ def test_one_sample_is_not_several(sample: Any) -> None:
     """Its characters or keys would be the samples."""
     with pytest.raises(SampleError, match=f"item 0 of shard 0.* {type(sample).__name__}: return"):
         draws(transforms.expand(lambda _: sample), 3)
-
-
-def nothing(value: int) -> bool:
-    return False
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"transforms": [transforms.keep_if(nothing)]},
-        {"transforms": [transforms.apply_at(0, double)], "on_error": "skip"},
-        {"size": int, "oversize": "skip"},
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_an_epoch_without_any_sample_left_is_no_epoch(
-    options: dict[str, Any], workers: int
-) -> None:
-    """An error, but where other workers may have some."""
-    options = {"size": always_one, "window": 50} | options
-    stream = BudgetedIterableDataset(range(100, 200), TOKENS, 99, collate_fn=list, **options)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    if workers == 2:
-        assert list(loader) == []
-        return
-    with pytest.raises(SampleError, match="none of the items that were read became a sample"):
-        list(loader)
 
 
 def test_zip_apply_wants_one_function_for_each_field() -> None:

@@ -193,12 +193,94 @@ class PaddedCost(_Quadratic):
 class PackedCost(_Quadratic, AdditiveCost):
     """`fixed + Σᵢ (sample + unit·Lᵢ + pair·Lᵢ²)` bytes: batches without padding.
 
-    The attributes are those of `PaddedCost`, without the floor. `item_bytes` is what one sample
-    adds; `batch_bytes` and `capacity` are for n samples of one size each.
+    `item_bytes` is what one sample adds; `batch_bytes` and `capacity` are for n samples of one size
+    each.
+
+    Attributes:
+        fixed_bytes: as in `PaddedCost`, and so are `sample_bytes`, `unit_bytes` and `pair_bytes`.
+        total_multiple: the total of a row, Σ Lᵢ, is rounded up to a multiple of it once, and each
+            position of padding costs `unit_bytes`, which are then rounded up to whole bytes.
+            `PackCollate(total_multiple=…)` makes such rows. Only for one axis, without
+            `pair_bytes`: padding has no length of its own.
+
+    Raises:
+        CostError: a coefficient is invalid, as in `PaddedCost`; or `total_multiple` is not an int
+            of at least 1, or does not go together with the coefficients.
 
     >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
     [6, 10]
+    >>> int(PackedCost(unit_bytes=1, total_multiple=64).batch_bytes(3, 50))
+    192
     """
+
+    total_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super(PackedCost, self).__post_init__()
+        if not is_int(self.total_multiple) or self.total_multiple < 1:
+            raise CostError(
+                f"total_multiple must be an int of at least 1, got {self.total_multiple!r}"
+            )
+        if self.total_multiple > 1:
+            if self.axes > 1 or self.pair_bytes:
+                raise CostError(
+                    "total_multiple rounds the one length of a row, whose padding has no samples: "
+                    "it goes together with one axis and without pair_bytes"
+                )
+            # So that all rows are compared in whole bytes, and longer ones never cost less.
+            object.__setattr__(self, "unit_bytes", float(self._whole_unit))
+
+    @property
+    def _whole_unit(self) -> int:
+        unit: Any = self.unit_bytes
+        return int(np.ceil(unit))
+
+    def padded_totals(self, totals: IntArray) -> IntArray:
+        """See `AdditiveCost.padded_totals`."""
+        return -(-totals // self.total_multiple) * self.total_multiple
+
+    def padding_bytes(self, totals: IntArray) -> Any:
+        """See `AdditiveCost.padding_bytes`."""
+        if self.total_multiple == 1:
+            return 0
+        return (self.padded_totals(totals) - totals) * self._whole_unit
+
+    def room_bytes(self, budget_bytes: int) -> int:
+        """See `AdditiveCost.room_bytes`.
+
+        A row of units alone fits, padded, if and only if its samples fit a room of whole multiples.
+        Where samples cost bytes beside their units, there is room for the most padding.
+        """
+        room = budget_bytes - self.base_bytes
+        if self.total_multiple == 1:
+            return room
+        unit = self._whole_unit
+        if self.sample_bytes:
+            return room - unit * (self.total_multiple - 1)
+        return room - room % (unit * self.total_multiple)
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`."""
+        total = super(PackedCost, self).batch_bytes(n, padded_size)
+        if self.total_multiple == 1:
+            return total
+        padding: IntArray = self.padding_bytes(np.asarray(n, np.int64) * np.asarray(padded_size))
+        return total + padding
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`."""
+        most = super(PackedCost, self).capacity(padded_size, budget_bytes)
+        if self.total_multiple == 1:
+            return most
+        size, budget = np.asarray(padded_size), np.asarray(budget_bytes)
+        # Samples whose padding is not counted are too many by at most one multiple of units.
+        high = np.where(most == MAX_BYTES, 0, most)
+        low = np.maximum(high - -(-self.total_multiple // np.maximum(size, 1)), 0)
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            fits = self.batch_bytes(middle, size) <= budget
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        return np.where(most == MAX_BYTES, most, low)
 
     @property
     def base_bytes(self) -> int:

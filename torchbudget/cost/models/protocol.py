@@ -58,8 +58,9 @@ class MadeForBudget(Protocol):
 class AdditiveCost(ABC):
     """A `CostModel` of batches without padding: a base, and a share of each sample.
 
-    Derive from it to have batches packed: `base_bytes + item_bytes(sizes).sum()` is then what must
-    fit the budget. Any other cost is one of padded batches.
+    Derive from it to have batches packed: `base_bytes + item_bytes(sizes).sum()` must then fit the
+    budget, and for rows that are padded as a whole `padding_bytes` beside it. Any other cost is one
+    of padded batches.
     """
 
     __slots__ = ()
@@ -72,6 +73,18 @@ class AdditiveCost(ABC):
     @abstractmethod
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """The share of each sample: shape `(…)` for sizes of shape `(…)` or `(…, d)`."""
+
+    def padded_totals(self, totals: IntArray) -> IntArray:
+        """The lengths of rows after padding, from the sums of their samples' sizes: any shape."""
+        return totals
+
+    def padding_bytes(self, totals: IntArray) -> Any:
+        """Bytes of the padding of rows, from the sums of their samples' sizes: any shape."""
+        return 0
+
+    def room_bytes(self, budget_bytes: int) -> int:
+        """Bytes that the shares of a row's samples may have, so that the row fits when padded."""
+        return budget_bytes - self.base_bytes
 
     @abstractmethod
     def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:

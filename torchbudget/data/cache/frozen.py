@@ -1,4 +1,4 @@
-"""Samples as bytes: of their tensors the elements, and not the storage that they are a part of."""
+"""Samples as bytes: the elements of their tensors, without the storage around them."""
 
 from __future__ import annotations
 
@@ -84,21 +84,18 @@ class _Pickler(pickle.Pickler):
         self._file.count(self.buffers[-1].nbytes)
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (torch.Tensor, np.ndarray)) and _is_strided(value):
+        is_plain = isinstance(value, torch.Tensor) and _is_plain(value)
+        if is_plain or isinstance(value, np.ndarray):
             self._file.check(value.nbytes)  # before it is copied
-        if isinstance(value, torch.Tensor) and _is_plain(value):
+        if is_plain:
             return _tensor, _parts(value)
         return NotImplemented
 
 
-def _is_strided(value: torch.Tensor | npt.NDArray[Any]) -> bool:
-    return isinstance(value, np.ndarray) or (value.layout is torch.strided and not value.is_nested)
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is elements in the CPU's memory, and what its class adds to its `__dict__`.
+    """True if a tensor is elements in the CPU's memory, and a `__dict__`.
 
-    Other classes (of parameters, of tensors that are made of tensors) know how they are pickled.
+    Other classes (parameters, tensors that are made of tensors) know how they are pickled.
     """
     cls = type(tensor)
     return (
@@ -111,7 +108,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What `_tensor` makes the tensor of."""
+    """The arguments from which `_tensor` makes the tensor again."""
     elements = tensor.as_subclass(torch.Tensor).detach().resolve_conj().resolve_neg()
     words = elements.contiguous().reshape(-1).view(torch.uint8).numpy()
     cls = None if type(tensor) is torch.Tensor else type(tensor)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,34 +11,14 @@ from torch.utils.data import Dataset
 
 from torchbudget.data.cache.frozen import NoRoomError, freeze, thaw
 from torchbudget.data.cache.shared_file import SharedFile
-from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import BudgetError, OptionError, SampleError
+from torchbudget.protocols import MapStyle
 from torchbudget.units import format_bytes, parse_bytes
 
 _NO_ROOM: Final = -1
-_ROWS: Final = 512  # of counts: so many processes count without sharing a row
-# The table of contents begins with the bytes in use after the table, the number of processes that
-# have counted, and their hits and misses. Then come the positions of the samples.
-_HEAD: Final = np.dtype(
-    [("used", "q"), ("processes", "q"), ("hits", "q", _ROWS), ("misses", "q", _ROWS)]
-)
-
-
-class _Row:
-    """The row of counts of a process; after a fork, the child takes another one.
-
-    Args:
-        process: the process's id.
-        number: the row's index.
-    """
-
-    def __init__(self, process: int = -1, number: int = 0) -> None:
-        self.process = process
-        self.number = number
-        self.lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type[_Row], tuple[()]]:
-        return _Row, ()
+# The table of contents begins with the bytes in use after the table, and the hits and misses of all
+# processes. Then come the positions of the samples.
+_HEAD: Final = np.dtype([("used", "q"), ("hits", "q"), ("misses", "q")])
 
 
 class SampleCache(Dataset[Any]):
@@ -49,17 +27,17 @@ class SampleCache(Dataset[Any]):
     A sample that one worker has read is there, once, for all workers of this and later epochs, in
     memory that processes share with any start method. A kept sample is returned as a copy, which
     may be changed. When the budget is full the cache stays as it is: an epoch reads each sample
-    once, so replacing samples would not give more hits. Of a tensor that is a part of another one,
-    the part is kept. A data set's own `__getitems__` reads what is not kept.
+    once, so replacing samples would not give more hits. If a tensor is a part of another one, only
+    the part is kept. The data set's own `__getitems__`, if any, reads samples that are not kept.
 
     A killed worker loses only the sample that it was reading.
 
     Args:
         dataset: N samples that can be pickled. A sample must depend on its index alone: apply
             random transforms after the cache.
-        budget: bytes in all: the kept samples, 8 bytes for each sample of the dataset, and 8 KiB.
-            It is a part of the host's: `loader_options` and `host_bytes` count all of it, in the
-            process that made the cache.
+        budget: bytes in all: the kept samples, 8 bytes for each sample of the dataset, and 24
+            bytes. It is a part of the host's budget: `loader_options` and `host_bytes` count all of
+            it, in the process that made the cache.
 
     Raises:
         OptionError: the dataset is not map-style.
@@ -92,7 +70,6 @@ class SampleCache(Dataset[Any]):
                 f"this system has no {format_bytes(self.budget)} for a cache: {error}; give it a "
                 "smaller budget"
             ) from error
-        self._row = _Row()
 
     # ------------------------------------------------------------------ the table of contents
 
@@ -156,7 +133,16 @@ class SampleCache(Dataset[Any]):
         # The room only shrinks: a sample that found none is not tried again.
         if self._places[number]:
             return
-        parts = self._frozen(number, sample)
+        try:
+            parts = freeze(sample, self.budget - self.nbytes)
+        except NoRoomError:
+            parts = []
+        except Exception as error:
+            raise SampleError(
+                f"sample {number}, of type {type(sample).__name__}, cannot be pickled, as a cache "
+                f"needs: {type(error).__name__}: {error}; convert it in the data set, or apply the "
+                "transform that makes it after the cache"
+            ) from error
         size = sum(part.nbytes for part in parts)
         memory = memoryview(self._file.memory)
         with self._file.locked():
@@ -174,39 +160,21 @@ class SampleCache(Dataset[Any]):
             self._head["used"] = -(-at // 8) * 8 - self._table
             self._places[number] = start
 
-    def _frozen(self, number: int, sample: Any) -> list[memoryview]:
-        """The parts of a sample's bytes; none if there is no room for it."""
-        try:
-            return freeze(sample, self.budget - self.nbytes)
-        except NoRoomError:
-            return []
-        except Exception as error:
-            raise SampleError(
-                f"sample {number}, of type {type(sample).__name__}, cannot be pickled, as a cache "
-                f"needs: {type(error).__name__}: {error}; convert it in the data set, or apply the "
-                "transform that makes it after the cache"
-            ) from error
-
     def _count(self, kind: str) -> None:
-        row = self._row
-        if row.process != os.getpid():
-            with self._file.locked():
-                row = self._row = _Row(os.getpid(), int(self._head["processes"]) % _ROWS)
-                self._head["processes"] += 1
-        with row.lock:  # += on an array is not atomic between threads
-            self._head[kind][row.number] += 1
+        with self._file.locked():
+            self._head[kind] += 1
 
     # ------------------------------------------------------------------ figures
 
     @property
     def hits(self) -> int:
-        """How often a kept sample was returned, in all processes."""
-        return int(self._head["hits"].sum())
+        """Number of times that a kept sample was returned, in all processes."""
+        return int(self._head["hits"])
 
     @property
     def misses(self) -> int:
-        """How often a sample was read from the dataset, in all processes."""
-        return int(self._head["misses"].sum())
+        """Number of times that a sample was read from the dataset, in all processes."""
+        return int(self._head["misses"])
 
     @property
     def kept(self) -> int:

@@ -84,9 +84,9 @@ _MADE: Final[weakref.WeakSet[SharedFile]] = weakref.WeakSet()
 
 
 def bytes_to_come(pids: Iterable[int]) -> int:
-    """What the files that this process has made will take beyond the pages of these processes.
+    """Bytes that files of this process will take beyond the pages of these processes.
 
-    Each as if it is full in the end. One that another process has made is that one's.
+    Each file counts as if it is full in the end. A file belongs to the process that made it.
     """
     pids, here = list(pids), os.getpid()  # a fork copies the set
     return sum(file.untouched_bytes(pids) for file in list(_MADE) if file._maker == here)

@@ -1,36 +1,127 @@
-"""The base of all batches of ragged samples."""
+"""Batches of ragged samples: padded or packed, read as a mapping, a sequence or a tensor."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
     GetAttrKey,
     register_pytree_node,
+    tree_flatten,
     tree_leaves,
     tree_map,
     tree_map_only,
 )
 
-from torchbudget.checks import is_int
+from torchbudget.checks import check_flags, is_int
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.arrangement import Arrangement, Layout, each_layout
-from torchbudget.data.collate.length_field import choose_length_field
-from torchbudget.data.collate.options import CollateOptions
-from torchbudget.data.collate.structure import Field, find_path, put_together, take_apart
+from torchbudget.data.collate.columns import (
+    MISSING,
+    BoolArray,
+    FieldPath,
+    find_path,
+    path_of,
+    put_together,
+)
+from torchbudget.data.collate.layouts import JoinedLayout, Layout, PaddedLayout, own_padding
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.machine.cuda import may_return_early
-from torchbudget.protocols import SplittableBatch
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+T = TypeVar("T")
 BatchT = TypeVar("BatchT", bound="Batch")
+LayoutT = TypeVar("LayoutT", bound=Layout)
+
+
+_BLOCK: Final = 128  # positions in a block, as create_block_mask has it
+
+
+class Entry(NamedTuple):
+    """One field of a batch.
+
+    Attributes:
+        path: from the batch's data to the field.
+        layout: the places of the samples in the field's tensor; `None` of a list.
+        present: False for samples without the field, `(n,)`; `None`: all have it.
+    """
+
+    path: FieldPath
+    layout: Layout | None
+    present: BoolArray | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrangement:
+    """The samples of a batch, and the place of each in every field.
+
+    Attributes:
+        num_samples: n.
+        entries: one per field, in the order of `put_together`.
+        measured: the path of the field whose lengths are the batch's.
+    """
+
+    num_samples: int
+    entries: tuple[Entry, ...]
+    measured: FieldPath
+
+    def each_layout(self, function: Callable[[Layout], T]) -> dict[int, T]:
+        """The results of a function for each layout, by `id`, since fields share layouts."""
+        layouts = {id(entry.layout): entry.layout for entry in self.entries}
+        return {key: function(layout) for key, layout in layouts.items() if layout is not None}
+
+    def layout_of(self, path: FieldPath) -> Layout | None:
+        """The layout of the field of this path."""
+        return next(layout for own, layout, _ in self.entries if own == path)
+
+    def map(self, function: Callable[[Layout], Layout]) -> Arrangement:
+        """The same samples with a function applied to the layouts."""
+        changed = self.each_layout(function)
+        entries = tuple(one._replace(layout=changed.get(id(one.layout))) for one in self.entries)
+        same = all(a.layout is b.layout for a, b in zip(entries, self.entries, strict=True))
+        return self if same else replace(self, entries=entries)
+
+    def fields(self, data: Any) -> list[Any]:
+        """The value of every field in a batch's data."""
+        fields = []
+        for path, _, _ in self.entries:
+            value = data
+            for key in path:
+                value = value[key]
+            fields.append(value)
+        return fields
+
+    def of(self, data: Any) -> Arrangement | None:
+        """The arrangement of mapped fields; `None` if the function changed their shapes.
+
+        The layouts' own tensors are moved to the fields' device. The function is not applied to
+        them: twice the ids are not at twice the offsets.
+        """
+        devices = {}
+        for field, (_, layout, _) in zip(self.fields(data), self.entries, strict=True):
+            if layout is not None:
+                if not isinstance(field, Tensor) or not layout.fits(field):
+                    return None
+                devices[id(layout)] = field.device
+        return self.map(lambda one: one.map(lambda tensor: tensor.to(devices[id(one)])))
 
 
 class Batch:
@@ -93,13 +184,9 @@ class Batch:
         """The number of samples, n."""
         return self._known.num_samples
 
-    def known_samples(self) -> int | None:
-        """The number of samples; `None` of a batch that was rebuilt from its fields."""
-        return None if self._arrangement is None else self._arrangement.num_samples
-
     @property
     def lengths(self) -> Tensor:
-        """Each sample's length in the length field, without padding.
+        """Each sample's length, without padding.
 
         Int64, shape `(n,)`, or `(n, k)` for k ragged axes; `(n, 0)` if no field is ragged. Always
         on the CPU: reading it does not wait for the device, and
@@ -123,36 +210,38 @@ class Batch:
             leaf.nbytes if isinstance(leaf, Tensor) else sys.getsizeof(leaf)
             for leaf in tree_leaves(self.data)
         ]
-        return sum(sizes) + (0 if self._arrangement is None else self._arrangement.nbytes)
+        known = self._arrangement
+        layouts = {} if known is None else known.each_layout(lambda layout: layout.nbytes)
+        return sum(sizes) + sum(layouts.values())
 
     def sample_shapes(self) -> list[IntArray]:
         """Each sample's own shape in every field: `(n, d)`, once for fields of equal shapes.
 
         Without the axes that all samples of a packed field share. The shape of a text is the
-        number of its characters. A batch that was rebuilt from its fields knows none.
+        number of its characters; other lists have none. A batch that was rebuilt from its fields
+        knows no shapes.
         """
         known = self._arrangement
         if known is None:
             return []
-        texts = [
-            np.fromiter(map(len, self._fields[index]), np.int64)[:, None]
-            for index, layout in enumerate(known.layouts)
-            if layout is None
-        ]
-        return [*each_layout(lambda layout: layout.shapes, known.layouts).values(), *texts]
+        shapes = list(known.each_layout(lambda layout: layout.shapes).values())
+        for field, entry in zip(self._fields, known.entries, strict=True):
+            if entry.layout is None and all(isinstance(text, str) for text in field):
+                shapes.append(np.fromiter(map(len, field), np.int64)[:, None])
+        return shapes
 
-    def has_at_most(self, amount: int, num_samples: int) -> bool:
-        """Whether it has so many samples, and no field more in an axis, or in all if packed.
+    def present(self, field: Any) -> Tensor:
+        """Which samples have a field, which may be optional: bool, `(n,)`, on the CPU.
 
-        False where that is not known at once: of texts, and of a batch that was rebuilt.
+        Args:
+            field: a name or a position; a tuple of those where samples are nested.
         """
-        known = self._arrangement
-        if known is None or known.num_samples != num_samples:
-            return False
-        for layout in known.layouts:  # noqa: SIM110  (asked of each batch: all() takes longer)
-            if layout is None or layout.most > amount:
-                return False
-        return True
+        path = path_of(field)
+        for own, _, present in self._known.entries:
+            if own == path and present is not None:
+                return torch.from_numpy(present.copy())
+        has = any(own == path for own, _, _ in self._known.entries)
+        return torch.full((self.num_samples,), has)
 
     @property
     def _known(self) -> Arrangement:
@@ -168,19 +257,23 @@ class Batch:
 
     @property
     def _host_lengths(self) -> IntArray:  # (n, k) for k ragged axes
-        lengths: IntArray = self._length_layout.lengths
-        return lengths
-
-    @property
-    def _length_layout(self) -> Any:
-        known = self._known
-        layout = known.layouts[known.length_field]
+        layout = self._known.layout_of(self._known.measured)
         if layout is None:
-            raise CollateError("this batch has only texts, which have no lengths")
+            raise CollateError("this batch has only texts or lists, which have no lengths")
+        return layout.lengths
+
+    def _measured(self, kind: type[LayoutT]) -> LayoutT:
+        """The layout of the field whose lengths are the batch's."""
+        known = self._known
+        layout = known.layout_of(known.measured)
+        if not isinstance(layout, kind):
+            way = "padded" if kind is PaddedLayout else "joined"
+            raise CollateError(f"no field whose lengths are those of the batch is {way}")
         return layout
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-        arrangement = None if self._arrangement is None else self._arrangement.map(function)
+        known = self._arrangement
+        arrangement = None if known is None else known.map(lambda layout: layout.map(function))
         return type(self)(tree_map_only(Tensor, function, self.data), arrangement)
 
     def to(
@@ -237,11 +330,11 @@ class Batch:
             CollateError: there is no such field, or it is not ragged.
         """
         known = self._known
-        index = find_path(field, known.paths, "measured_by")
-        layout = known.layouts[index]
+        index = find_path(field, [path for path, _, _ in known.entries], "measured_by")
+        path, layout, _ = known.entries[index]
         if layout is None or layout.lengths.shape[1] == 0:
             raise CollateError(f"field {field!r} has no ragged axis")
-        return type(self)(self.data, replace(known, length_field=index))
+        return type(self)(self.data, replace(known, measured=path))
 
     def split(self: BatchT, n: int) -> list[BatchT]:
         """The batch as n batches of nearly equal numbers of samples, in order.
@@ -263,27 +356,40 @@ class Batch:
         Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
-        columns = [
-            value if layout is None else layout.samples(value)
-            for value, layout in zip(self._fields, self._known.layouts, strict=True)
-        ]
+        columns = []
+        for field, (_, layout, present) in zip(self._fields, self._known.entries, strict=True):
+            values = field if layout is None else layout.samples(field)
+            if present is not None:
+                pairs = zip(values, present.tolist(), strict=True)
+                values = [value if has else MISSING for value, has in pairs]
+            columns.append(values)
         return [self._structured(row) for row in zip(*columns, strict=True)]
 
     def _part(self: BatchT, start: int, stop: int) -> BatchT:
         """The batch of samples `start` to `stop`."""
         known = self._known
-        parts = each_layout(lambda layout: layout.part(start, stop), known.layouts)
-        texts = slice(start, stop), None
-        cuts = [parts.get(id(layout), texts) for layout in known.layouts]
-        # What is trimmed is copied, since some models need contiguous input; the rest are views.
-        values = [
-            value[cut] if layout is None else value[cut].contiguous()
-            for value, (cut, layout) in zip(self._fields, cuts, strict=True)
-        ]
-        layouts = tuple(layout for _, layout in cuts)
-        return self._of_fields(values, replace(known, num_samples=stop - start, layouts=layouts))
+        parts = known.each_layout(lambda layout: layout.part(start, stop))
+        values, entries = [], []
+        for field, (path, layout, present) in zip(self._fields, known.entries, strict=True):
+            here = None if present is None else present[start:stop]
+            if here is not None and not here.any() and path != known.measured:
+                values.append(MISSING)  # as if these samples were collated by themselves
+                continue
+            # What is trimmed is copied, since some models need contiguous input; the rest are
+            # views.
+            if layout is None:
+                value, its = field[start:stop], None
+            else:
+                index, its = parts[id(layout)]
+                value = field[index].contiguous()
+                if isinstance(its, JoinedLayout):
+                    value = its.filled(value, own_padding(path) or 0)
+            values.append(value)
+            entries.append(Entry(path, its, here))
+        part = replace(known, num_samples=stop - start, entries=tuple(entries))
+        return self._of_fields(values, part)
 
-    def _of_fields(self: BatchT, values: Iterable[Any], arrangement: Any) -> BatchT:
+    def _of_fields(self: BatchT, values: Sequence[Any], arrangement: Arrangement) -> BatchT:
         """The batch of the fields of a part."""
         return type(self)(self._structured(values), arrangement)
 
@@ -292,25 +398,23 @@ class Batch:
         return put_together(self.data, iter(values))
 
     @property
-    def _fields(self) -> list[Any]:  # in the order of the arrangement's paths
-        fields: list[Any] = self._known.fields(self.data)
-        return fields
+    def _fields(self) -> list[Any]:  # in the order of the arrangement's entries
+        return self._known.fields(self.data)
 
     def __repr__(self) -> str:
         known = self._arrangement
         samples = "rebuilt" if known is None else f"num_samples={known.num_samples}"
-        fields = str(tree_map(_shown, self.data, is_leaf=_is_text)).replace("'", "")
+        shown = tree_map(_shown, self.data, is_leaf=lambda value: isinstance(value, list))
+        fields = str(shown).replace("'", "")
         return f"{type(self).__name__}({samples}, {fields})"
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, list)  # one string per sample
 
 
 def _shown(field: Any) -> str:
     if isinstance(field, Tensor):
         return f"{str(field.dtype).removeprefix('torch.')}{list(field.shape)}"
-    return f"text[{len(field)}]" if isinstance(field, list) else str(field)
+    if not isinstance(field, list):
+        return str(field)
+    return f"{'text' if all(isinstance(one, str) for one in field) else 'list'}[{len(field)}]"
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], Arrangement | None]:
@@ -328,47 +432,296 @@ def _unflatten(
     return kind(data, None if arrangement is None else arrangement.of(data))
 
 
-if TYPE_CHECKING:
-    # Training splits batches by this protocol, without importing them: mypy checks that it fits.
-    def _splittable(batch: Batch) -> SplittableBatch:
-        return batch
+class MappingView(Batch, Mapping[Any, Any]):
+    """A batch of dict samples: a mapping from field to tensor."""
+
+    @staticmethod
+    def _read(data: Any) -> dict[Any, Any]:
+        if not isinstance(data, Mapping):
+            raise _not_fields("a mapping from field to tensor", data)
+        return dict(data)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def update(self, fields: Mapping[Any, Any]) -> None:
+        """Accept the batch's own fields, which change nothing, or pinned copies of them.
+
+        A `DataLoader` with `batch_size=None` copies each mapping and updates the copy with its own
+        fields; torch 2.6 pins a mapping that way. Without this method both would return a plain
+        dict instead.
+
+        Raises:
+            TypeError: the fields are neither.
+        """
+        _accept(self, {**self.data, **fields})
 
 
-def make_batch(
-    kinds: tuple[type[BatchT], type[BatchT], type[BatchT]],
-    samples: Sequence[Any],
-    options: CollateOptions,
-    write: Callable[[Field], tuple[Tensor, Layout]],
-) -> BatchT:
-    """A batch of the class that fits its samples.
+class SequenceView(Batch, Sequence[Any]):
+    """A batch of tuple samples: a sequence of tensors."""
 
-    Args:
-        kinds: the classes for samples that are neither dicts nor tuples, for dicts, for tuples.
-        samples: at least one.
-        options: of the collate.
-        write: returns a field's tensor, and the layout of the samples in it.
+    @staticmethod
+    def _read(data: Any) -> tuple[Any, ...]:
+        if isinstance(data, (Tensor, str, Mapping)) or not isinstance(data, Iterable):
+            raise _not_fields("the fields in their order", data)
+        return data if isinstance(data, tuple) else tuple(data)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        fields = list(self.data)
+        fields[index] = value
+        named = hasattr(self.data, "_fields")  # as in MappingView.update
+        _accept(self, type(self.data)(*fields) if named else tuple(fields))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+# `torch.utils.data.default_convert` keeps the type of mutable containers only.
+MutableMapping.register(MappingView)
+MutableSequence.register(SequenceView)
+
+
+def _accept(batch: Batch, given: Any) -> None:
+    """Take over pinned copies of a batch's fields; the fields themselves change nothing.
 
     Raises:
-        CollateError: as in `take_apart`, `choose_length_field` and `write`; or an option names a
-            field that the samples do not have.
+        TypeError: something else was given, since a batch cannot be changed.
     """
-    structure, fields = take_apart(samples)
-    paths = tuple(field.path for field in fields)
-    options.check_names(paths)
-    written: list[tuple[Any, Layout | None]] = [
-        (list(field.values), None) if field.kind == "text" else write(field) for field in fields
-    ]
-    values, layouts = zip(*written, strict=True)
-    lengths = [None if layout is None else layout.lengths for layout in layouts]
-    data = put_together(structure, iter(values))
-    arrangement = Arrangement(
-        num_samples=len(samples),
-        paths=paths,
-        layouts=layouts,
-        length_field=choose_length_field(
-            options.length_field, options._sized_field, paths, lengths
-        ),
+    (ours, structure), (theirs, other) = tree_flatten(batch.data), tree_flatten(given)
+    if structure != other or not all(map(_is_same, ours, theirs)):
+        raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
+    if any(mine is not leaf for mine, leaf in zip(ours, theirs, strict=True)):
+        batch._data = given
+        vars(batch).update(vars(batch.pin_memory()))  # its layouts' tensors, too
+
+
+def _is_same(mine: Any, given: Any) -> bool:
+    """Whether it is the same object, or a pinned copy of a tensor."""
+    if mine is given:
+        return True
+    tensors = isinstance(mine, Tensor) and isinstance(given, Tensor)
+    return tensors and given.is_pinned() and (given.shape, given.dtype) == (mine.shape, mine.dtype)
+
+
+def _not_fields(expected: str, came: Any) -> CollateError:
+    return CollateError(f"a batch is rebuilt from {expected}, got {type(came).__name__}")
+
+
+class PaddedBatch(Batch):
+    """n samples, each field padded to one shape: tensors `(n, L, …)`.
+
+    Made by `PadCollate`.
+
+    >>> batch = PadCollate()([{"ids": [1, 2, 3], "label": 0}, {"ids": [4], "label": 1}])
+    >>> batch["ids"]
+    tensor([[1, 2, 3],
+            [4, 0, 0]])
+    >>> batch.lengths, batch.num_tokens, batch.padded_size
+    (tensor([3, 1]), 4, (3,))
+    >>> batch.split(2)[1]["ids"]
+    tensor([[4]])
+    """
+
+    @property
+    def padded_size(self) -> tuple[int, ...]:
+        """The padded lengths of the ragged axes; `()` if no field is ragged."""
+        layout = self._known.layout_of(self._known.measured)
+        if not isinstance(layout, PaddedLayout) and not self._host_lengths.shape[1]:
+            return ()
+        layout = self._measured(PaddedLayout)
+        return tuple([layout.padded_shape[axis] for axis in layout.length_axes])
+
+    @property
+    def mask(self) -> Tensor:
+        """False at padding.
+
+        Bool, `(n, L)`, or `(n, L₁, …, Lₖ)` for k ragged axes, on the device of the field whose
+        lengths are the batch's. Computed at each access, so that a batch does not keep it in
+        memory.
+        """
+        layout, known = self._measured(PaddedLayout), self._known
+        fields = zip(self._fields, known.entries, strict=True)
+        field = next(field for field, entry in fields if entry.path == known.measured)
+        return layout.mask(field.device)
+
+
+class PackedBatch(Batch):
+    """n samples one after the other: tensors `(total, …)`, where total is Σ lengths.
+
+    Made by `PackCollate`. `cu_seqlens` and `max_seqlen` are what `flash_attn_varlen_func` and
+    `torch.nn.attention.varlen.varlen_attn` take. Fields of numbers are stacked: `(n,)`. Where the
+    collate pads samples or the total, the padding is in segments of its own, which `cu_seqlens`,
+    `position_ids` and `block_mask` count; `lengths` and `num_tokens` do not.
+
+    >>> batch = PackCollate()([{"ids": [7, 8, 9], "label": 0}, {"ids": [4], "label": 1}])
+    >>> batch["ids"], batch["label"]
+    (tensor([7, 8, 9, 4]), tensor([0, 1]))
+    >>> batch.cu_seqlens, batch.max_seqlen
+    (tensor([0, 3, 4], dtype=torch.int32), 3)
+    >>> batch.position_ids
+    tensor([0, 1, 2, 0])
+    """
+
+    @property
+    def max_seqlen(self) -> int:
+        """The length of the longest sample."""
+        return int(self._host_lengths.max(initial=0))
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """0 and the end of each sample: int32, `(n + 1,)`, on the batch's device.
+
+        Raises:
+            CollateError: no field is ragged.
+        """
+        offsets = self._measured(JoinedLayout).offsets
+        assert offsets is not None  # noqa: S101  (rows have their own)
+        return offsets
+
+    @property
+    def padded_total(self) -> int:
+        """Positions of the samples and of their padding to multiples; not that to a fixed total."""
+        return self._measured(JoinedLayout).padded_total
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The position of each element in its own sample: int64, `(total,)`.
+
+        On the batch's device. Computed at each access, without waiting for the device.
+        """
+        ends, total = self.cu_seqlens.long(), self._measured(JoinedLayout).total
+        firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=total)
+        return torch.arange(total, device=ends.device) - firsts
+
+    def block_mask(self, *, causal: bool = True) -> BlockMask:
+        """The mask for `flex_attention` in which no position sees those of another sample.
+
+        On the batch's device. Made at each call, from the lengths that the batch knows on the
+        host: without evaluating the mask at pairs of positions, as `create_block_mask` does, and
+        without waiting for the device. Make it once a batch, not once a layer.
+
+        Args:
+            causal: whether positions see only themselves and earlier ones of their sample.
+
+        Raises:
+            CollateError: no field is ragged, or all samples are empty.
+
+        >>> batch = PackCollate()([[1] * 200, [2] * 100])
+        >>> mask = batch.block_mask()
+        >>> mask.shape, mask.to_dense()[0, 0].tolist()
+        ((1, 1, 300, 300), [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+        """
+        check_flags(causal=causal)
+        return _block_mask(self._bounds(), self.cu_seqlens.device, causal=causal)
+
+    def _bounds(self) -> IntArray:  # the elements of cu_seqlens, on the host
+        return self._measured(JoinedLayout).bounds
+
+
+class PaddedMapping(PaddedBatch, MappingView):
+    """A padded batch of dict samples."""
+
+
+class PaddedSequence(PaddedBatch, SequenceView):
+    """A padded batch of tuple samples."""
+
+
+class PackedMapping(PackedBatch, MappingView):
+    """A packed batch of dict samples."""
+
+
+class PackedSequence(PackedBatch, SequenceView):
+    """A packed batch of tuple samples."""
+
+
+def _block_mask(bounds: IntArray, device: torch.device, *, causal: bool) -> BlockMask:
+    """The mask in which positions see those of their own segment alone.
+
+    `create_block_mask` evaluates the mask at every pair of positions. The blocks that a row of
+    blocks sees are one run, whose ends follow from the segments at the row's own ends: O(blocks²)
+    to write them all, since the format is dense in blocks.
+
+    Args:
+        bounds: 0 and the end of each segment, in order.
+        device: of the mask.
+        causal: whether positions see only themselves and earlier ones.
+
+    Raises:
+        CollateError: there are no positions.
+    """
+    # Imported here: with it come the compiler and its caches.
+    from torch.nn.attention.flex_attention import BlockMask
+
+    total = int(bounds[-1])
+    if not total:
+        raise CollateError("a batch without positions has no block mask: all its samples are empty")
+    seen, full = _blocks(bounds, causal=causal)
+    parts = {"": seen & ~full, "full_": full}
+    blocks: dict[str, Any] = {
+        f"{kind}{axis}_{name}": part
+        for kind, matrix in parts.items()
+        for axis, rows in (("kv", matrix), ("q", matrix.T))
+        for name, part in _ordered(rows, device).items()
+    }
+    # Not BlockMask.from_kv_blocks, which takes most of the time to transpose what is known here.
+    return BlockMask(
+        seq_lengths=(total, total),
+        BLOCK_SIZE=(_BLOCK, _BLOCK),
+        mask_mod=_mask_mod(bounds, device, causal=causal),
+        **blocks,
     )
-    plain, mapping, sequence = kinds
-    kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
-    return kind(data, arrangement)
+
+
+def _blocks(bounds: IntArray, *, causal: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Which blocks are seen at all, and which at every pair of positions: bool, rows × columns."""
+    starts, ends, total = bounds[:-1], bounds[1:], bounds[-1]
+    columns = np.arange(-(-total // _BLOCK))
+    first = columns * _BLOCK  # positions of each row
+    past = np.minimum(first + _BLOCK, total)
+    # The segment of a position is the first that ends after it.
+    one, other = (np.searchsorted(ends, at, side="right") for at in (first, past - 1))
+    lowest = starts[one] // _BLOCK
+    highest = columns if causal else (ends[other] - 1) // _BLOCK
+    # Of a full block all positions exist and are of one segment, in the row and in the column.
+    from_full = -(-starts[one] // _BLOCK)
+    to_full = columns if causal else ends[one] // _BLOCK
+    to_full = np.where((one == other) & (past == first + _BLOCK), to_full, 0)
+    seen = (columns >= lowest[:, None]) & (columns <= highest[:, None])
+    return seen, (columns >= from_full[:, None]) & (columns < to_full[:, None])
+
+
+def _ordered(blocks: npt.NDArray[Any], device: torch.device) -> dict[str, Tensor]:
+    """The number of blocks in each row, `(1, 1, rows)`, and their columns first: int32."""
+    unseen = np.logical_not(blocks, order="C")  # the kernels take contiguous rows
+    counts = blocks.sum(axis=1, dtype=np.int32)
+    columns = np.argsort(unseen, axis=1, kind="stable").astype(np.int32)
+    return {
+        name: torch.from_numpy(part)[None, None].to(device)
+        for name, part in (("num_blocks", counts), ("indices", columns))
+    }
+
+
+def _mask_mod(
+    bounds: IntArray, device: torch.device, *, causal: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The mask of one pair of positions, which is evaluated where a block is not full."""
+    lengths = np.diff(bounds)
+    segments = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    segment = segments.to(device)
+
+    def same_segment(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return segment[query] == segment[key]
+
+    def earlier_in_segment(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return same_segment(batch, head, query, key) & (query >= key)
+
+    return earlier_in_segment if causal else same_segment

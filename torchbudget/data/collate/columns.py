@@ -1,14 +1,14 @@
-"""One field of all samples, in a form that padding and packing can write from."""
+"""Samples as columns: the fields of all samples, and the values of one field, read and checked."""
 
 from __future__ import annotations
 
 import functools
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,269 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.structure import (
-    Field,
-    FieldPath,
-    fail,
-    fail_at_odd_one,
-    kind_of,
-    show,
-)
 from torchbudget.errors import CollateError
 
-_CPU = torch.device("cpu")
-_TYPECODES = {"int": "q", "float": "d"}
+FieldPath: TypeAlias = tuple[Any, ...]
+"""The keys and positions from a sample to one of its fields; `()` is the sample itself."""
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+MISSING: Final = object()
+"""Stands for an optional field in a sample that does not have the field."""
+
+_CPU: Final = torch.device("cpu")
+_TYPECODES: Final = {"int": "q", "float": "d"}
+
+# The types of each kind, and its name. In this order, since np.float64 is a float, np.str_ a str,
+# and bool an int.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "tensor": (torch.Tensor, "a tensor"),
+    "text": ((str, bytes), "a string"),
+    "array": ((np.ndarray, np.generic), "a NumPy array or scalar"),
+    "bool": (bool, "a bool"),
+    "int": (int, "an int"),
+    "float": (float, "a float"),
+    "complex": (complex, "a complex number"),
+    "mapping": (Mapping, "a mapping"),
+    "tuple": (tuple, "a tuple"),
+    "list": (list, "a list"),
+    "unknown": (object, "an object of another type"),
+}
+
+
+class Field(NamedTuple):
+    """One field of n samples.
+
+    Attributes:
+        path: from a sample to the field.
+        names: the path, with the names of named tuples' fields instead of their positions.
+        kind: a key of `_KINDS`, or "listed" for values that are not looked at.
+        values: the field's value in each sample that has it.
+        present: False for samples without the field, `(n,)`; `None` where all samples have it.
+    """
+
+    path: FieldPath
+    names: FieldPath
+    kind: str
+    values: Sequence[Any]
+    present: BoolArray | None = None
+
+    def fail(self, index: int, expected: str, came: str) -> NoReturn:
+        """Raise the error for the value of this index, which differs from the first one."""
+        raise CollateError(
+            f"sample {self._place(index)} of the batch, {show(self.path)}: expected {expected}, "
+            f"got {came}"
+        )
+
+    def fail_at_odd_one(
+        self, keys: Sequence[Any], describe: Callable[[Any], str] = str
+    ) -> NoReturn:
+        """Raise the error for the first value whose key differs from the first one's.
+
+        All values are compared at once, by the set of their keys; only after a difference is the
+        value searched for.
+        """
+        index = next(i for i, key in enumerate(keys) if key != keys[0])
+        first = 0 if self.present is None else int(self.present.argmax())
+        expected = f"{describe(keys[0])} as in sample {first}"
+        self.fail(index, expected, describe(keys[index]))
+
+    def _place(self, index: int) -> int:
+        """The position of a value in the batch."""
+        if self.present is None or len(self.values) == len(self.present):
+            return index
+        return int(np.flatnonzero(self.present)[index])
+
+
+def show(path: FieldPath) -> str:
+    """A path in an error message, written as an option's key.
+
+    >>> show(("labels",)), show(("text", 0)), show(())
+    ("field 'labels'", "field ('text', 0)", 'the sample')
+    """
+    return f"field {key_of(path)!r}" if path else "the sample"
+
+
+def key_of(path: FieldPath) -> Any:
+    """The path as users write it: the name itself for a field that is not nested."""
+    return path[0] if len(path) == 1 else path
+
+
+def path_of(name: Any) -> FieldPath:
+    """The path that a user's name of a field stands for."""
+    return name if isinstance(name, tuple) else (name,)
+
+
+def find_path(name: Any, paths: Sequence[FieldPath], option: str) -> int:
+    """The index in `paths` of the field that an option names.
+
+    Raises:
+        CollateError: there is no such field.
+    """
+    try:
+        return paths.index(path_of(name))
+    except ValueError:
+        known = ", ".join(repr(key_of(path)) for path in paths)
+        raise CollateError(
+            f"{option} names {show(path_of(name))}, which the samples do not have; their fields: "
+            f"{known}"
+        ) from None
+
+
+def _kind_of(cls: Any) -> str:
+    return _kind_of_type(cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of_type(cls: Any) -> str:
+    if issubclass(cls, np.ma.MaskedArray):  # a tensor would lose its mask
+        return "unknown"
+    return next(kind for kind, (bases, _) in _KINDS.items() if issubclass(cls, bases))
+
+
+def _holds_numbers(values: list[Any]) -> bool:
+    """Whether a list is one field, of numbers or of lists of numbers, not a list of fields."""
+    types = set(map(type, values))
+    if all(issubclass(t, (int, float, complex, np.generic)) for t in types):
+        return True
+    return types == {list} and all(map(_holds_numbers, values))
+
+
+def take_apart(
+    samples: Sequence[Any],
+    listed: Collection[FieldPath] = (),
+    optional: Collection[FieldPath] = (),
+) -> tuple[Any, list[Field]]:
+    """Turn samples into one column per field.
+
+    Every sample must have the structure of the first. A mapping or a tuple is always a structure
+    of fields; a list is one field if it is of numbers, else a structure.
+
+    Args:
+        samples: n samples, n ≥ 1.
+        listed: paths whose values are one field each, whatever they are.
+        optional: paths of fields that samples may lack. A field that all samples lack is left out.
+
+    Returns:
+        The structure of a batch, as dicts and tuples with None in each field's place, and the
+        fields in the order of those places.
+
+    Raises:
+        CollateError: there is no sample or no field, or the samples' structures differ.
+
+    >>> take_apart([{"x": 1, "y": (2.0, "a")}, {"y": (3.0, "b"), "x": 4}])[0]
+    {'x': None, 'y': (None, None)}
+    """
+    if not samples:
+        raise CollateError("expected at least one sample, got an empty batch")
+    fields: list[Field] = []
+    structure = _walk(Field((), (), "", samples), listed, optional, fields)
+    if not fields:
+        raise CollateError(f"expected samples with at least one field, got {samples[0]!r}")
+    return structure, fields
+
+
+def _walk(
+    node: Field,
+    listed: Collection[FieldPath],
+    optional: Collection[FieldPath],
+    fields: list[Field],
+) -> Any:
+    path, names, _, column, _ = node
+    first = column[0]
+    if path in listed:
+        fields.append(node._replace(kind="listed"))
+        return None
+    types = set(map(type, column))
+    kinds = set(map(_kind_of, types))
+    if len(kinds) > 1:
+        node.fail_at_odd_one([_KINDS[_kind_of(type(value))][1] for value in column])
+    (kind,) = kinds
+    is_structure = kind in ("mapping", "tuple") or (kind == "list" and not _holds_numbers(first))
+    if is_structure and path in optional:
+        raise CollateError(
+            f"an optional field is a tensor, an array, a list of numbers, a number or a text, and "
+            f'{show(path)} is {_KINDS[kind][1]} of fields: name each of these, or make it "listed"'
+        )
+    if kind == "mapping":
+        structure = {}
+        for part in _parts_of_mappings(node, types, optional):
+            structure[part.path[-1]] = _walk(part, listed, optional, fields)
+        return structure
+    if is_structure:
+        if set(map(len, column)) != {len(first)}:
+            node.fail_at_odd_one([f"{len(value)} fields" for value in column])
+        own = getattr(first, "_fields", range(len(first)))
+        parts = [
+            _walk(Field((*path, i), (*names, name), "", part), listed, optional, fields)
+            for i, (name, part) in enumerate(zip(own, zip(*column, strict=True), strict=True))
+        ]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if kind == "unknown":
+        node.fail(
+            0,
+            "a tensor, an array, a list of numbers, a number, a string, or a mapping or tuple of "
+            "those",
+            f"{type(first).__name__}; convert it in the dataset, leave it out, or collate it with "
+            f'fields={{{key_of(path)!r}: "listed"}}',
+        )
+    fields.append(node._replace(kind=kind))
+    return None
+
+
+def _parts_of_mappings(
+    node: Field, types: set[type], optional: Collection[FieldPath]
+) -> Iterator[Field]:
+    """The column of each key; of an optional one, the samples that have it."""
+    path, names, _, column, _ = node
+    lacking = [own[-1] for own in optional if own[:-1] == path and own]
+    keys = [key for key in column[0] if key not in lacking]
+    # Dicts have the same keys if they have as many as the first and none of its keys is missing,
+    # which the lookup finds. A defaultdict would make up a missing key.
+    if types == {dict} and not lacking:
+        alike = set(map(len, column)) == {len(keys)}
+    else:
+        alike = all(sample.keys() - set(lacking) == set(keys) for sample in column)
+    try:
+        columns = [(key, [sample[key] for sample in column]) for key in keys] if alike else []
+    except KeyError:
+        alike = False
+    if not alike:
+        _fail_at_keys(node, set(lacking))
+    for key, values in columns:
+        yield Field((*path, key), (*names, key), "", values)
+    for key in lacking:
+        values = [sample.get(key) for sample in column]
+        present = np.array([value is not None for value in values])
+        own = [value for value in values if value is not None]
+        if own:
+            yield Field((*path, key), (*names, key), "", own, None if present.all() else present)
+
+
+def _fail_at_keys(node: Field, optional: set[Any]) -> NoReturn:
+    keys, *others = (sample.keys() - optional for sample in node.values)
+    index = next(i for i, other in enumerate(others) if other != keys)
+    came = others[index]
+    expected = [key for key in node.values[0] if key in keys]
+    node.fail(
+        index + 1,
+        f"the keys {expected} as in sample 0",
+        f"{list(node.values[index + 1])}; missing: {[k for k in expected if k not in came]}, "
+        f"unexpected: {[k for k in node.values[index + 1] if k in came - keys]}; a field that "
+        'samples may lack is one of fields={name: "optional"}',
+    )
+
+
+def put_together(structure: Any, fields: Iterator[Any]) -> Any:
+    """The structure with the next of `fields` in the place of each field; missing ones left out."""
+    # By hand: torch's tree_map takes five times as long, and this runs for every sample too.
+    if isinstance(structure, dict):
+        parts = [(key, put_together(value, fields)) for key, value in structure.items()]
+        return {key: part for key, part in parts if part is not MISSING}
+    if isinstance(structure, tuple):
+        own = [put_together(part, fields) for part in structure]
+        return type(structure)(*own) if hasattr(structure, "_fields") else tuple(own)
+    return next(fields)
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
@@ -46,18 +297,18 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 
 class Column(NamedTuple):
-    """One field of n samples.
+    """The values of one field, read.
 
     Attributes:
-        path: the field's path in a sample.
-        shapes: each sample's shape, `(n, d)`; d is 0 for a field of numbers.
+        field: that was read.
+        shapes: the shape of each value, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
-        device: where the samples' tensors are; the CPU for everything else.
-        values: n tensors, or n NumPy arrays; None if there is `flat`.
+        device: of the samples' tensors; the CPU for everything else.
+        values: n tensors, or n NumPy arrays; `None` if there is `flat`.
         flat: the values of all samples, concatenated, `(total,)`; only for d ≤ 1.
     """
 
-    path: FieldPath
+    field: Field
     shapes: IntArray
     dtype: torch.dtype
     device: torch.device = _CPU
@@ -65,18 +316,12 @@ class Column(NamedTuple):
     flat: Tensor | None = None
 
     def each(self) -> Sequence[Tensor] | Sequence[npt.NDArray[Any]]:
-        """The value of each sample, as tensors or as NumPy arrays.
-
-        Raises:
-            CollateError: a tensor is not dense, or not on the device of the first.
-        """
+        """The value of each sample, as tensors or as NumPy arrays."""
         if self.flat is not None:
             if self.shapes.shape[1] == 0:
                 return self.flat.unbind()
             return torch.split(self.flat, self.shapes[:, 0].tolist())
         assert self.values is not None  # noqa: S101  (a column has one of the two)
-        if isinstance(self.values[0], Tensor):
-            _check_dense(self.path, self.values)  # type: ignore[arg-type]  # all are like the first
         return self.values
 
     def join(self, out: Tensor | None = None) -> Tensor:
@@ -87,9 +332,6 @@ class Column(NamedTuple):
         Args:
             out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, the result
                 may share memory with the samples: do not write to it.
-
-        Raises:
-            CollateError: a tensor is not dense, or not on the device of the first.
         """
         if self.flat is not None:
             return self.flat if out is None else out.copy_(self.flat)
@@ -101,31 +343,25 @@ class Column(NamedTuple):
                 return torch.from_numpy(join(values))
             join(values, out=out.numpy())
             return out
-        try:
-            joined = (torch.stack if stacked else torch.cat)(values, out=out)
-        except RuntimeError:
-            _check_dense(self.path, values)
-            raise
-        if joined.layout is not torch.strided:  # sparse ones make a sparse one
-            _check_dense(self.path, values)
-        return joined
+        return (torch.stack if stacked else torch.cat)(values, out=out)
 
 
 def read_column(field: Field, list_dtype: torch.dtype | None = None) -> Column:
-    """Read one field; every sample must have the dtype, axes and device of the first.
+    """Read one field; every value must have the dtype, axes and device of the first.
 
     Args:
         field: of all samples.
         list_dtype: of a field of lists, where all of them may be empty.
 
     Raises:
-        CollateError: a sample differs, a list is ragged or not of numbers, torch has no such
+        CollateError: a value differs, a list is ragged or not of numbers, torch has no such
             dtype, or all lists are empty and nothing says of which dtype they are.
     """
     if field.kind == "list":
-        return _read_lists(field.path, field.values, list_dtype)
-    read: Callable[[FieldPath, Any], Column] = _READERS.get(field.kind, _read_numbers)
-    return read(field.path, field.values)
+        return _read_lists(field, list_dtype)
+    if field.kind == "tensor":
+        return _read_tensors(field, field.values)
+    return _read_arrays(field) if field.kind == "array" else _read_numbers(field)
 
 
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
@@ -135,33 +371,33 @@ def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     return flat.reshape(len(shapes), len(shapes[0]))
 
 
-def _shapes(path: FieldPath, shapes: Sequence[tuple[int, ...]]) -> IntArray:
+def _shapes(field: Field, shapes: Sequence[tuple[int, ...]]) -> IntArray:
     if len(set(map(len, shapes))) > 1:
-        fail_at_odd_one(path, shapes, len, "{} axes".format)
+        field.fail_at_odd_one([f"{len(shape)} axes" for shape in shapes])
     return _shape_array(tuple(shapes))
 
 
-def _read_tensors(path: FieldPath, values: Sequence[Tensor]) -> Column:
-    # For short samples a check takes as long as the copy. So only what torch.cat would accept
-    # wrongly is checked here; Column.join explains what torch.cat refuses.
+def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
     if len({t.dtype for t in values}) > 1:
-        fail_at_odd_one(path, values, lambda t: t.dtype, "dtype {}".format)
-    try:
-        shapes = [t.shape for t in values]
-    except RuntimeError:
-        _check_dense(path, values)
-        raise
-    return Column(path, _shapes(path, shapes), values[0].dtype, values[0].device, values)
+        field.fail_at_odd_one([t.dtype for t in values], "dtype {}".format)
+    shapes = _shapes(field, [t.shape for t in values])
+    return Column(field, shapes, values[0].dtype, values[0].device, values)
 
 
-def _check_dense(path: FieldPath, values: Iterable[Tensor]) -> None:
-    for position, tensor in enumerate(values):
+def check_dense(field: Field) -> None:
+    """Raise a `CollateError` if a tensor is not dense, or not on the device of the first.
+
+    For short samples a check takes as long as the copy. So torch refuses such tensors, and this
+    explains it.
+    """
+    values = field.values if field.kind == "tensor" else ()
+    for index, tensor in enumerate(values):
         if tensor.is_nested:
-            fail(path, position, "a dense tensor", "a nested one")
+            field.fail(index, "a dense tensor", "a nested one")
         if tensor.layout is not torch.strided:
-            fail(path, position, "a dense tensor", f"one of layout {tensor.layout}")
+            field.fail(index, "a dense tensor", f"one of layout {tensor.layout}")
     if len({t.device for t in values}) > 1:
-        fail_at_odd_one(path, values, lambda t: t.device, "a tensor on {}".format)
+        field.fail_at_odd_one([t.device for t in values], "a tensor on {}".format)
 
 
 @functools.lru_cache(maxsize=128)
@@ -172,23 +408,24 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
         return None
 
 
-def _read_arrays(path: FieldPath, values: Sequence[npt.NDArray[Any] | np.generic]) -> Column:
-    arrays = [np.asarray(value) for value in values]
+def _read_arrays(field: Field) -> Column:
+    arrays = [np.asarray(value) for value in field.values]
     if len({a.dtype for a in arrays}) > 1:
-        fail_at_odd_one(path, arrays, lambda a: a.dtype, "dtype {}".format)
+        field.fail_at_odd_one([a.dtype for a in arrays], "dtype {}".format)
     dtype = _torch_dtype(arrays[0].dtype)
     if dtype is None:
-        fail(path, 0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
-    return Column(path, _shapes(path, [a.shape for a in arrays]), dtype, values=arrays)
+        field.fail(0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
+    return Column(field, _shapes(field, [a.shape for a in arrays]), dtype, values=arrays)
 
 
-def _read_numbers(path: FieldPath, values: Sequence[Any]) -> Column:
+def _read_numbers(field: Field) -> Column:
+    values = field.values
     try:
-        flat = _numbers(kind_of(values[0]), values)
+        flat = _numbers(field.kind, values)
     except OverflowError:
-        position = next(i for i, v in enumerate(values) if not -(2**63) <= v < 2**63)
-        fail(path, position, "an int of 64 bits", str(values[position]))
-    return Column(path, np.empty((len(values), 0), np.int64), flat.dtype, flat=flat)
+        index = next(i for i, v in enumerate(values) if not -(2**63) <= v < 2**63)
+        field.fail(index, "an int of 64 bits", str(values[index]))
+    return Column(field, np.empty((len(values), 0), np.int64), flat.dtype, flat=flat)
 
 
 def _numbers(kind: str, values: Sequence[Any]) -> Tensor:
@@ -204,84 +441,59 @@ def _numbers(kind: str, values: Sequence[Any]) -> Tensor:
     return flat if kind == "int" else flat.to(torch.get_default_dtype())
 
 
-def _read_lists(path: FieldPath, values: Sequence[Any], dtype: torch.dtype | None) -> Column:
+def _read_lists(field: Field, dtype: torch.dtype | None) -> Column:
     """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
 
     An empty list has no dtype of its own and takes the others'. If all are empty it is `dtype`,
     which the others must have.
     """
-    column = _read_flat_lists(path, values) or _read_tensors(
-        path, _lists_to_tensors(path, values, dtype)
-    )
+    column = _read_flat_lists(field) or _read_tensors(field, _lists_to_tensors(field, dtype))
     if dtype not in (None, column.dtype):
         raise CollateError(
-            f"{show(path)}: expected lists of {dtype}, as the collate's dtype says, got lists of "
-            f"{column.dtype}; convert them in the data set, or leave dtype out"
+            f"{show(field.path)}: expected lists of {dtype}, as the collate's dtype says, got "
+            f"lists of {column.dtype}; convert them in the data set, or leave dtype out"
         )
     return column
 
 
-def _read_flat_lists(path: FieldPath, values: Sequence[Any]) -> Column | None:
+def _read_flat_lists(field: Field) -> Column | None:
     """The column of lists of ints or of floats alone; `None` of others."""
-    kinds = {kind_of(v[0]) for v in values if v}
+    values = field.values
+    kinds = {_kind_of(type(v[0])) for v in values if v}
     if len(kinds) == 1 and (kind := min(kinds)) in _TYPECODES:
         # [1, 0.5] or a mistake: the slow way reads the one, explains the other.
         with suppress(TypeError, OverflowError):
             flat = _numbers(kind, list(chain.from_iterable(values)))
             lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
-            return Column(path, lengths[:, None], flat.dtype, flat=flat)
+            return Column(field, lengths[:, None], flat.dtype, flat=flat)
     return None
 
 
-def _lists_to_tensors(
-    path: FieldPath, values: Sequence[Any], dtype: torch.dtype | None
-) -> list[Tensor]:
-    tensors = [_list_to_tensor(path, i, value) for i, value in enumerate(values)]
+def _lists_to_tensors(field: Field, dtype: torch.dtype | None) -> list[Tensor]:
+    tensors = [_list_to_tensor(field, i, value) for i, value in enumerate(field.values)]
     model = next((t for t in tensors if t.numel()), None)
     if model is None and dtype is None:
         raise CollateError(
-            f"{show(path)}: all {len(values)} lists of this batch are empty, and so have no dtype: "
-            "give the collate that of other batches, as in dtype=torch.int64 or "
+            f"{show(field.path)}: all {len(tensors)} lists of this batch are empty, and so have no "
+            "dtype: give the collate that of other batches, as in dtype=torch.int64 or "
             "dtype={field: torch.int64}, or make tensors in the data set"
         )
     if model is None:
         model = max(tensors, key=Tensor.dim).to(dtype)
-    for position, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if not tensor.numel():
-            shape = (0, *model.shape[1:]) if not values[position] else tensor.shape
-            tensors[position] = torch.empty(shape, dtype=model.dtype)
+            shape = (0, *model.shape[1:]) if not field.values[index] else tensor.shape
+            tensors[index] = torch.empty(shape, dtype=model.dtype)
     return tensors
 
 
-def _list_to_tensor(path: FieldPath, position: int, values: list[Any]) -> Tensor:
+def _list_to_tensor(field: Field, index: int, values: list[Any]) -> Tensor:
     try:
-        read = np.array(values)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise CollateError(
-            f"sample {position} of the batch, {show(path)}: expected a rectangular list of "
-            f"numbers, got one that NumPy cannot read: {error}"
-        ) from error
-    kind = read.dtype.kind
-    # NumPy reads ints beyond 64 bits as uint64 and, beside negative ones, as float64.
-    beyond = kind in "uf" and bool((np.abs(read) >= 2.0**63).any()) and not _has_float(values)
-    if kind not in "biufc" or beyond:
-        came = "one of larger ints" if beyond else f"one of {read.dtype}"
-        fail(path, position, "a list of bools, 64-bit ints or floats", came)
-    if kind == "c":
-        return torch.tensor(values)
-    if kind == "f":
-        return torch.from_numpy(read).to(torch.get_default_dtype())
-    return torch.from_numpy(read if kind == "b" else read.astype(np.int64, copy=False))
-
-
-def _has_float(values: list[Any]) -> bool:
-    return any(
-        _has_float(value) if isinstance(value, list) else isinstance(value, (float, np.floating))
-        for value in values
-    )
-
-
-_READERS: dict[str, Callable[[FieldPath, Any], Column]] = {
-    "tensor": _read_tensors,
-    "array": _read_arrays,
-}
+        tensor = torch.tensor(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        expected = "a rectangular list of bools, 64-bit ints or floats"
+        field.fail(index, expected, f"one that torch cannot read: {error}")
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        return tensor
+    # NumPy's numbers in a list are read as Python's are.
+    return tensor.to(torch.get_default_dtype() if tensor.is_floating_point() else torch.int64)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchbudget.data.collate.options import of_sized_field
+from torchbudget.data.collate.fields import sized_by
 from torchbudget.errors import CollateError
 
 
@@ -18,7 +18,7 @@ class HookedCollate:
         collate_fn: makes a batch of a list of samples.
         on_input: applied to the batch, or to its first field if samples are pairs; its result is
             used instead.
-        on_target: likewise for the second field of pairs.
+        on_target: applied to the second field of pairs.
 
     Raises:
         CollateError: when called with samples that are no pairs, if there is `on_target`.
@@ -49,5 +49,5 @@ class HookedCollate:
         )
 
     def of_sized_field(self, name: Any | None) -> HookedCollate:
-        """The same for samples whose sizes are those of a field."""
-        return replace(self, collate_fn=of_sized_field(self.collate_fn, name))
+        """The same collate for samples whose sizes are those of a field."""
+        return replace(self, collate_fn=sized_by(self.collate_fn, name))

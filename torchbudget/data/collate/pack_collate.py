@@ -1,70 +1,87 @@
-"""The collate that concatenates samples without padding."""
+"""The collate that joins samples, also into rows as the models of transformers take them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchbudget.checks import (
     HasSizeMultiple,
+    at_least_one,
     check_flags,
     natural,
     optional,
     size_multiple_of,
 )
-from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import Column, new_tensor, read_column
-from torchbudget.data.collate.options import CollateOptions, of_field, read_axes, read_dtype
-from torchbudget.data.collate.packed_batch import PACKED_KINDS, PackedBatch, PackedLayout
-from torchbudget.data.collate.structure import Field, fail_at_odd_one, show
-from torchbudget.data.collate.transformers_layout import in_one_row
+from torchbudget.cost.models.protocol import IntArray
+from torchbudget.data.collate.batch import (
+    Arrangement,
+    Entry,
+    PackedBatch,
+    PackedMapping,
+    PackedSequence,
+)
+from torchbudget.data.collate.columns import MISSING, Column, FieldPath, new_tensor, show
+from torchbudget.data.collate.fields import FieldCollate
+from torchbudget.data.collate.layouts import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    LABELS,
+    JoinedLayout,
+    Layout,
+    PaddingRule,
+    RowRule,
+    join,
+    own_padding,
+    pad,
+)
 from torchbudget.errors import CollateError, OptionError
 
-
-def _read_axes(axes: Any) -> tuple[int, ...]:
-    named = read_axes(axes)
-    if named not in ((0,), ()):
-        raise OptionError(
-            "samples are packed along their first axis: length_axes must be 0, or () for a field "
-            f"of one fixed shape, got {axes!r}"
-        )
-    return named
+IDS: Final = "input_ids"
+_SIGNED: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MADE: Final = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+                "seq_idx", "use_cache")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackCollate(CollateOptions):
+class PackCollate(FieldCollate):
     """Collates ragged samples without padding, one after the other, into a `PackedBatch`.
 
-    Every field is concatenated along its first axis; its other axes must agree. Samples and
-    fields are what `PadCollate` takes.
+    Every field is joined along its first axis; its other axes must agree. Samples, fields and
+    their rules are those of `PadCollate`, but fields with axes are joined by
+    default.
 
     Args:
-        length_axes: 0, or `()` for a field of one fixed shape, such as the embedding of a whole
-            sample: it is stacked, as numbers are.
-        length_field: the field, by name or position (a tuple of those if samples are nested),
-            whose lengths are the batch's `lengths`, `cu_seqlens` and `max_seqlen`. Default: as in
-            `PadCollate`.
+        fields: as in `PadCollate`: a mapping from field to "joined", "padded", "stacked", "listed"
+            or "optional". Fields with a rule have their own lengths; all others must be equally
+            long in each sample, and `lengths`, `cu_seqlens` and `max_seqlen` are theirs. A padded
+            field is padded on the right with 0, labels with -100.
         dtype: as in `PadCollate`.
         layout: `"transformers"` makes a `TransformersBatch` of dict samples: `input_ids`, `labels`
             and other fields of one value per token in one row, `(1, total)`; `position_ids`,
             `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx` of its
             segments; no attention mask, which must be all ones in the samples; and
-            `use_cache=False`. The options below are for this layout alone.
+            `use_cache=False`. Fields with a rule are not in the row.
         size_multiple: each sample gets room that is a multiple of it; it must be that of the
-            sampler or stream, and may be read from it, as in `PadCollate`. What pads a sample is 0
+            sampler or stream, and may be read from it, as in `PadCollate`. Padding is 0
             (-100 in `labels`) and is in segments of its own, which no sample sees; so
-            `cu_seq_lens_q` has more entries than samples, and `lengths` counts without padding.
-        total: the length of every row, for shapes that stay the same; padded in the same way. A
+            `cu_seqlens` has more entries than samples, and `lengths` counts without padding.
+        total_multiple: the total is rounded up to a multiple of it, in the same way. It must be
+            that of the cost, `PackedCost(total_multiple=…)`: give an int, or the sampler, stream or
+            cost, from which it is read once.
+        total: the length of every batch, for shapes that stay the same; padded in the same way. A
             batch with more positions raises an error. Parts of a split batch are shorter.
-        position_ids_start: the position of each sample's first token: 0 for most models, and
-            `padding_idx + 1` for those like RoBERTa.
-        causal_labels: labels are those of the next token: the first of each sample is -100, which
-            is what its predecessor in the row would predict, and samples without `labels` get
-            their `input_ids`. False leaves labels as they are, for models that do not shift them.
+        position_ids_start: the position of each sample's first token in `layout="transformers"`: 0
+            for most models, and `padding_idx + 1` for those like RoBERTa.
+        causal_labels: in `layout="transformers"` labels are those of the next token: the first of
+            each sample is -100, since the last token of the sample before would predict it, and
+            samples without `labels` get their `input_ids`. False leaves labels as they are, for
+            models that do not shift them.
 
     Raises:
         OptionError: an option is invalid.
@@ -89,108 +106,189 @@ class PackCollate(CollateOptions):
 
     layout: str | None = None
     size_multiple: int | HasSizeMultiple = 1
+    total_multiple: Any = 1
     total: int | None = None
     position_ids_start: int = 0
     causal_labels: bool = True
 
-    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
-        "length_axes": _read_axes,
-        "dtype": read_dtype,
-    }
+    _row: RowRule = field(default=RowRule(), init=False, repr=False)
+
+    _ragged: ClassVar[str] = "joined"
 
     def __post_init__(self) -> None:
         """Check the options."""
-        CollateOptions.__post_init__(self)
+        FieldCollate.__post_init__(self)
         if self.layout not in (None, "transformers"):
             raise OptionError(f'layout must be "transformers" or None, got {self.layout!r}')
         check_flags(causal_labels=self.causal_labels)
-        # A copy of the number: a collate is sent to workers, and a sampler is large.
+        # Copies of the numbers: a collate is sent to workers, and a sampler is large.
         object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
-        optional("total", self.total)
-        natural("position_ids_start", self.position_ids_start)
-        given = (self.size_multiple, self.total, self.position_ids_start, self.causal_labels)
-        if self.layout is None and given != (1, None, 0, True):
+        total_multiple = getattr(self.total_multiple, "total_multiple", self.total_multiple)
+        object.__setattr__(self, "total_multiple", at_least_one("total_multiple", total_multiple))
+        row = RowRule(
+            multiple=size_multiple_of(self.size_multiple),
+            total=optional("total", self.total),
+            total_multiple=self.total_multiple,
+            in_row=self.layout is not None,
+            first_position=natural("position_ids_start", self.position_ids_start),
+        )
+        object.__setattr__(self, "_row", row)
+        if self.layout is None and (self.position_ids_start, self.causal_labels) != (0, True):
             raise OptionError(
-                "size_multiple, total, position_ids_start and causal_labels are options of "
-                'layout="transformers"; plain packed batches have no padding'
+                'position_ids_start and causal_labels are options of layout="transformers"'
             )
 
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
-        layouts: dict[Any, PackedLayout] = {}
-
-        def write(entry: Field) -> tuple[Tensor, PackedLayout]:
-            column = read_column(entry, of_field(self.dtype, entry.path, None))
-            if column.shapes.shape[1] and of_field(self.length_axes, entry.path, (0,)):
-                return _pack(column, layouts)
-            return _stack(column)
-
-        with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
-            batch = make_batch(PACKED_KINDS, samples, self, write)
-            return batch if self.layout is None else self._in_one_row(batch)
-
-    def _in_one_row(self, batch: PackedBatch) -> PackedBatch:
-        return in_one_row(
-            batch,
-            multiple=size_multiple_of(self.size_multiple),
-            total=self.total,
-            position_ids_start=self.position_ids_start,
-            causal_labels=self.causal_labels,
+        batch = self._collate(samples, (PackedBatch, PackedMapping, PackedSequence))
+        return (
+            batch if self.layout is None else _in_one_row(batch, causal_labels=self.causal_labels)
         )
 
+    def _write_ragged(
+        self, column: Column, kind: str | None, *, is_own: bool, shared: dict[Any, Any]
+    ) -> tuple[Tensor, Layout]:
+        """See `FieldCollate._write_ragged`."""
+        value = own_padding(column.field.names) or 0
+        if kind == "padded":
+            ndim = column.shapes.shape[1]
+            return pad(column, PaddingRule(value, 0.0, (1,) * ndim, (0,)), shared)
+        return join(column, RowRule() if is_own else self._row, value, shared)
 
-def _stack(column: Column) -> tuple[Tensor, PackedLayout]:
-    """One tensor of all samples, `(n, …)`, which have no length.
 
-    Raises:
-        CollateError: their shapes differ.
+class TransformersBatch(PackedMapping):
+    """n samples in one row, `(1, total, …)`: a mapping of what a model of transformers takes.
+
+    Made by `PackCollate(layout="transformers")`, for `model(**batch)`. `cu_seqlens`, `max_seqlen`,
+    `position_ids` and `block_mask` are those of the row's segments, padding included; they are
+    known to a batch that was rebuilt from its fields, too. `lengths` and `num_tokens` count the
+    samples' own positions.
     """
-    shapes = column.shapes
-    if (shapes != shapes[0]).any():
-        fail_at_odd_one(
-            column.path,
-            shapes.tolist(),
-            tuple,
-            "the fixed shape {}, since length_axes says that it has no length,".format,
-        )
-    out = new_tensor((len(shapes), *shapes[0].tolist()), column.dtype, column.device)
-    if out.numel():
-        column.join(out if out.ndim == 1 else out.flatten(0, 1))
-    return out, PackedLayout(lengths=shapes[:, :0], offsets=None)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The length of the longest segment."""
+        longest: int = self.data["max_length_q"]
+        return longest
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """0 and the end of each segment: int32, `(segments + 1,)`."""
+        offsets: Tensor = self.data["cu_seq_lens_q"]
+        return offsets
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The position of each element in its own segment: int64, `(total,)`."""
+        positions: Tensor = self.data["position_ids"][0]
+        return positions
+
+    def _bounds(self) -> IntArray:
+        return self.cu_seqlens.cpu().numpy() if self._arrangement is None else super()._bounds()
+
+    def _structured(self, values: Iterable[Any]) -> dict[str, Any]:
+        named = zip(self._known.entries, values, strict=True)
+        return {entry.path[0]: value for entry, value in named if value is not MISSING}
+
+    def _of_fields(self, values: Sequence[Any], arrangement: Arrangement) -> TransformersBatch:
+        return _with_inputs(self._structured(values), arrangement)
 
 
-def _pack(column: Column, layouts: dict[Any, PackedLayout]) -> tuple[Tensor, PackedLayout]:
-    """One tensor of all samples, `(total, …)`, and the end of each.
+def _in_one_row(packed: PackedBatch, *, causal_labels: bool) -> TransformersBatch:
+    """A packed batch of dicts as the inputs of a model.
 
     Args:
-        column: one field of a batch.
-        layouts: those of the batch's fields so far, to which this one's is added: fields of equal
-            lengths share their layout.
+        packed: its fields without a rule are in one row.
+        causal_labels: see `PackCollate`.
 
     Raises:
-        CollateError: samples differ in an axis after the first, or have more positions in all
-            than int32 can count.
+        CollateError: the samples are not of fields that a model takes.
     """
-    shapes = column.shapes
-    if (shapes[:, 1:] != shapes[0, 1:]).any():
-        fail_at_odd_one(
-            column.path,
-            shapes.tolist(),
-            lambda shape: tuple(shape[1:]),
-            "equal axes {} after the ragged first one".format,
+    known = packed._known
+    entries = {entry.path: entry for entry in known.entries}
+    _check(packed, entries)
+    fields = dict(packed)
+    ids = entries[(IDS,)]
+    if fields.pop(ATTENTION_MASK, None) is not None:
+        del entries[(ATTENTION_MASK,)]
+    if causal_labels:
+        entries.setdefault((LABELS,), Entry((LABELS,), ids.layout, None))
+        fields[LABELS] = _causal(fields, entries[(LABELS,)].layout)
+    arrangement = replace(known, entries=tuple(entries.values()), measured=ids.path)
+    return _with_inputs({path[0]: fields[path[0]] for path in entries}, arrangement)
+
+
+def _check(packed: PackedBatch, entries: dict[FieldPath, Entry]) -> None:
+    """Raise a `CollateError` for fields that no model takes."""
+    ids = entries.get((IDS,))
+    if ids is None or not _is_in_row(ids.layout) or packed[IDS].ndim != 2:
+        axes = f" of shape {list(packed[IDS].shape)}" if ids is not None and ids.layout else ""
+        raise CollateError(
+            f'layout="transformers" takes dict samples with a field {IDS!r} of one token id per '
+            f"position, got samples of {', '.join(map(show, entries))}{axes}"
         )
-    key = (shapes[:, :1].tobytes(), column.device)
-    layout = layouts.get(key)
-    if layout is None:
-        bounds = [0, *shapes[:, 0].cumsum().tolist()]
-        if bounds[-1] >= 2**31:
+    for path, layout, _ in entries.values():
+        if len(path) > 1 or path[0] in _MADE:
             raise CollateError(
-                f"{show(column.path)}: {bounds[-1]} positions are more than the offsets, "
-                "torch.int32, can count; make smaller batches"
+                f'layout="transformers" makes {", ".join(_MADE)} itself, and its models take no '
+                f"nested fields: leave {show(path)} out of the samples"
             )
-        offsets = new_tensor((len(bounds),), torch.int32).copy_(torch.tensor(bounds))
-        layout = PackedLayout(lengths=shapes[:, :1], offsets=offsets.to(column.device))
-        layouts[key] = layout
-    total = int(shapes[:, 0].sum())
-    out = new_tensor((total, *shapes[0, 1:].tolist()), column.dtype, column.device)
-    return column.join(out), layout
+        if _is_in_row(layout) and layout.lengths.tolist() != ids.layout.lengths.tolist():
+            raise CollateError(
+                f"{show(path)} is not as long as {show((IDS,))} in each sample, with which it "
+                'would be in one row: give it a rule, as in fields={name: "joined"}'
+            )
+    mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
+    if mask is not None and int(torch.count_nonzero(mask)) != ids.layout.lengths.sum():
+        raise CollateError(
+            f"field {ATTENTION_MASK!r} masks positions of the samples, and a packed batch has no "
+            "such mask: tokenize without padding"
+        )
+
+
+def _is_in_row(layout: Layout | None) -> TypeGuard[JoinedLayout]:
+    return isinstance(layout, JoinedLayout) and layout.rule.in_row
+
+
+def _causal(fields: dict[str, Tensor], layout: Layout | None) -> Tensor:
+    """The labels of next tokens; nothing before a sample predicts its first one."""
+    labels = fields.get(LABELS)
+    if not _is_in_row(layout) or (labels is not None and labels.dtype not in _SIGNED):
+        raise CollateError(
+            f"field {LABELS!r} must be of one signed integer per position, {IGNORED_LABEL} where "
+            "nothing is predicted; causal_labels=False takes labels as they are"
+        )
+    ignored = np.ones(layout.total, np.bool_)  # padding, and the first position of each sample
+    ignored[layout.own] = False
+    ignored[layout.starts[layout.lengths[:, 0] > 0]] = True
+    if labels is None:
+        ids = fields[IDS]
+        labels = new_tensor((*ids.shape,), ids.dtype, ids.device).copy_(ids)
+    return labels.masked_fill_(torch.from_numpy(ignored).to(labels.device), IGNORED_LABEL)
+
+
+def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
+    """The fields of a row, and the ends of its segments as a model takes them."""
+    layout: Any = arrangement.layout_of((IDS,))
+    bounds = layout.bounds
+    lengths = np.diff(bounds)
+    device = fields[IDS].device
+    segments = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(layout.total) - bounds[segments] + layout.rule.first_position
+    cu_seq_lens = _tensor(bounds, torch.int32, device)
+    longest = int(lengths.max(initial=0))
+    made = {
+        "position_ids": _tensor(positions[None], torch.int64, device),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": _tensor(segments[None], torch.int32, device),
+        # With a cache, models do not look for segments in position_ids, and samples see each other.
+        "use_cache": False,
+    }
+    return TransformersBatch(fields | made, arrangement)
+
+
+def _tensor(values: IntArray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return new_tensor(values.shape, dtype).copy_(torch.from_numpy(values)).to(device)

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from torchbudget.checks import HasSizeMultiple, size_multiple_of
-from torchbudget.data.collate.batch import make_batch
-from torchbudget.data.collate.columns import new_tensor, read_column
-from torchbudget.data.collate.options import CollateOptions, of_field, read_axes, read_dtype
-from torchbudget.data.collate.padded_batch import (
-    PADDED_KINDS,
-    PaddedBatch,
+from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
+from torchbudget.data.collate.batch import Entry, PaddedBatch, PaddedMapping, PaddedSequence
+from torchbudget.data.collate.columns import Column, FieldPath, new_tensor, show
+from torchbudget.data.collate.fields import FieldCollate, of_field
+from torchbudget.data.collate.layouts import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    OWN_PADDING,
+    Layout,
     PaddedLayout,
     PaddingRule,
     PaddingValue,
-    Placement,
-    pad,
-)
-from torchbudget.data.collate.structure import Field, FieldPath, show
-from torchbudget.data.collate.tokenizer_rules import (
-    ATTENTION_MASK,
-    OWN_PADDING,
-    TokenizerRules,
+    RowRule,
+    join,
     own_padding,
-    read_tokenizer,
+    pad,
 )
 from torchbudget.errors import CollateError, OptionError
 
+Axes: TypeAlias = int | tuple[int, ...]
 Side: TypeAlias = str | float
 Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
+
+
+class TokenizerRules(NamedTuple):
+    """How the samples of a tokenizer are padded.
+
+    Attributes:
+        ids: the name of the field of token ids, which the mask is of.
+        adds_mask: whether the model takes an attention mask.
+        side: the side of the padding.
+        padding: the padding value of a field, by its name or its path.
+    """
+
+    ids: str
+    adds_mask: bool
+    side: str
+    padding: dict[Any, Any]
 
 
 def _read_value(value: Any) -> Any:
@@ -61,17 +74,39 @@ def _read_multiple(multiple: Any) -> int | tuple[int, ...]:
     return size_multiple_of(multiple)
 
 
+def _read_axes(axes: Any) -> tuple[int, ...]:
+    named = axes if isinstance(axes, tuple) else (axes,)
+    if not all(map(is_int, named)) or len(set(named)) < len(named):
+        raise OptionError(f"length_axes must be an int or a tuple of different ints, got {axes!r}")
+    return named
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PadCollate(CollateOptions):
+class PadCollate(FieldCollate):
     """Collates ragged samples into a `PaddedBatch`: every field padded to one shape.
 
     **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested to any depth,
     all of the same structure. **Fields** are tensors, NumPy arrays, lists of numbers (nested lists
     for more axes), numbers, or strings. A field keeps its dtype; Python's ints become int64,
-    floats the default dtype, bools bool, as in `torch.tensor`. Every axis in which samples differ
-    is padded to the longest; numbers are stacked; strings become a list. Nothing is guessed: a
-    sample with another dtype, another number of axes or a missing key raises an error that names
-    the field and the sample's position.
+    floats the default dtype, bools bool, as in `torch.tensor`. Nothing is guessed: a sample with
+    another dtype, another number of axes or a missing key raises an error that names the field and
+    the sample's position.
+
+    **Each field has a rule.** Fields with axes are padded, numbers stacked, strings listed.
+    `fields` gives other rules:
+
+    - "padded": every axis in which samples differ is padded to the longest: `(n, L, …)`.
+    - "joined": samples one after the other along their first axis: `(Σ lengths, …)`.
+    - "stacked": samples of one fixed shape, `(n, …)`.
+    - "listed": a list of the samples' values, whatever they are.
+    - "optional": samples may lack the key, or have None. Such a sample is an empty one in a padded
+      or joined field, has no row in a stacked one (`batch.present(name)` says which have), and is
+      None in a list. A batch of samples that all lack the field is without it. Together with
+      another rule in a tuple: `("stacked", "optional")`.
+
+    Fields with a rule of their own have their own lengths. All other ragged fields must be equally
+    long in each sample, as a text's ids and labels are: their lengths are the batch's `lengths`,
+    `mask` and `num_tokens`. In a stream, those are the lengths of the field that `size` names.
 
     Each option is one value for all fields, or a mapping from field to value. A field is named by
     its key or position, and by a tuple of those if samples are nested. A field that is not in the
@@ -80,6 +115,7 @@ class PadCollate(CollateOptions):
     Inside a `DataLoader` worker the batch is written directly into shared memory.
 
     Args:
+        fields: a mapping from field to rule.
         padding_value: a number, or a function of a sample's own value: `torch.min` for tensors and
             lists, `np.min` for arrays. The fields `labels` and `attention_mask` pad with -100,
             which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them;
@@ -88,20 +124,16 @@ class PadCollate(CollateOptions):
             0.5 centres samples.
         length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
             padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
-            channels, -1 for channels by time, `()` for a field of one fixed shape. A field
-            without such an axis has no length.
+            channels, -1 for channels by time, `()` for a field without a length. A field without
+            such an axis has no length.
         size_multiple: padded lengths are rounded up to a multiple of it. It must be that of the
             sampler or stream: give an int for all of `length_axes`, a tuple of one per axis, or
             the sampler or stream itself, from which the int is read once.
-        length_field: the field, by name or position, whose lengths are the batch's `lengths`,
-            `mask` and `num_tokens`. Default: in a stream, the field that its `size` names; else
-            any that has one of the `length_axes`, which must then be equally long in each sample,
-            as a text's ids and labels are.
         dtype: of fields that are lists, for batches in which all of a field's lists are empty and
             so have none of their own. Lists of another dtype raise an error.
         mask: the name, such as "attention_mask", of a field that is added to a batch of dict
-            samples: the length field's mask as int64 ones and zeros, as Hugging Face models take
-            it. `PaddedBatch.mask` is the same as bool.
+            samples: the batch's mask as int64 ones and zeros, as Hugging Face models take it.
+            `PaddedBatch.mask` is the same as bool.
 
     Raises:
         OptionError: an option is invalid.
@@ -127,24 +159,25 @@ class PadCollate(CollateOptions):
 
     padding_value: PaddingValue | Mapping[Any, PaddingValue] = 0
     side: Side | Mapping[Any, Side] = "right"
+    length_axes: Axes | Mapping[Any, Axes] = 0
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
     mask: str | None = None
     _tokenizer: TokenizerRules | None = field(default=None, repr=False)  # see _sized_field
-    _rules: dict[tuple[FieldPath, FieldPath, int], PaddingRule] = field(
+    _paddings: dict[tuple[FieldPath, FieldPath, int], PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    _ragged: ClassVar[str] = "padded"
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "padding_value": _read_value,
         "side": _read_side,
-        "length_axes": read_axes,
+        "length_axes": _read_axes,
         "size_multiple": _read_multiple,
-        "dtype": read_dtype,
     }
 
     def __post_init__(self) -> None:
         """Check the options."""
-        CollateOptions.__post_init__(self)
+        FieldCollate.__post_init__(self)
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
@@ -181,103 +214,139 @@ class PadCollate(CollateOptions):
                 [9, 3]]), 'attention_mask': tensor([[1, 1],
                 [0, 1]])}
         """
-        rules = read_tokenizer(tokenizer)
+        token = getattr(tokenizer, "pad_token_id", None)
+        if not is_int(token):
+            raise OptionError(
+                "for_tokenizer needs a tokenizer with a padding token, whose pad_token_id is an "
+                f"int, got {token!r} from {type(tokenizer).__name__}; set one, as in "
+                "tokenizer.pad_token = tokenizer.eos_token"
+            )
+        side = getattr(tokenizer, "padding_side", None)
+        if side not in ("left", "right"):
+            raise OptionError(
+                f'padding_side of the tokenizer must be "left" or "right", got {side!r}'
+            )
+        ids, *others = getattr(tokenizer, "model_input_names", ("input_ids", ATTENTION_MASK))
+        given = options.get("padding_value", {})
+        if not isinstance(given, Mapping):
+            token = given
+        padding = OWN_PADDING | {
+            "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
+            "special_tokens_mask": 1,  # padding is a special token
+            "label": IGNORED_LABEL,  # as the collators of transformers take it, too
+            (1,): IGNORED_LABEL,  # the second of a pair
+            **dict.fromkeys([ids, (), (0,)], token),
+        }
+        rules = TokenizerRules(ids, ATTENTION_MASK in others, side, padding)
         # A mapping of no fields: all are the tokenizer's.
-        own = {"_tokenizer": rules, "_sized_field": rules.ids}
-        return cls(**{"side": rules.side, "padding_value": {}} | options | own)
+        own = {"_tokenizer": rules, "_sized_field": ids}
+        return cls(**{"side": side, "padding_value": {}} | options | own)
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
-        placements: dict[Any, Placement] = {}
-
-        def write(entry: Field) -> tuple[torch.Tensor, PaddedLayout]:
-            column = read_column(entry, of_field(self.dtype, entry.path, None))
-            rule = self._rule(entry.path, entry.names, column.shapes.shape[1])
-            if self._tokenizer is not None and rule.length_axes:
-                self._check_position(entry, samples[0], self._tokenizer)
-            return pad(column, rule, placements)
-
-        batch = make_batch(PADDED_KINDS, samples, self, write)
+        batch = self._collate(samples, (PaddedBatch, PaddedMapping, PaddedSequence))
         if self.mask is not None:
-            batch = self._add_mask(batch, self.mask, batch._known.length_field)
+            batch = _add_mask(batch, self.mask, batch._known.measured)
         return batch if self._tokenizer is None else self._as_tokenized(batch, self._tokenizer)
 
-    def _rule(self, path: FieldPath, names: FieldPath, ndim: int) -> PaddingRule:
-        """How the options apply to a field, computed once."""
-        if (path, names, ndim) not in self._rules:
-            axes: list[int] = []
-            multiples = [1] * ndim
-            named = of_field(self.length_axes, path, (0,))
-            multiple = of_field(self.size_multiple, path, 1)
-            each = multiple if isinstance(multiple, tuple) else (multiple,) * len(named)
-            if len(each) != len(named):
-                raise OptionError(
-                    f"size_multiple {multiple!r} must have one entry per length axis, {named!r}"
-                )
-            for axis, rounded_to in zip(named, each, strict=True):
-                if -ndim <= axis < ndim:
-                    axes.append(axis % ndim)
-                    multiples[axis % ndim] = rounded_to
-            if len(set(axes)) < len(axes):
-                raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
-            self._rules[path, names, ndim] = PaddingRule(
-                value=self._value(path, names),
-                left_share=of_field(self.side, path, self._default_side),
-                multiples=tuple(multiples),
-                length_axes=tuple(axes),
-            )
-        return self._rules[path, names, ndim]
+    def _write_ragged(
+        self, column: Column, kind: str | None, *, is_own: bool, shared: dict[Any, Any]
+    ) -> tuple[torch.Tensor, Layout]:
+        """See `FieldCollate._write_ragged`."""
+        path, names, *_ = column.field
+        if kind == "joined":
+            return join(column, RowRule(), 0, shared)
+        ndim = column.shapes.shape[1]
+        rule = self._paddings.get((path, names, ndim))
+        if rule is None:
+            rule = self._paddings[path, names, ndim] = self._padding(path, names, ndim)
+        return pad(column, rule, shared)
 
-    @property
-    def _default_side(self) -> float:
-        return _read_side("right" if self._tokenizer is None else self._tokenizer.side)
+    def _padding(self, path: FieldPath, names: FieldPath, ndim: int) -> PaddingRule:
+        """How the options apply to a field."""
+        axes: list[int] = []
+        multiples = [1] * ndim
+        named = of_field(self.length_axes, path, (0,))
+        multiple = of_field(self.size_multiple, path, 1)
+        each = multiple if isinstance(multiple, tuple) else (multiple,) * len(named)
+        if len(each) != len(named):
+            raise OptionError(
+                f"size_multiple {multiple!r} must have one entry per length axis, {named!r}"
+            )
+        for axis, rounded_to in zip(named, each, strict=True):
+            if -ndim <= axis < ndim:
+                axes.append(axis % ndim)
+                multiples[axis % ndim] = rounded_to
+        if len(set(axes)) < len(axes):
+            raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
+        right = 0.0 if self._tokenizer is None else _read_side(self._tokenizer.side)
+        return PaddingRule(
+            value=self._value(path, names),
+            left_share=of_field(self.side, path, right),
+            multiples=tuple(multiples),
+            length_axes=tuple(axes),
+        )
 
     def _value(self, path: FieldPath, names: FieldPath) -> Any:
-        given, rules = self.padding_value, self._tokenizer
-        is_ids = rules is not None and rules.is_ids(path, names)
-        token = rules.pad_id if rules is not None and is_ids else 0
-        named, default = (given, token) if isinstance(given, dict) else ({}, given)
-        padding = OWN_PADDING if rules is None else rules.padding
-        own = own_padding(
-            names[-1:] if is_ids else names, padding
-        )  # ids are ids within labels, too
-        return of_field(named, path, padding.get(path, default) if own is None else own)
-
-    def _check_position(self, entry: Field, sample: Any, rules: TokenizerRules) -> None:
-        """Raise a `CollateError` where a tuple's field is padded and nothing says with what."""
-        is_named = isinstance(self.padding_value, dict) and (
-            of_field(self.padding_value, entry.path, None) is not None
-        )
-        if isinstance(sample, (tuple, list)) and len(sample) > 2 and not is_named:
-            rules.check_position(entry.names)
+        given = self.padding_value
+        padding = OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
+        named = of_field(given, path, None) if isinstance(given, dict) else None
+        own = own_padding(names, padding) if named is None else named
+        return padding.get(path, 0 if isinstance(given, dict) else given) if own is None else own
 
     def _as_tokenized(self, batch: PaddedBatch, rules: TokenizerRules) -> PaddedBatch:
-        paths = batch._known.paths
-        rules.check_fields(paths)
-        rules.check_ids(dict(zip(paths, batch._fields, strict=True)))
-        if not rules.adds_mask or (rules.ids,) not in paths or ATTENTION_MASK in batch.data:
+        """The batch with an attention mask, after a check of its fields.
+
+        Raises:
+            CollateError: see `for_tokenizer`.
+        """
+        data, entries = batch.data, batch._known.entries
+        paths = [path for path, _, _ in entries]
+        ids = [path for path in paths if path in ((), (0,)) or path[-1] == rules.ids]
+        if not ids:
+            raise CollateError(
+                f"the tokenizer pads samples with a field {rules.ids!r}, pairs of ids and labels, "
+                f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
+            )
+        for (path, layout, _), value in zip(entries, batch._fields, strict=True):
+            if path in ids and value.ndim > 2 and value.shape[1] == 1:
+                raise CollateError(
+                    f"{show(path)} of each sample is a batch of one text, of shape "
+                    f"{(1, *value.shape[2:])}, as return_tensors='pt' gives: tokenize without it, "
+                    "or take the first of each field"
+                )
+            # Of three, the second is most often the mask, which -100 would turn on at padding.
+            unnamed = isinstance(data, tuple) and len(data) > 2 and not hasattr(data, "_fields")
+            given = self.padding_value if isinstance(self.padding_value, dict) else {}
+            is_named = path == (0,) or of_field(given, path, None) is not None
+            if unnamed and len(path) == 1 and not is_named and isinstance(layout, PaddedLayout):
+                raise CollateError(
+                    "the tokenizer pads pairs, of ids and labels; in larger tuples nothing says "
+                    f"whether {show(path)} is a mask, labels or something else: give its padding, "
+                    "as in padding_value={1: 0, 2: -100}, or make dicts in the dataset"
+                )
+        if not rules.adds_mask or (rules.ids,) not in ids or ATTENTION_MASK in data:
             return batch
         if batch[rules.ids].ndim > 2:
             raise CollateError(
                 f"field {rules.ids!r} has several axes: give samples their own {ATTENTION_MASK!r}"
             )
-        return self._add_mask(batch, ATTENTION_MASK, paths.index((rules.ids,)))
+        return _add_mask(batch, ATTENTION_MASK, (rules.ids,))
 
-    def _add_mask(self, batch: PaddedBatch, name: str, index: int) -> PaddedBatch:
-        """The batch with a field more, the mask of the field of this index."""
-        data, known = batch.data, batch._known
-        layout: Any = known.layouts[index]
-        if not isinstance(data, dict):
-            raise CollateError(
-                "mask= adds a field to dict samples, which these are not: use batch.mask"
-            )
-        if name in data:
-            raise CollateError(f"mask={name!r} would overwrite a field that the samples have")
-        if layout is None or not layout.length_axes:
-            raise CollateError(f"mask={name!r} needs a field with a ragged axis")
-        mask = layout.mask(torch.device("cpu"))
-        field = new_tensor(mask.shape, torch.int64).copy_(mask)
-        arrangement = replace(
-            known, paths=(*known.paths, (name,)), layouts=(*known.layouts, layout.of_mask())
+
+def _add_mask(batch: PaddedBatch, name: str, path: FieldPath) -> PaddedBatch:
+    """The batch with the mask of the field of this path as a further field."""
+    data, known = batch.data, batch._known
+    layout = known.layout_of(path)
+    if not isinstance(data, dict):
+        raise CollateError(
+            "mask= adds a field to dict samples, which these are not: use batch.mask"
         )
-        return type(batch)(data | {name: field}, arrangement)
+    if name in data:
+        raise CollateError(f"mask={name!r} would overwrite a field that the samples have")
+    if not isinstance(layout, PaddedLayout) or not layout.length_axes:
+        raise CollateError(f"mask={name!r} needs a field with a ragged axis")
+    mask = layout.mask(torch.device("cpu"))
+    field = new_tensor(tuple(mask.shape), torch.int64).copy_(mask)
+    entries = (*known.entries, Entry((name,), layout.of_mask(), None))
+    return type(batch)(data | {name: field}, replace(known, entries=entries))

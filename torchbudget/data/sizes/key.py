@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import operator
-import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
 
 from torchbudget.checks import is_int
-from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError, SizesError
 
 FieldName: TypeAlias = str | int
@@ -35,7 +31,7 @@ def check_key(key: SizeKey) -> None:
 
 
 def field_of(key: SizeKey) -> FieldName | None:
-    """The field that a key names, the first of several; `None` of a function or the sample."""
+    """The field that a key names, the first of several; `None` for a function or the sample."""
     if callable(key):
         return None
     return key[0] if isinstance(key, tuple) and key else key  # type: ignore[return-value]  # checked
@@ -56,9 +52,9 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
                 raise ValueError("expected an int or one int per axis, got none")
             return tuple(map(_count, size))
         if isinstance(key, tuple):
-            return tuple(_length(sample[field]) for field in key)
+            return tuple(_length(_field(sample, field)) for field in key)
         if key is not None:
-            return _length(sample[key])
+            return _length(_field(sample, key))
         if isinstance(sample, tuple):
             raise TypeError(
                 "a tuple's length is its number of fields; name the one that is ragged, "
@@ -72,7 +68,7 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
 
 
 SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
-"""Types whose `len` is their size, which a subclass may change."""
+"""Types whose `len` is their size; subclasses may change it."""
 
 
 def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArray[np.int64]:
@@ -87,32 +83,19 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
-        found = _array_of(quick_lengths(samples, key))
-    except Exception:  # noqa: BLE001  (the sample is found one by one, below)
-        found = np.empty(0)
-    if found.dtype.kind != "i" or len(found) != len(samples) or found.min() < 0:
-        found = _one_by_one(enumerate(samples, first), key)
-    return found.astype(np.int64, copy=False)
+        sizes = quick_lengths(samples, key)
+        numbers = chain.from_iterable(sizes) if isinstance(sizes[0], tuple) else sizes
+        if {*map(type, numbers)} <= {int, np.int64}:  # no truth values
+            found = np.array(sizes, np.int64)
+            if len(found) == len(samples) and found.min() >= 0:
+                return found
+    except Exception:  # noqa: BLE001, S110  (the sample is found one by one, below)
+        pass
+    return sizes_one_by_one(enumerate(samples, first), key)
 
 
-def _array_of(sizes: list[Any]) -> npt.NDArray[Any]:
-    """Of ints, in a third of NumPy's time; raises whatever goes wrong with others."""
-    try:
-        found: npt.NDArray[Any] = np.frombuffer(struct.pack(f"{len(sizes)}q", *sizes), np.int64)
-    except struct.error:
-        found = np.asarray(sizes)
-    # Truth values have been taken for ints.
-    few = [
-        sizes[row][axis[0]] if axis else sizes[row]
-        for row, *axis in np.argwhere(found <= 1).tolist()
-    ]
-    if {*map(type, few)} - {int}:
-        deque(map(_count, few), maxlen=0)
-    return found
-
-
-def _one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.NDArray[np.int64]:
-    """The sizes of samples with their indices, of which an error names the first that is wrong."""
+def sizes_one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.NDArray[np.int64]:
+    """The sizes of samples with their indices; an error names the first sample that is wrong."""
     indices: list[int] = []
     sizes: list[Size] = []
     for index, sample in samples:
@@ -123,12 +106,14 @@ def _one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.NDArray
 
 
 def quick_lengths(samples: Sequence[Any], key: SizeKey) -> list[Any]:
-    """The sizes of many samples, without the checks of `size_of`; raises whatever goes wrong."""
+    """The sizes of many samples without the checks of `size_of`; may raise anything."""
     if callable(key):
         return list(map(key, samples))
     if isinstance(key, tuple):
         columns = (quick_lengths(samples, field) for field in key)
         return list(zip(*columns, strict=True))
+    if isinstance(key, int) and not {torch.Tensor, np.ndarray}.isdisjoint(map(type, samples)):
+        raise TypeError("an array has no fields")
     values = samples if key is None else list(map(operator.itemgetter(key), samples))
     if key is None and tuple in map(type, samples):
         raise TypeError("a tuple's length is its number of fields")
@@ -144,6 +129,15 @@ def lengths_of(values: Sequence[Any]) -> list[int]:
     if not set(map(type, values)) <= SIZED:
         raise TypeError("not all of these types have a plain length")
     return list(map(len, values))
+
+
+def _field(sample: Any, field: FieldName) -> Any:
+    if isinstance(field, int) and isinstance(sample, (torch.Tensor, np.ndarray)):
+        raise TypeError(
+            f"an array has no fields, and {field} is a row of it: for the length of axis {field} "
+            f"give a key such as lambda sample: sample.shape[{field}]"
+        )
+    return sample[field]
 
 
 def _length(value: Any) -> int:
@@ -167,45 +161,6 @@ def _count(size: Any) -> int:
     if not 0 <= count < 2**63:
         raise ValueError(f"expected a size between 0 and 2**63 - 1, got {count}")
     return count
-
-
-class SizeDataset(Dataset[npt.NDArray[np.int64]]):
-    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
-
-    def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
-        self.dataset = dataset
-        self.key = key
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        return _one_by_one(self.samples(list(indices)), self.key)
-
-    def samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
-        """Those samples, with their indices."""
-        rows: Any = getattr(self.dataset, "iloc", self.dataset)
-        if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
-            samples = None
-            with suppress(Exception):  # the sample is found one by one, below
-                samples = list(rows.__getitems__(indices))
-            if samples is not None:
-                if len(samples) != len(indices):
-                    raise SizesError(
-                        f"__getitems__ of {type(rows).__name__} returned {len(samples)} samples "
-                        f"for the {len(indices)} indices {indices}: sizes need one for each"
-                    )
-                return zip(indices, samples, strict=True)
-
-        def read(index: int) -> Any:
-            try:
-                return rows[index]
-            except Exception as error:
-                raise SizesError(
-                    f"sample {index} cannot be read: {type(error).__name__}: {error}"
-                ) from error
-
-        return ((index, read(index)) for index in indices)
 
 
 def check_axes(shape: tuple[int, ...], index: int, expected: tuple[int, ...], before: int) -> None:

@@ -18,13 +18,13 @@ _STORED: Final = frozenset({"Value", "List", "LargeList", "Sequence", "list"})
 
 
 def is_exactly(dataset: object, library: str, name: str) -> bool:
-    """Whether the dataset is of that very class; a subclass may read its samples differently."""
+    """True if the dataset is of that very class; a subclass may read its samples differently."""
     kind = getattr(sys.modules.get(library), name, None)
     return kind is not None and type(dataset) is kind
 
 
 def quick_sizes(dataset: Any, key: SizeKey) -> Lengths | None:
-    """The sizes that reading all samples would give, `(N,)` or `(N, d)`; None if not certain.
+    """The sizes that reading all samples would give, `(N,)` or `(N, d)`; `None` if not certain.
 
     Raises:
         SizesError: a column has a null, or none is named.

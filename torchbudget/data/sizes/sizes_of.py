@@ -1,29 +1,39 @@
-"""`sizes_of`: the sizes of a dataset's samples, measured once."""
+"""`sizes_of`: the sizes of a dataset's samples, measured once, checked and kept in a file."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from torchbudget.cost.models.protocol import Sizes
-from torchbudget.data.map_style import MapStyle
-from torchbudget.data.sizes.disk_cache import fingerprint_of, load_sizes, save_sizes
-from torchbudget.data.sizes.first_axis import check_first_axis
-from torchbudget.data.sizes.key import SizeDataset, SizeKey, check_axes, check_key
-from torchbudget.data.sizes.quick import quick_sizes
-from torchbudget.errors import OptionError, SizesError
+from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
+from torchbudget.data.sizes.quick import is_exactly, quick_sizes
+from torchbudget.errors import OptionError, OtherSizesWarning, SizesError
+from torchbudget.files import write_whole
 from torchbudget.progress import with_bar
+from torchbudget.protocols import MapStyle
+from torchbudget.warn import warn
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
 _CHUNK: Final = 64  # samples per message of a worker, which sends a kilobyte of sizes instead
+_PROBES: Final = 64  # samples that stand for all
+_FEWEST: Final = 8  # samples of one size by a function: fewer may be alike by chance
+
+logger = logging.getLogger(__name__)
 
 
 def sizes_of(
@@ -41,8 +51,8 @@ def sizes_of(
     refused, since its length counts fields. Lists, tuples, pandas Series and DataFrames, and the
     text and list columns of a Hugging Face `datasets.Dataset` are measured without reading their
     samples, unless a transform is applied to the column. A dataset with an `iloc` is read through
-    it: by position, not by index. Of arrays that are ragged in a later axis by itself, too, the
-    sizes say nothing there: that is an `OtherSizesWarning`, unless the key is a callable.
+    it: by position, not by index. If arrays are ragged in a later axis by itself too, the sizes say
+    nothing there: that is an `OtherSizesWarning`, unless the key is a callable.
 
     Args:
         dataset: N samples; the size of a sample must depend on its index alone.
@@ -52,12 +62,11 @@ def sizes_of(
             a tuple of those, one ragged axis for each;
             a callable, `key(sample)` is the size: an int, or a tuple of one int per axis.
         num_workers: processes that read samples, as in `DataLoader`, and send back sizes.
-        cache: a file that keeps the sizes for the next call (`.npz`). It is used if the dataset's
+        cache: file that keeps the sizes for the next call (`.npz`). It is used if the dataset's
             type and length and `key` are the same, and also the `datasets` fingerprint or else
             the sizes of up to 64 evenly spread samples, which are measured again. A callable key
-            is compared by its own code, its defaults and its closed-over values, arrays by their
-            bytes (a memory map by its shape), not by the functions that it calls: delete the file
-            after changing those.
+            is compared by its qualified name and those 64 sizes alone: delete the file after
+            changing the function.
         progress: show a progress bar while samples are read, if tqdm is installed.
         multiprocessing_context: how workers start, as in `DataLoader`.
 
@@ -68,8 +77,7 @@ def sizes_of(
     Raises:
         SizesError: a sample cannot be read or has no size, or the dataset is not map-style; or all
             samples are equally long in their first axis and differ in another one.
-        OptionError: `key` is none of the above; `cache` is a directory; or a callable `key` keeps
-            something that has no value to compare, such as a lock.
+        OptionError: `key` is none of the above; or `cache` is a directory.
 
     Complexity:
         O(N) reads. Of columns and lists only the lengths are read: 100,000 of an Arrow list
@@ -96,7 +104,7 @@ def sizes_of(
         sizes: Sizes | None = quick_sizes(dataset, key)
         if sizes is None:
             sizes = _one_pass(measured, num_workers, progress, multiprocessing_context)
-        check_first_axis(measured, sizes)
+        _check_axes(lambda few: [sample for _, sample in measured.samples(few)], key, sizes, "key")
         return sizes.astype(np.int32) if sizes.max(initial=0) < 2**31 else sizes
 
     if cache is None:
@@ -105,12 +113,45 @@ def sizes_of(
     if path.is_dir():
         raise OptionError(f"expected a file for the cache of sizes, got the directory {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fingerprint = fingerprint_of(dataset, measured)
-    sizes = load_sizes(path, fingerprint)
+    fingerprint = _fingerprint_of(dataset, measured)
+    sizes = _load_sizes(path, fingerprint)
     if sizes is None:
         sizes = measure()
-        save_sizes(path, fingerprint, sizes)
+        _save_sizes(path, fingerprint, sizes)
     return sizes
+
+
+class SizeDataset(Dataset[npt.NDArray[np.int64]]):
+    """Maps a list of indices to the sizes of those samples, `(n,)` or `(n, d)`."""
+
+    def __init__(self, dataset: MapStyle, key: SizeKey) -> None:
+        self.dataset = dataset
+        self.key = key
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        return sizes_one_by_one(self.samples(list(indices)), self.key)
+
+    def samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
+        """Samples with their indices."""
+        rows: Any = getattr(self.dataset, "iloc", self.dataset)
+        if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
+            with suppress(Exception):  # the sample is found one by one, below
+                samples = list(rows.__getitems__(indices))
+                if len(samples) == len(indices):
+                    return zip(indices, samples, strict=True)
+
+        def read(index: int) -> Any:
+            try:
+                return rows[index]
+            except Exception as error:
+                raise SizesError(
+                    f"sample {index} cannot be read: {type(error).__name__}: {error}"
+                ) from error
+
+        return ((index, read(index)) for index in indices)
 
 
 def _as_it_is(sizes: Any) -> Any:
@@ -143,3 +184,160 @@ def _one_pass(
         axes = (len(measured.key),) if isinstance(measured.key, tuple) else ()
         return np.empty((0, *axes), dtype=np.int64)
     return np.concatenate(chunks)
+
+
+def _spread(length: int) -> list[int]:
+    few: list[int] = np.linspace(0, length - 1, min(_PROBES, length)).astype(np.int64).tolist()
+    return few
+
+
+# ------------------------------------------------------------------------------ axes
+
+
+def check_first_axis_of(samples: Sequence[Any], key: SizeKey, sizes: Sizes, option: str) -> None:
+    """Check that the sizes of samples are those of the axis in which the samples differ.
+
+    A tokenizer with `return_tensors="pt"` makes ids of shape `(1, L)`, and audio is often
+    `(channels, T)`: the first axis is the same for all, and batches of any length would fit.
+
+    Args:
+        samples: n samples, up to 64 of which are compared.
+        key: key of the sizes.
+        sizes: sizes of the samples, `(n,)` or `(n, d)`.
+        option: name of the option that gives the key, for messages.
+
+    Raises:
+        SizesError: the sizes are the same and the samples differ in another axis. If the key is a
+            function, that is an `OtherSizesWarning`.
+    """
+    _check_axes(lambda few: [samples[index] for index in few], key, sizes, option)
+
+
+def _check_axes(
+    read: Callable[[list[int]], list[Any]], key: SizeKey, sizes: Sizes, option: str
+) -> None:
+    is_function = callable(key)
+    if len(sizes) < (_FEWEST if is_function else 2):
+        return
+    rows = sizes.reshape(len(sizes), -1)
+    same = (rows == rows[0]).all(axis=0)
+    first_parts = [] if is_function else [part for _, part in _parts(read([0])[0], key)]
+    if not same.any() and not any(len(_shape(part)) > 1 for part in first_parts):
+        return  # without reading the other samples
+    samples = [list(_parts(sample, key)) for sample in read(_spread(len(sizes)))]
+    for number, parts in enumerate(zip(*samples, strict=False)):
+        where, value = parts[0]
+        shapes = [_shape(part) for _, part in parts]
+        axis = _ragged_axis(shapes)
+        if axis is None:
+            continue
+        first = {shape[0] for shape in shapes}
+        is_same = first == {*rows[0][same]} & first if is_function else same[number]
+        if not is_same and (is_function or option != "key" or not hasattr(value, "shape")):
+            continue
+        lengths = [shape[axis] for shape in shapes]
+        message = (
+            f"the sizes are the lengths of the first axis of {where}"
+            f"{f', {shapes[0][0]} for every sample' if is_same else ''}; but axis {axis} is "
+            f"{min(lengths)} to {max(lengths)} long, and the budget does not count it. Give a key "
+            f"of the axes that are ragged, as in {option}=lambda sample: {where}.shape[{axis}], or "
+            'a tuple of both; or tokenize without return_tensors="pt", which makes a batch of each '
+            "text"
+        )
+        if is_same and not is_function:
+            raise SizesError(message)
+        warn(message, OtherSizesWarning)
+        return
+
+
+def _parts(value: Any, key: SizeKey, where: str = "sample") -> Iterator[tuple[str, Any]]:
+    """The fields that a key names; for a function, all arrays and lists of a sample."""
+    if not callable(key):
+        for field in key if isinstance(key, tuple) else (key,):
+            yield (where, value) if field is None else (f"{where}[{field!r}]", value[field])
+    elif isinstance(value, (Mapping, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, part in items:
+            yield from _parts(part, key, f"{where}[{name!r}]")
+    elif _shape(value):
+        yield where, value
+
+
+def _ragged_axis(shapes: list[tuple[int, ...]]) -> int | None:
+    """The first later axis in which arrays differ, unless it only grows with the first axis."""
+    if len(set(map(len, shapes))) == 1:
+        for axis in range(1, len(shapes[0])):
+            pairs = sorted({(shape[0], shape[axis]) for shape in shapes if shape[0]})
+            if not all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(pairs)):
+                return axis
+    return None
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of an array; the length of a list or tuple and the shape of its first value."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return shape
+    if not isinstance(value, (list, tuple)):
+        return ()
+    first = value[0] if value else None
+    return len(value), *((len(first),) if isinstance(first, (list, tuple)) else _shape(first))
+
+
+# ------------------------------------------------------------------------------ the file
+
+
+def _fingerprint_of(dataset: Any, measured: SizeDataset) -> dict[str, Any]:
+    """The dataset's type, length and content, and the key; all must match for a file to be used.
+
+    The content is the sizes of up to 64 evenly spread samples, which are read here.
+
+    Raises:
+        SizesError: one of those samples has no size.
+    """
+    key = measured.key
+    # Only a `datasets.Dataset` itself: a wrapper may pass on the fingerprint of a dataset whose
+    # samples it changes. And it says nothing of the size that a callable computes.
+    if is_exactly(dataset, "datasets", "Dataset") and not callable(key):
+        content = dataset._fingerprint
+    else:
+        content = measured[_spread(len(dataset))].tolist()
+    return {
+        "dataset": _name(type(dataset)),
+        "length": len(dataset),
+        "key": _name(key) if callable(key) else repr(key),
+        "content": content,
+    }
+
+
+def _name(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _load_sizes(path: Path, fingerprint: dict[str, Any]) -> Sizes | None:
+    """The sizes in the file; `None`, with a logged warning, if it is broken or of others."""
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            found = dict(json.loads(str(file["fingerprint"])))
+            sizes: Sizes = file["sizes"]
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # noqa: BLE001  (a broken file may raise anything)
+        logger.warning("measuring again: the cache of sizes %s is unreadable: %s", path, error)
+        return None
+    differs = [name for name, value in fingerprint.items() if found.get(name) != value]
+    if differs:
+        logger.warning(
+            "measuring again: the cache of sizes %s is of another %s", path, ", ".join(differs)
+        )
+        return None
+    return sizes
+
+
+def _save_sizes(path: Path, fingerprint: dict[str, Any], sizes: Sizes) -> None:
+    write = partial(np.savez, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
+    try:
+        write_whole(path, write, by_several=True)  # other processes never see half of it
+    except OSError as error:  # a full disk must not cost hours of measuring
+        logger.warning("the sizes are not cached: %s cannot be written: %s", path, error)

@@ -4,73 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from torchbudget.checks import is_int
-from torchbudget.data.stream.slot import WorkerSlot, share_of
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.plan.cursor import check_meaning
 from torchbudget.plan.fingerprint import Plain
 
+Split: TypeAlias = Literal["none", "workers", "ranks"]
+
 _KEYS: Final = frozenset(["order", "dealing", "turn", "workers"])
-# What each worker's cursor is called in a state, in the order of its fields, but for the epoch.
-_COLUMNS: Final = ("start", "rounds", "first_epoch", "pass", "to_come", "finished", "source")
+# Names of the columns of a state: the fields of each worker's cursor, but for the epoch.
+_COLUMNS: Final = ("start", "rounds", "first_epoch", "pass", "to_come", "finished", "source",
+                   "checked", "checksum")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSlot:
+    """One of the processes that share a source.
+
+    Attributes:
+        worker: number of the `DataLoader` worker on its rank.
+        workers: on each rank, at least 1.
+        rank: of the process.
+        ranks: number of them.
+    """
+
+    worker: int
+    workers: int
+    rank: int
+    ranks: int
+
+    def part(self, split: Split) -> tuple[int, int]:
+        """Return the number of the source's part that it reads, and the number of parts."""
+        if split == "ranks":
+            return self.rank * self.workers + self.worker, self.ranks * self.workers
+        return (self.worker, self.workers) if split == "workers" else (0, 1)
+
+
+def share_of(batches: int | None, worker: int, workers: int) -> int | None:
+    """Return a worker's number of `batches`: a loader takes one from each worker in turn."""
+    return None if batches is None else (batches + workers - 1 - worker) // workers
 
 
 class StreamCursor(NamedTuple):
     """A place between two micro-batches of one process.
 
-    A tuple, since each batch comes with one: to make a dataclass takes ten times as long.
+    A tuple, since each batch comes with one: a dataclass takes ten times as long to make.
 
     Attributes:
         epoch: number of the epoch.
         start: the first item of the samples that are cut together, in the pass.
-        rounds: how many of their micro-batches are done.
+        rounds: number of their micro-batches that are done.
         first_epoch: from which passes are counted. With `batches_per_epoch` an epoch goes on where
             the one before ended.
         number: of the pass over the source.
         to_come: micro-batches in this epoch, of `batches_per_epoch`; `None`: not limited.
-        finished: whether the epoch has no more.
-        source: the source's own state at or before `start`, if it has one.
+        finished: the epoch has no more.
+        source: the source's own state at or before `checked`, if it has one.
+        checked: the first item of the samples that were begun; with no round done, of those before.
+        checksum: of their sizes; with rounds done, of their cuts too; `None`: none were begun.
     """
 
     epoch: int
-    start: int
-    rounds: int
-    first_epoch: int
-    number: int
-    to_come: int | None
-    finished: bool
-    source: dict[str, Any] | None
+    start: int = 0
+    rounds: int = 0
+    first_epoch: int = 0
+    number: int = 0
+    to_come: int | None = None
+    finished: bool = False
+    source: dict[str, Any] | None = None
+    checked: int = 0
+    checksum: int | None = None
 
     @classmethod
     def beginning(cls, epoch: int, batches: int | None) -> StreamCursor:
-        """Before the first micro-batch of an epoch that has so many."""
-        return cls(epoch, 0, 0, epoch, 0, None, False, None).limited(batches)
+        """Return the place before the first micro-batch of an epoch with that many."""
+        return cls(epoch, first_epoch=epoch).limited(batches)
 
     def limited(self, batches: int | None) -> StreamCursor:
-        """Where so many micro-batches are to come in this epoch."""
+        """Return the same place in an epoch with that many micro-batches to come."""
         return self._replace(to_come=batches, finished=batches == 0)
 
     def following(self, batches: int | None) -> StreamCursor:
-        """After the last micro-batch: before the first one of the next epoch."""
+        """Return the place before the first micro-batch of the next epoch."""
         if batches is None:
             return self.beginning(self.epoch + 1, None)
         return self._replace(epoch=self.epoch + 1).limited(batches)
 
     def next_pass(self) -> StreamCursor:
-        """Where the source starts over."""
-        return self._replace(number=self.number + 1, start=0, rounds=0, source=None)
-
-    def within(
-        self, epoch: int, rounds: int, to_come: int | None, *, finished: bool
-    ) -> StreamCursor:
-        """After so many rounds of these samples, in an epoch that has so many batches to come."""
-        _, start, _, first_epoch, number, _, _, source = self
-        return StreamCursor(epoch, start, rounds, first_epoch, number, to_come, finished, source)
+        """Return the place where the source starts over."""
+        return self._replace(
+            number=self.number + 1, start=0, rounds=0, source=None, checked=0, checksum=None
+        )
 
     def window(self, length: int) -> int:
-        """The number of the window that it is in, counted over passes."""
+        """Number of the window that it is in, counted over passes."""
         return self.start // length + self.number
 
 
@@ -78,7 +107,7 @@ class StreamCursor(NamedTuple):
 class StreamState:
     """Where the processes stand that read a stream on one rank.
 
-    Not frozen, since a tracked loop moves it with each batch.
+    Not frozen, which would double the time of a tracked loop's step. Nothing changes one.
 
     Attributes:
         cursors: of each worker, by number; or of one process alone.
@@ -93,25 +122,27 @@ class StreamState:
 
     @property
     def epoch(self) -> int:
-        """That they read."""
+        """The epoch that the processes read."""
         return self.cursors[0].epoch
 
-    def move(self, worker: int, cursor: StreamCursor) -> None:
-        """A batch came from a worker, which stands there now."""
-        self.cursors[worker] = cursor
-        self.turn = (worker + 1) % len(self.cursors)
+    def moved(self, worker: int, cursor: StreamCursor) -> StreamState:
+        """Return the state after a batch of a worker, which stands there now."""
+        cursors = self.cursors.copy()
+        cursors[worker] = cursor
+        turn = (worker + 1) % len(cursors)
+        return StreamState(cursors=cursors, dealing=self.dealing, turn=turn)
 
     @property
     def is_beginning(self) -> bool:
-        """Whether nothing of the source was read before."""
+        """True if nothing of the source was read before."""
         return not any(at.start or at.rounds or at.number or at.finished for at in self.cursors)
 
     def following(self, batches: int | None, *, ended: bool = False) -> StreamState:
-        """The next epoch's beginning if this one has no more, else the same.
+        """Return the next epoch's beginning if this one has no more, else the same state.
 
         Args:
             batches: of the next epoch.
-            ended: this one has no more, though the cursors do not say so.
+            ended: this epoch has no more, though the cursors do not say so.
         """
         if not (ended or all(cursor.finished for cursor in self.cursors)):
             return self
@@ -120,11 +151,11 @@ class StreamState:
         return StreamState(cursors=cursors, dealing=self.dealing)
 
     def to_plain(self, order: Plain, *, seeks: bool) -> dict[str, Any]:
-        """In plain JSON types, except for the source's own states; some 30 bytes a worker.
+        """Return plain JSON types, except for the source's own states; some 50 bytes a worker.
 
         Args:
             order: what must be the same for positions to mean the same samples.
-            seeks: whether the source goes on by its own state, or is skipped through.
+            seeks: the source goes on by its own state; otherwise it is skipped through.
 
         Where each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
@@ -145,11 +176,11 @@ class StreamState:
 
     @classmethod
     def of_plain(cls, state: Any, order: Plain) -> StreamState:
-        """The state that was saved.
+        """Return the state that was saved.
 
         Raises:
             StateError: it is malformed.
-            StateMismatchError: it belongs to another stream or version.
+            StateMismatchError: it belongs to another stream.
         """
         names = state if isinstance(state, Mapping) else ()
         named = [name for name in names if str(name).startswith(("processes", "rank "))]
@@ -165,7 +196,11 @@ class StreamState:
         try:
             rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
             cursors = [StreamCursor(state["epoch"], *row) for row in rows]
-            counts = [count for *most, to_come, _, _ in cursors for count in (*most, to_come or 0)]
+            counts = [
+                count
+                for *places, to_come, _, _, checked, checksum in cursors
+                for count in (*places, to_come or 0, checked, checksum or 0)
+            ]
             dealt = turn in range(len(cursors)) and len(cursors) in (1, dealing["workers"])
             finished = [cursor.finished in (True, False) for cursor in cursors]
             wrong = [count for count in counts if not is_int(count) or count < 0]
@@ -176,7 +211,7 @@ class StreamState:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
 
     def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
-        """Where a process goes on.
+        """Return the cursor at which a process goes on.
 
         Raises:
             StateError: the state is malformed.

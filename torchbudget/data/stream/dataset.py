@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
+from weakref import WeakMethod, WeakSet
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.models.protocol import CostModel
-from torchbudget.data.callables import callable_fingerprint
-from torchbudget.data.collate.options import of_sized_field
+from torchbudget.data.collate.fields import sized_by
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.frameworks import Caller
+from torchbudget.data.run import warn_of_discarded_state
+from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.sizes.key import SizeKey, field_of
-from torchbudget.data.stream.resumable import ResumableStream
+from torchbudget.data.stream.cursor import Split, StreamCursor, StreamState, WorkerSlot, share_of
+from torchbudget.data.stream.epoch_reader import EpochReader, Standing, raising
+from torchbudget.data.stream.progress import Progress
+from torchbudget.data.stream.run import Sending, StreamRun, check_loader
 from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.slot import Split
-from torchbudget.data.stream.source_of import source_of
+from torchbudget.data.stream.source import source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
-from torchbudget.errors import BudgetError, OptionError
-from torchbudget.plan.fingerprint import Plain, cost_fingerprint, fingerprint
+from torchbudget.errors import BudgetError, OptionError, RepeatedSamplesWarning, StateError
+from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
+from torchbudget.protocols import ResumableSource
 from torchbudget.units import parse_bytes
+from torchbudget.warn import warn
 
 # Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
@@ -46,7 +57,7 @@ class SkippedSamples:
     failed: int
 
 
-class BudgetedIterableDataset(ResumableStream):
+class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     """Batches of a stream of ragged samples that fit a budget of bytes and fill it.
 
     Windows of consecutive samples are read, sorted by size and cut into micro-batches, each the
@@ -164,6 +175,7 @@ class BudgetedIterableDataset(ResumableStream):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
+        super().__init__()
         check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven)
         asked = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
@@ -171,25 +183,23 @@ class BudgetedIterableDataset(ResumableStream):
             raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         self.cost = cost
         self.size_multiple = at_least_one("size_multiple", size_multiple)
-        rules: Plain = {
+        rules: dict[str, Any] = {
             "max_batch_size": optional("max_batch_size", max_batch_size),
             "batch_size_multiple": at_least_one("batch_size_multiple", batch_size_multiple),
             "size_multiple": self.size_multiple,
         }
         grouping = _grouping_of(cost, self.budget, oversize, rules)
-        # Found once, before anything is read: a transform may change itself.
         rules |= {
             "budget": getattr(self.budget, "device", None),
             "cost": _fingerprint_of(cost),
             "oversize": oversize,
-            "size": callable_fingerprint(size) if callable(size) else repr(size),
-            "transforms": callable_fingerprint(tuple(transforms)) if transforms else None,
+            "size": None if callable(size) else repr(size),
             "drop_last": drop_last,
             "on_error": on_error,
         }
         checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
-        settings = Settings(
+        self._settings_now = Settings(
             source=checked,
             transforms=(*checked.first_transforms, *transforms),
             threads=natural("threads", threads),
@@ -203,11 +213,67 @@ class BudgetedIterableDataset(ResumableStream):
             drop_last=drop_last,
             skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
-            collate_fn=of_sized_field(collate, field_of(size)),
+            collate_fn=sized_by(collate, field_of(size)),
             size_multiple=self.size_multiple,
             rules=rules,
         )
-        super().__init__(settings, asked)
+        self._ranks = asked
+        self._progress = Progress()
+        self._sending: Sending | None = None  # in the processes that a tracked loop has started
+        self._readers: WeakSet[EpochReader] = WeakSet()
+        self._begins: StreamState | None = None  # the run that is open, and the loops inside it
+        self._begin_at(None)
+
+    def _begin_at(self, start: StreamState | None, kept: EpochReader | None = None) -> None:
+        """Make the next loop of this process begin at a state; `None`: at its epoch's beginning."""
+        self._start = start
+        self._kept = kept  # at the end of the last epoch, with samples in memory
+        self._slot: WorkerSlot | None = None  # of this process, whose own place the state is
+        self._loaded = False  # no loop has begun here since a state was loaded
+        self._later: int | None = (
+            None  # the epoch that was chosen before that, if it is a later one
+        )
+        self._present: list[Standing | None] = [None]  # of the untracked loop that drew last
+        self._runs: WeakSet[StreamRun] = WeakSet()  # those that are open
+        self._beginning: StreamRun | None = None  # the run whose `iter(loader)` is under way
+        self._changes, self._process = self._progress.changes, os.getpid()
+
+    def _change(self, epoch: int, start: StreamState | None) -> None:
+        """Make all processes begin an epoch, or at a state."""
+        self._progress.change(epoch, loaded=start is not None)
+        self._begin_at(start)
+
+    def _notice(self) -> None:
+        """Drop what is not of this process, or was before another one has chosen an epoch."""
+        if self._changes != self._progress.changes:
+            self._begin_at(None)
+        elif self._process != os.getpid():
+            self._begin_at(self._start)
+
+    # ------------------------------------------------------------------ what it has
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share the source."""
+        return self._ranks.now()[0]
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._ranks.now()[1]
+
+    @property
+    def total_multiple(self) -> int:
+        """The sum of a packed row is a multiple of it; `PackCollate` reads it."""
+        return int(getattr(self.cost, "total_multiple", 1))
+
+    @property
+    def _settings(self) -> Settings:
+        begun = self._present[0] is not None or bool(self._runs)
+        loaded = self._where() is not None
+        settings = self._settings_now.for_ranks(self.num_replicas, begun=begun, loaded=loaded)
+        self._settings_now = settings
+        return settings
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank.
@@ -217,7 +283,7 @@ class BudgetedIterableDataset(ResumableStream):
             StateError: a framework reads it that goes on from a checkpoint without a position.
         """
         Caller.find().check_not_resumed()
-        batches = self._settings.batches_per_epoch
+        batches = self._settings_now.batches_per_epoch
         if batches is None:
             raise TypeError("the length of a stream is known with batches_per_epoch only")
         return batches
@@ -228,9 +294,324 @@ class BudgetedIterableDataset(ResumableStream):
         oversize, failed = self._progress.skipped()
         return SkippedSamples(oversize=oversize, failed=failed)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` reads."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()`, in every worker, read this epoch.
+
+        If that is the next epoch anyway, a loaded position stays, and with `batches_per_epoch` the
+        source goes on where the last epoch ended. Any other epoch begins with a fresh pass.
+
+        Raises:
+            ShardedTwiceError: it is chosen by a framework that deals these batches again.
+        """
+        # Workers that it starts raise in the one process that reads: the others wait for ever.
+        Caller.find().check_loader(self.num_replicas)
+        self._notice()
+        state, progress, loaded = self._where(), self._progress, self._loaded
+        if natural("epoch", epoch) == progress.epoch:
+            self._begin_at(self._start, self._kept)
+            self._loaded = loaded
+            progress.ahead = progress.run = 0
+        else:
+            if state is not None and loaded and not progress.ahead:
+                warn_of_discarded_state(state.epoch, epoch, within=not state.is_beginning)
+            self._change(epoch, None)
+        progress.chosen = 1
+        progress.forget_skipped()
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the epoch from its beginning, or from where a loaded state or a run stands.
+
+        Raises:
+            OptionError: the loader would collate the batches again.
+            ShardedTwiceError: a framework deals the batches of this rank to its processes again.
+            RankError: as in `tracked`.
+        """
+        caller = Caller.find()
+        try:
+            caller.check_loader(self.num_replicas)
+            return self._begin_loop()
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            # A worker that persists dies of what `iter` raises, and passes on what `next` does.
+            return raising(error)
+
+    def _begin_loop(self) -> EpochReader:
+        """Begin to read.
+
+        Raises:
+            StateError: another process loaded a state, which this one does not have; or `set_epoch`
+                chose another epoch than that within which a loaded state stands.
+        """
+        self._notice()
+        self._check_facts()
+        progress, info, sending = self._progress, get_worker_info(), self._sending
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        first = sending is not None and not sending.has_begun
+        tracked = sending is not None and sending.is_tracked(progress.run)
+        inside = not tracked and progress.run > 0  # of an open run: the loop changes nothing
+        if progress.loaded and self._start is None and not first:
+            raise StateError(
+                "these workers had started before a state was loaded, or a tracked loop was broken "
+                "off: load it before the first loop over the DataLoader, or begin a tracked loop"
+            )
+        if not (tracked or inside):
+            progress.advance()
+        loaded, state = self._loaded and not inside, self._where()
+        if loaded or inside or first:  # a run may be over before a slow worker begins
+            state = self._start if loaded else self._begins
+        goes_on, state = state is not None, state or self._beginning_of_epoch()
+        # A loader takes from its first worker first, which reads for the one whose turn it was.
+        slot = self._slot or self._slots(workers)[(number + state.turn) % workers]
+        reader = self._reader_of(slot, state)
+        counts = not (tracked or inside)
+        if loaded:
+            reader, counts = self._begin_at_loaded(reader, state)
+        elif not inside:
+            self._warn_of_start_over(reader.standing.began, slot)
+        if counts:
+            progress.ahead, progress.chosen = int(info is not None), 0
+            reader.present = self._present
+        reader.counts = counts
+        if counts or tracked:
+            reader.on_end = WeakMethod(self._ended)
+        if sending is not None:
+            sending.send(reader if tracked else None)
+        self._readers.add(reader)
+        if goes_on and info is not None and reader.find_end():
+            reader.end()
+        return reader
+
+    def _begin_at_loaded(self, reader: EpochReader, state: StreamState) -> tuple[EpochReader, bool]:
+        """Begin at a state that was loaded, and return whether the loop counts.
+
+        `StatefulDataLoader` loads a state into workers, and at an epoch's end begins twice: workers
+        of the first loop read ahead for nobody. So a loop does not count in which they go on to a
+        later epoch.
+        """
+        self._loaded, (later, self._later) = False, (self._later, None)
+        in_worker, at = get_worker_info() is not None, reader.standing
+        ended = (in_worker or later is not None) and reader.find_end()
+        if later is None:
+            if in_worker:
+                self._progress.begun = state.epoch
+            return reader, True
+        if not ended:
+            raise StateError(
+                f"set_epoch({later}) was called, and then a state was loaded that stands within "
+                f"epoch {state.epoch}: choose that epoch, or do not load the state"
+            )
+        settings, slot = self._settings, at.slot
+        share = share_of(settings.batches_per_epoch, slot.worker, slot.workers)
+        cursor = StreamCursor.beginning(later, share)
+        if share is not None and later == state.epoch + 1:
+            cursor = at.cursor.following(share)
+        state = StreamState(cursors=[cursor], dealing=settings.dealing(slot))
+        self._progress.begun, self._start, self._slot = later, state, slot
+        return self._reader_of(slot, state), not in_worker
+
+    def _reader_of(self, slot: WorkerSlot, state: StreamState) -> EpochReader:
+        """Return the reader of one process from a state on.
+
+        Raises:
+            StateMismatchError: it cannot go on from the state.
+        """
+        settings, kept = self._settings, self._kept
+        self._kept = None
+        cursor = state.cursor_of(slot, settings.dealing(slot))
+        if kept is not None:
+            # Without the source's own state, which need not be compared.
+            if kept.standing.cursor.following(cursor.to_come)[:7] == cursor[:7]:
+                kept.go_on(cursor)
+                return kept
+            kept.close()
+        compare = partial(check_same_samples, self._ranks)
+        return EpochReader(settings, slot, cursor, self._progress, compare)
+
+    def _ended(self, reader: EpochReader) -> None:
+        """Note where a reader has ended an epoch: with `batches_per_epoch` the next one goes on."""
+        settings, at = self._settings_now, reader.standing
+        if settings.batches_per_epoch is not None:
+            share = share_of(settings.batches_per_epoch, at.slot.worker, at.slot.workers)
+            cursors = [at.cursor.following(share)]
+            self._start = StreamState(cursors=cursors, dealing=settings.dealing(at.slot))
+            self._slot, self._kept = at.slot, reader
+
+    def check_ranks(self) -> None:
+        """See `tracked`, which does it itself."""
+        Caller.find().check_loader(self.num_replicas)
+        self._check_facts()
+
+    def _check_facts(self) -> None:
+        settings, cursor = self._settings, (self._where() or self._beginning_of_epoch()).cursors[0]
+        at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
+        if settings.source.split != "ranks":  # else each reads its own samples, in its own way
+            check_same_on_ranks(self._ranks, lambda: settings.shared | at)
+
+    def _where(self) -> StreamState | None:
+        """The state at which the next loop begins; `None`: at the beginning of its epoch."""
+        state = self._start
+        return state if state is not None and state.epoch == self._progress.epoch else None
+
+    def _beginning_of_epoch(self) -> StreamState:
+        settings, [slot] = self._settings, self._slots(1)
+        cursor = StreamCursor.beginning(self._progress.epoch, settings.batches_per_epoch)
+        return StreamState(cursors=[cursor], dealing=settings.dealing(slot))
+
+    def _slots(self, workers: int) -> list[WorkerSlot]:
+        """The processes that share the source on this rank."""
+        of = {"workers": workers, "rank": self.rank, "ranks": self.num_replicas}
+        return [WorkerSlot(worker=n, **of) for n in range(workers)]
+
+    def _warn_of_start_over(self, began: StreamCursor, slot: WorkerSlot) -> None:
+        several = self._where() is None and began.to_come is not None
+        if several and self._progress.was_read(began.epoch - 1, slot.worker):
+            warn(
+                f"epoch {began.epoch} starts over at the source's beginning, since workers that "
+                "have just started do not know where the last epoch ended: use "
+                "persistent_workers=True, or loop over stream.tracked(loader)",
+                RepeatedSamplesWarning,
+            )
+
+    # ------------------------------------------------------------------ runs
+
+    def tracked(self, loader: DataLoader[Any]) -> StreamRun:
+        """Begin a loop over a loader of this stream that knows which batches came.
+
+        After each of them `state_dict()` is the position after it, with any number of workers, that
+        persist or not, in or out of order. The workers send their positions beside the batches,
+        which the loader's `collate_fn` does not see. A loop that is broken off ends its workers,
+        and the next one goes on where it stood.
+
+        Args:
+            loader: a `DataLoader` of this stream, with `batch_size=None`.
+
+        Raises:
+            OptionError: another loader.
+            RankError: ranks that plan from one source differ in what they plan by, or, at the first
+                batch, in the samples that they read; or one does not come within its process
+                group's timeout. Untracked workers cannot know.
+        """
+        check_loader(loader, self)
+        Caller.find().check_loader(self.num_replicas)
+        self._notice()
+        self._check_facts()
+        return StreamRun(self, loader)
+
+    def _begin_run(self, number: int, workers: int) -> StreamState:
+        """Begin a run of workers with a number, and return where they begin."""
+        progress, start = self._progress, self._where()
+        progress.advance()
+        self._begins = begins = start or self._beginning_of_epoch()
+        settings, slots = self._settings, self._slots(workers)
+        dealings = [settings.dealing(slot) for slot in slots]
+        cursors = [begins.cursor_of(*of) for of in zip(slots, dealings, strict=True)]
+        self._warn_of_start_over(cursors[0], slots[0])
+        self._loaded, self._later, self._present = False, None, [None]
+        progress.runs, progress.run = progress.runs + 1, number
+        progress.ahead = progress.chosen = 0
+        return StreamState(cursors=cursors, dealing=dealings[0], turn=begins.turn)
+
+    def _stands_at(self, run: StreamRun, place: StreamState) -> None:
+        """Note that a batch of a run came, after which the stream stands there."""
+        self._start, self._present[0], self._progress.begun = place, None, place.epoch
+
+    def _run_closed(self, run: StreamRun, *, broken_off: bool) -> None:
+        """Note the end of a run: workers of other loaders do not know where it was broken off."""
+        if self._process == os.getpid() and self._runs is run._runs:
+            self._progress.run = max((one.number for one in self._runs), default=0)
+            state = self._where()
+            if broken_off and state is not None and not self._runs:
+                self._progress.change(state.epoch, loaded=True)
+                self._changes = self._progress.changes
+
+    # ------------------------------------------------------------------ position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, in plain JSON types, except for the source's own state.
+
+        Of `tracked(loader)` it is the position after the last batch that came. Without workers, and
+        in each worker of torchdata's `StatefulDataLoader`, it is the position after the last batch
+        that was drawn. A source that has a state of its own goes on by it (`"goes_on_by":
+        "seeking"`), others are skipped through (`"skipping"`).
+
+        Raises:
+            StateError: workers read ahead, and the loop is not tracked.
+        """
+        self._notice()
+        settings, in_worker, at = self._settings, get_worker_info() is not None, self._present[0]
+        if self._progress.ahead and not in_worker:
+            raise StateError(
+                "workers of the DataLoader read ahead of its loop, so that it is unknown which "
+                "batches came: loop over stream.tracked(loader), use a StatefulDataLoader, or call "
+                "set_epoch first"
+            )
+        state = self._where() or self._beginning_of_epoch()
+        if at is not None:
+            state = StreamState(cursors=[at.cursor], dealing=settings.dealing(at.slot))
+        if not in_worker and (at is None or at.ended):
+            state = state.following(settings.batches_per_epoch)
+        return state.to_plain(settings.order, seeks=settings.source.may_seek)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make every `iter()` begin at a saved position, until its epoch ends.
+
+        The state of a process without workers can go on with any number of them, on any number of
+        ranks, and under another budget, cost or look-ahead if it is at a window's boundary; at an
+        epoch's beginning any state can.
+
+        Raises:
+            StateError: the state is malformed; or, at the next loop, persistent workers had started
+                before it was loaded.
+            StateMismatchError: it is of another stream; or, at the next loop, this process cannot
+                go on from it, or the samples at it are other ones.
+        """
+        self._notice()
+        state = StreamState.of_plain(state_dict, self._settings.order)
+        chosen = self._progress.begun if self._progress.chosen else state.epoch
+        if get_worker_info() is None:
+            if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended
+                state = state.following(self._settings.batches_per_epoch)
+            self._change(state.epoch, state)
+        else:  # of a StatefulDataLoader: each of its workers has a state of its own
+            self._begin_at(state)
+        self._loaded, self._later = True, chosen if chosen > state.epoch else None
+
+    def close(self) -> None:
+        """End all iterations of this process, their threads, and the files of their sources."""
+        for reader in list(self._readers):
+            reader.close()
+
+    def __enter__(self) -> BudgetedIterableDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker does not see what starts it.
+        Caller.find().check_loader(self.num_replicas)
+        # A copy begins where `iter()` would; an iteration stays with the process that iterates.
+        kept: Any = {"_present": [None], "_progress": copy.copy(self._progress)}
+        kept |= dict.fromkeys(["_kept", "_slot", "_later", "_runs", "_readers", "_beginning"])
+        return {**vars(self), **kept, "_loaded": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _runs=WeakSet(), _readers=WeakSet(), _process=os.getpid())
+
 
 def _grouping_of(
-    cost: CostModel | ShouldAdd, budget: MemoryBudget | None, oversize: Oversize, options: Plain
+    cost: CostModel | ShouldAdd,
+    budget: MemoryBudget | None,
+    oversize: Oversize,
+    options: dict[str, Any],
 ) -> Grouping:
     """How windows are cut.
 
@@ -263,5 +644,5 @@ def _grouping_of(
 
 def _fingerprint_of(cost: CostModel | ShouldAdd) -> str:
     if not isinstance(cost, CostModel):
-        return callable_fingerprint(cost)
+        return "a predicate"  # its cuts are compared
     return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))

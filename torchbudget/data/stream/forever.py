@@ -10,9 +10,9 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
 from torchbudget.checks import natural
-from torchbudget.data.map_style import MapStyle
 from torchbudget.errors import OptionError
 from torchbudget.plan.order import Order, weights_of
+from torchbudget.protocols import MapStyle
 
 _CHUNK: Final = 1024
 

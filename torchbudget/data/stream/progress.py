@@ -1,4 +1,4 @@
-"""What the processes of a stream know together, in shared memory: it reaches workers that persist.
+"""One small shared tensor: what must reach workers that persist, and what they report.
 
 Numbers are written by one process each, or are the same whoever writes them: no lock is needed.
 """
@@ -13,10 +13,7 @@ import torch
 from torchbudget.errors import OptionError
 
 WORKERS: Final = 512  # that may read a stream on one rank
-# Where a stream stands: where the last loop of this process does, or the last tracked one; it is
-# unclear where workers run ahead of a loop, or one began while a tracked one was open.
-OWN, TRACKED, UNCLEAR = range(3)
-_NUMBERS: Final = 6
+_NUMBERS: Final = 7
 
 
 class _Number:
@@ -33,21 +30,22 @@ class _Number:
 
 
 class Progress:
-    """The epoch of a stream, the loops over it, and what was skipped.
+    """The epoch of a stream in all its processes, and what was skipped.
 
     Args:
         shared: the memory of another one; `None`: new memory.
 
     Attributes:
-        last: one of `OWN`, `TRACKED` and `UNCLEAR`.
-        last_begun: the last epoch that was begun, or chosen.
-        changes: how often an epoch was chosen or a state loaded.
-        was_loaded: whether the last change was a state that was loaded.
-        tracked: the number of the last tracked loop; below 0: it is over.
-        opened: how often an epoch was opened again: what workers have done before does not count.
+        begun: the last epoch that was begun, or chosen.
+        chosen: 1 if `set_epoch` chose it, and no loop has begun since.
+        changes: number of times that a position was chosen or loaded.
+        loaded: 1 if the last change was to a position that only the process that trains has.
+        runs: number of runs that were opened: workers' ends of loops before do not count.
+        run: number of the workers that the open run reads; 0: no run is open.
+        ahead: 1 if workers of an untracked loop have begun to read ahead.
     """
 
-    last, last_begun, changes, was_loaded, tracked, opened = map(_Number, range(_NUMBERS))
+    begun, chosen, changes, loaded, runs, run, ahead = map(_Number, range(_NUMBERS))
 
     def __init__(self, shared: torch.Tensor | None = None) -> None:
         if shared is None:
@@ -55,65 +53,59 @@ class Progress:
         self._shared = shared.share_memory_()
         places = self._shared.numpy()  # torch takes ten times as long to write a number
         self._numbers, rows = places[:_NUMBERS], places[_NUMBERS:].reshape(WORKERS, 5)
-        # Of each worker: the number of workers, of epochs done, and `opened` then; what it skipped.
+        # Of each worker: the number of workers, of epochs done, and `runs` then; what it skipped.
         self._done, self._skipped = rows[:, :3], rows[:, 3:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same memory in a process that is started; a copy has epochs and loops of its own."""
+        """Return the same memory in a process that is started; a copy has memory of its own."""
         shared = self._shared
         if get_spawning_popen() is None:
             shared = shared.clone()
-            shared[0] = OWN  # the place of `last`
+            shared[_NUMBERS - 2 : _NUMBERS] = 0  # the copy has no run, and nobody reads ahead of it
         return Progress, (shared,)
 
     # ------------------------------------------------------------------ epochs
 
     @property
     def epoch(self) -> int:
-        """That the next loop reads: the one after the last one, if all workers are done with it."""
+        """The epoch of the next loop: the one after the last, if all workers are done with it."""
         while True:
-            epoch, workers = self.last_begun, int(self._done[0, 0])
-            last = workers, epoch + 1, self.opened
+            epoch, workers = self.begun, int(self._done[0, 0])
+            last = workers, epoch + 1, self.runs
             done = bool(workers) and bool((self._done[:workers] == last).all())
             # Another worker may meanwhile have gone on to the next one, and be done with it, too.
-            if epoch == self.last_begun:
+            if epoch == self.begun:
                 return epoch + done
 
     def advance(self) -> int:
-        """A process begins a loop: the epoch that it reads.
+        """Begin a loop in a process, and return the epoch that it reads.
 
         Nothing is written but for the step from one epoch to the next, at once: a late worker of an
         old loop must not undo what `set_epoch` has chosen meanwhile.
         """
         epoch = self.epoch
-        if epoch > self.last_begun:
-            self.last_begun = epoch
+        if epoch > self.begun:
+            self.begun = epoch
         return epoch
 
     def was_read(self, epoch: int, worker: int) -> bool:
-        """Whether this worker, or an earlier one of its number, was done with an epoch."""
-        return epoch >= 0 and self._done[worker, 1:].tolist() == [epoch + 1, self.opened]
+        """True if this worker, or an earlier one of its number, was done with an epoch."""
+        return epoch >= 0 and self._done[worker, 1:].tolist() == [epoch + 1, self.runs]
 
-    def end(self, epoch: int, worker: int, workers: int, *, opened: int | None = None) -> None:
-        """A worker is done with an epoch.
-
-        Args:
-            epoch: that it has read.
-            worker: its number.
-            workers: their number.
-            opened: what `opened` was when it began; `None`: what it is now.
+    def end(self, epoch: int, worker: int, workers: int, runs: int) -> None:
+        """Note that a worker is done with an epoch, which it began when there were `runs`.
 
         Raises:
             OptionError: there are too many workers.
         """
         if workers > WORKERS:
             raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")
-        self._done[worker] = workers, epoch + 1, self.opened if opened is None else opened
+        self._done[worker] = workers, epoch + 1, runs
 
     def change(self, epoch: int, *, loaded: bool) -> None:
-        """Another epoch was chosen, or a state loaded: all processes begin there."""
-        self.last_begun, self.was_loaded, self.last = epoch, loaded, OWN
-        self.changes, self.opened = self.changes + 1, self.opened + 1
+        """Make all processes begin at an epoch, or at a position that was loaded."""
+        self.begun, self.loaded, self.ahead, self.run, self.chosen = epoch, loaded, 0, 0, 0
+        self.changes, self.runs = self.changes + 1, self.runs + 1
 
     # ------------------------------------------------------------------ skipped samples
 
@@ -122,7 +114,7 @@ class Progress:
         self._skipped[worker] += oversize, failed
 
     def skipped(self) -> tuple[int, int]:
-        """How many were oversize, and how many failed."""
+        """Return the number of samples that were oversize, and of those that failed."""
         oversize, failed = self._skipped.sum(axis=0).tolist()
         return oversize, failed
 

@@ -1,20 +1,24 @@
-"""One pass over what a process reads of a source, item by item."""
+"""One pass over a process's part of a source, item by item."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import count, islice
+from types import WrapperDescriptorType
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 import torch.utils.data._utils.worker as torch_worker
 
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import Place
-from torchbudget.data.stream.sample_bytes import held_bytes
+from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.errors import SampleError, StateMismatchError
 from torchbudget.plan.permutation import Permutation, Stream
 
@@ -52,15 +56,17 @@ class Reader:
     Args:
         shards: by number: iterables, or functions that return one; or the part of a source that
             splits itself.
-        generators: where those of the source stand.
+        generators: where the source's random generators stand.
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         source: that has a state of its own, the only shard.
         moved: what moves with it: itself, or the parts that it shares with others.
 
     Attributes:
-        state: of the source, and its position there, where the present window begins; `None`: it
-            has none.
+        state: of the source where the present window begins, its position there, and a fingerprint
+            of the item after it; `None`: it has none.
+        sought: the source went to a position by its state.
+        read_bytes: of the items that were counted.
     """
 
     _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source
@@ -74,10 +80,8 @@ class Reader:
         source: Any = None,
         moved: Sequence[Any] = (),
     ) -> None:
-        self._shards = shards
-        self._generators = self._generators_at_state = generators
-        self._source = source
-        # What `torch.utils.data.get_worker_info()` returns to the source.
+        self._shards, self._generators, self._source = shards, generators, source
+        # The result of `torch.utils.data.get_worker_info()` in the source.
         self._worker_info = None if worker is None else copy.copy(torch_worker._worker_info)
         if self._worker_info is not None:  # its own `__setattr__` raises
             object.__setattr__(self._worker_info, "id", worker)
@@ -86,17 +90,19 @@ class Reader:
         self._items: Iterator[Any] | None = None
         self._ahead: list[Any] = []  # of the next window
         self.state: dict[str, Any] | None = None
+        self.sought = False
+        self.read_bytes = 0
         self._moved = moved
         self._last.update((id(part), self) for part in moved)
 
     @property
     def was_moved(self) -> bool:
-        """Whether another one has opened the source since."""
+        """True if another reader has opened the source since."""
         return any(self._last.get(id(part)) is not self for part in self._moved)
 
     @property
     def position(self) -> int:
-        """Of the next item."""
+        """Position of the next item."""
         return self._read - len(self._ahead)
 
     @property
@@ -105,11 +111,17 @@ class Reader:
 
     @property
     def ended(self) -> bool:
-        """Whether the last item was read."""
+        """True if the last item was read."""
         return self._over and not self._ahead
 
+    def close(self) -> None:
+        """Let the source go: its generator ends, with the files that it has open."""
+        items, self._items = self._items, None
+        with suppress(AttributeError):
+            items.close()  # type: ignore[union-attr]  # a generator's
+
     def take(self, n: int) -> list[Any]:
-        """The next n items, or those that are left.
+        """Return the next n items, or those that are left.
 
         Raises:
             SampleError: the source raised, or a shard had fewer items than its `len`.
@@ -122,23 +134,27 @@ class Reader:
         return items
 
     def run(self, n: int, most_bytes: int | None) -> list[Any]:
-        """Up to n next items, until they have so many bytes; none: the last one was read."""
+        """Return the next items, at most n, until they have that many bytes; none at the end."""
         items = self.take(n if most_bytes is None else min(n, len(self._ahead)))
         while n > 0 and not items and not self._over:
             items = self._some(n, most_bytes)
         return items
 
     def tail(self, fewest: int) -> list[Any]:
-        """The items after a window, if they are fewer than that: they belong to it."""
-        self.state, self._generators_at_state = None, self._generators
-        if self._source is not None and not self._over:
-            source = copy.deepcopy(self._source.state_dict())
-            self.state = {"position": self._read, "source": source}
+        """Return the items after a window, if they are fewer than that: they belong to it."""
+        self.note_state()
         items = self.take(fewest)
         if len(items) < fewest:
             return items
         self._ahead = items
         return []
+
+    def note_state(self) -> None:
+        """Note the state of the source, which stands where a window begins."""
+        self.state = None
+        if self._source is not None and not self._over and not self._ahead:
+            source = copy.deepcopy(self._source.state_dict())
+            self.state = {"position": self._read, "source": source}
 
     def skip_to(self, stop: int) -> None:
         """Go to a position: at once in indices, and over shards that know their lengths."""
@@ -154,36 +170,35 @@ class Reader:
             else:
                 self._some(stop - self._read, keep=False)
 
-    def go_to(self, cursor: StreamCursor, before: Reader | None) -> None:
-        """Go to where a cursor stands, before anything is read.
-
-        Args:
-            cursor: in this pass.
-            before: what has read it until now; it knows what the source drew, which no state has.
+    def go_to(self, cursor: StreamCursor) -> None:
+        """Go to where the samples of a cursor's checksum begin, before anything is read.
 
         Raises:
-            StateMismatchError: there are fewer items.
+            StateMismatchError: there are fewer items; or the item after the source's state is
+                another one than it was.
         """
-        if before is not None and cursor.source is not None and before.state is cursor.source:
-            self._generators = self._generators_at_state = before._generators_at_state
-        self.state = cursor.source
-        if self._source is not None and cursor.source is not None:
-            self._source.load_state_dict(copy.deepcopy(cursor.source["source"]))
-            self._read = cursor.source["position"]
-        self.skip_to(cursor.start)
-        if self._read < cursor.start:
+        saved = cursor.source
+        if self._source is not None and saved is not None:
+            self._read, self.state, self.sought = saved["position"], saved, True
+            with suppress(Exception):  # of the source: its state is not right, either
+                self._source.load_state_dict(copy.deepcopy(saved["source"]))
+                self._ahead = self._some(1)
+            if [*map(_digest, self._ahead)] != ([saved["item"]] if "item" in saved else []):
+                raise StateMismatchError("the source does not go where its state says")
+        self.skip_to(cursor.checked)
+        if self._read < cursor.checked:
             raise StateMismatchError(
                 f"the state is that after {cursor.start} items of the source, which has "
                 f"{self._read}: it is another source"
             )
 
     def place(self, position: int) -> tuple[int, int]:
-        """The shard of an item that was read, by name, and its place within the shard."""
+        """Return the shard of an item that was read, by name, and its place within the shard."""
         number = bisect_right(self._starts, position) - 1
         return self._shards[number][0], position - self._starts[number]
 
     def _some(self, n: int, most_bytes: int | None = None, *, keep: bool = True) -> list[Any]:
-        """Up to n next items of this shard; if there are fewer, go to the next shard.
+        """Read the next items of this shard, at most n; if there are fewer, go to the next shard.
 
         Args:
             n: at least 1.
@@ -194,11 +209,11 @@ class Reader:
         before, torch_worker._worker_info = torch_worker._worker_info, self._worker_info
         self._generators.restore()
         items: list[Any] = []
-        held, counted = 0, count()
+        held, kept, counted = 0, KeptBytes(), count()
         try:
             if self._items is None:
                 opens = callable(shard) and not hasattr(shard, "__iter__")
-                self._items = iter(shard() if opens else shard)
+                self._items = _begun(shard() if opens else shard)
             some = islice(self._items, n)
             if not keep:
                 deque(zip(some, counted), maxlen=0)  # noqa: B905  (there are more numbers)
@@ -207,7 +222,7 @@ class Reader:
             else:
                 for item in some:
                     items.append(item)
-                    held += held_bytes(item)
+                    held += kept.add(item)
                     if held >= most_bytes:
                         break
         except Exception as error:
@@ -216,8 +231,11 @@ class Reader:
         finally:
             self._generators = Place.put_aside()
             torch_worker._worker_info = before
+        if items and self.state is not None and self.state["position"] == self._read:
+            self.state.setdefault("item", _digest(items[0]))
         number = len(items) if keep else next(counted)
         self._read += number
+        self.read_bytes += held
         if number < n and (most_bytes is None or held < most_bytes):
             if isinstance(shard, Sequence) and len(shard) != self.place(self._read)[1]:
                 raise SampleError(f"{self._next} ended, {len(shard)} items were expected")
@@ -230,5 +248,33 @@ class Reader:
         return f"item {offset} or one soon after it, of shard {shard},"
 
     def _next_shard(self) -> None:
-        self._items = None
+        self.close()
         self._starts.append(self._read)
+
+
+def _begun(iterable: Any) -> Iterator[Any]:
+    """An iterator that `iter` leaves as it is: an object's own `__iter__` may start it over."""
+    items: Iterator[Any] = iter(iterable)
+    is_own = isinstance(getattr(type(items), "__iter__", None), WrapperDescriptorType)
+    return items if is_own else _drawn(items)
+
+
+def _drawn(items: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
+        del item  # nothing keeps it here while the next one is read
+
+
+def _digest(item: Any) -> int:
+    """A checksum of an item, to see whether a source goes to where its state says.
+
+    Where the checksums of one item differ, as of sets of texts, the source is skipped through.
+    """
+    try:
+        return crc32(pickle.dumps(item))
+    except Exception:  # noqa: BLE001  (any object may refuse in its own way)
+        return 0

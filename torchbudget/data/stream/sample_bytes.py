@@ -1,4 +1,4 @@
-"""How many bytes a sample keeps in memory."""
+"""Bytes that samples keep in memory."""
 
 from __future__ import annotations
 
@@ -15,109 +15,117 @@ import torch
 from torch.utils._pytree import tree_map
 
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
-_LISTS: Final = frozenset({list, tuple})
 _NUMBER_BYTES: Final = 28
 _OBJECT_BYTES: Final = 100
 _MUCH_LARGER: Final = 2
+_SHARED_BYTES: Final = 256  # an entry in a set takes a quarter of that at the most
 # Pillow's pixels are no Python objects. Several bands, and wide ones, are stored in 4 bytes.
 _BYTES_OF_PIXELS: Final = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
-# What these refer to is the program's, not the sample's.
+# These refer to what is the program's, not the sample's.
 _OF_PROGRAM: Final = (type, ModuleType, FunctionType, MethodType, TracebackType)
 
 
-def held_bytes(sample: Any) -> int:
-    """Bytes of everything that a sample keeps alive: tensors, arrays, text, nested in any way.
+class KeptBytes:
+    """Counts bytes of everything that samples keep alive: tensors, arrays, text, nested in any way.
 
-    A tensor or an array counts the whole storage that it is a part of; an object or a storage that
-    occurs twice counts once. O(objects in the sample).
+    A tensor or an array counts the whole storage that it is a part of. An object of 256 bytes or
+    more, or a storage, that several samples share counts once. O(objects in a sample).
 
-    >>> held_bytes(np.zeros(1000)) >= 8000
+    >>> kept, noise = KeptBytes(), np.zeros(1000)
+    >>> kept.add([noise]) >= 8000 > kept.add([noise])
     True
     """
-    return _counted(sample)[0]
 
+    def __init__(self) -> None:
+        self._counted: set[int] = set()  # of objects and storages that these samples keep alive
 
-def without_rest(sample: Any) -> tuple[Any, int]:
-    """The sample, and the bytes that it keeps alive, without those that it does not use.
+    def add(self, sample: Any) -> int:
+        """Return the bytes that a sample adds to those before it."""
+        held, _, shared = self._count(sample)
+        self._counted |= shared
+        return held
 
-    Tensors and arrays that are a part of something twice as large are copied, such as a crop.
+    def without_rest(self, sample: Any) -> tuple[Any, int]:
+        """Return a sample without what it keeps alive but does not use, and the bytes it adds.
 
-    >>> crop = torch.zeros(1_000_000)[:10]
-    >>> held_bytes(crop) > 4_000_000 > 1000 > without_rest(crop)[1]
-    True
-    """
-    held, parts = _counted(sample)
-    if parts:
-        sample = tree_map(lambda value: _copied(value) if id(value) in parts else value, sample)
-        held = held_bytes(sample)
-    return sample, held
+        Tensors and arrays that are a part of something twice as large are copied, such as a crop.
+
+        >>> crop = torch.zeros(1_000_000)[:10]
+        >>> KeptBytes().add(crop) > 4_000_000 > 1000 > KeptBytes().without_rest(crop)[1]
+        True
+        """
+        held, parts, shared = self._count(sample)
+        if parts:
+            sample = tree_map(lambda value: _copied(value) if id(value) in parts else value, sample)
+            return sample, self.add(sample)
+        self._counted |= shared
+        return sample, held
+
+    def _count(self, sample: Any) -> tuple[int, set[int], set[int]]:
+        """Bytes that a sample adds; identities of parts of something larger, of what may recur."""
+        total, parts, shared = 0, set[int](), set[int]()
+        # With the objects: some are made here, and others may get the identity of one that is gone.
+        seen: dict[int, Any] = {}
+        waiting = [sample]
+        while waiting:
+            value = waiting.pop()
+            number = id(value)
+            if number in seen or number in self._counted or isinstance(value, _OF_PROGRAM):
+                continue
+            seen[number] = value
+            referents: Any = ()
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                referents = [value.__reduce_ex__(2)]  # of a sparse or nested one, its parts
+            elif isinstance(value, (torch.Tensor, np.ndarray)):
+                storage, kept_bytes = _whole(value)
+                if kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES:
+                    parts.add(number)
+                if storage not in shared and storage not in self._counted:
+                    shared.add(storage)
+                    total += kept_bytes
+                total += _OBJECT_BYTES
+                if value.dtype == object:
+                    referents = value.ravel().tolist()
+            else:
+                own = sys.getsizeof(value, _OBJECT_BYTES)
+                kind = type(value)
+                if isinstance(value, dict):
+                    waiting += value  # its keys: those that are text are no referents
+                elif hasattr(kind, "getbands"):
+                    own += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
+                total += own
+                if own >= _SHARED_BYTES:
+                    shared.add(number)
+                if not _is_closed(kind):  # type: ignore[arg-type]  # types are hashable
+                    referents = gc.get_referents(value)
+            if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
+                total += _NUMBER_BYTES * len(referents)
+            else:
+                waiting += referents
+        return total, parts, shared
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    copied = value.clone()
-    copied.__dict__.update(value.__dict__)  # what a user has noted on it
-    return copied
+    return value.copy() if isinstance(value, np.ndarray) else value.clone()
 
 
 @lru_cache(maxsize=256)
-def _is_closed(kind: type[Any]) -> bool:
-    """Whether nothing else counts: pandas' own size says all; others read what is not theirs."""
+def _is_closed(kind: Any) -> bool:
+    """True if nothing else counts: pandas' own size says all; others read what is not theirs."""
     return issubclass(kind, partial) or hasattr(kind, "memory_usage") or hasattr(kind, "__next__")
 
 
-def _whole(value: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Any, int]:
-    """What a strided tensor or an array is a part of, and the bytes of that."""
+def _whole(value: Any) -> tuple[int, int]:
+    """Identity and bytes of the storage that a strided tensor or an array is a part of."""
     whole: Any = value
     while isinstance(getattr(whole, "base", None), (np.ndarray, torch.Tensor)):
         whole = whole.base
     if isinstance(whole, torch.Tensor):
         storage = whole.untyped_storage()
-        return storage, storage.nbytes()
+        return -storage._cdata, storage.nbytes()  # no other object has an identity below 0
     if isinstance(whole.base, mmap):  # a file's pages can be given back
-        return value, value.nbytes
+        return id(value), value.nbytes
     if whole.base is not None:
         with suppress(TypeError):  # it may have no buffer
-            return whole.base, max(memoryview(whole.base).nbytes, whole.nbytes)
-    return whole, whole.nbytes
-
-
-def _counted(sample: Any) -> tuple[int, set[int]]:
-    """Bytes that are kept alive, and the identities of parts of something much larger."""
-    total, parts = 0, set()
-    # With the objects: some are made here, and another may have the identity of one that is gone.
-    seen: dict[int, Any] = {}
-    wholes: dict[int, tuple[Any, int]] = {}
-    waiting = [sample]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, _OF_PROGRAM):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            referents: Any = [value.__reduce_ex__(2)]  # of a sparse or a nested one, its parts
-        elif isinstance(value, (torch.Tensor, np.ndarray)):
-            whole, kept_bytes = _whole(value)
-            wholes[id(whole)] = whole, kept_bytes
-            if kept_bytes >= _MUCH_LARGER * value.nbytes + _OBJECT_BYTES:
-                parts.add(id(value))
-            total += _OBJECT_BYTES
-            referents = [value.tolist()] if value.dtype == object else ()
-        else:
-            total += sys.getsizeof(value, _OBJECT_BYTES)
-            kind = type(value)
-            if isinstance(value, dict):
-                waiting += value  # its keys: those that are text are no referents
-            elif hasattr(kind, "getbands"):
-                total += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
-            if kind in _LISTS:
-                referents = value
-            else:
-                is_closed = _is_closed(kind)  # type: ignore[arg-type]  # types are hashable
-                referents = () if is_closed else gc.get_referents(value)
-        if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
-            total += _NUMBER_BYTES * len(referents)
-        else:
-            waiting += referents
-    return total + sum(kept_bytes for _, kept_bytes in wholes.values()), parts
+            return id(whole.base), max(memoryview(whole.base).nbytes, whole.nbytes)
+    return id(whole), whole.nbytes

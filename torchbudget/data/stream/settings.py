@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from torchbudget.data.sizes.key import SizeKey, check_key
-from torchbudget.data.stream.slot import WorkerSlot
+from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.data.stream.source import Source
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.errors import OptionError, StateMismatchError

@@ -1,25 +1,30 @@
-"""What a stream reads, opened for each pass of each process: one class for each kind of data."""
+"""The sources of a stream, opened for each pass of each process: a class for each kind of data."""
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, get_args
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from torchbudget.data.stream.cursor import StreamCursor
+from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.reader import Reader, Shuffled
-from torchbudget.data.stream.slot import Split, WorkerSlot
 from torchbudget.data.stream.transforms import Transform
+from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
+from torchbudget.protocols import MapStyle
 
 
 class Source:
-    """Where the items of a stream come from: an iterable. Other kinds derive from it.
+    """An iterable as the source of a stream's items. Other kinds derive from it.
 
     Args:
         data: as the user passed it.
@@ -30,7 +35,8 @@ class Source:
 
     Attributes:
         default_split: the processes by which it splits itself, or has to be split.
-        first_transforms: what makes samples of its items.
+        first_transforms: make samples of its items.
+        seeks: its own state is used, if it has one: until it was seen not to be right.
     """
 
     default_split: Split = "none"
@@ -40,45 +46,51 @@ class Source:
     def __init__(self, data: Any, split: Split | None, *, shuffle: bool, seed: int) -> None:
         self.data, self.shuffle, self.seed = data, shuffle, seed
         self.split = split or self.default_split
+        self.seeks = True
 
     def open(self, slot: WorkerSlot, cursor: StreamCursor) -> Reader:
-        """Start the pass of a cursor over what this process reads."""
+        """Start the pass of a cursor over the part that this process reads."""
         key = cursor.first_epoch, cursor.number
         generators = Place.of_source(self.seed, *key, slot.part(self.split)[0])
         return self.reader(slot, generators, *key)
 
     def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
-        """What reads a pass; `key` is its epoch and its number."""
+        """Return the reader of a pass; `key` is its epoch and its number."""
         return Reader(
             [(slot.part(self.split)[0], self.samples(slot, sum(key)))],
             generators,
             worker=None if self.split == "none" else slot.worker,
-            source=self.data if self.has_states else None,
+            source=self.data if self.may_seek else None,
             moved=self.stages if self.has_states else (),
         )
 
     @property
+    def may_seek(self) -> bool:
+        """True if a position is found without reading the items before it."""
+        return self.seeks and self.has_states
+
+    @property
     def has_states(self) -> bool:
-        """Whether a position is found without reading what comes before it: by exact states."""
+        """True if it has states that say where it stands."""
         return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
 
     @property
     def stages(self) -> list[Any]:
-        """What has its state: itself, or the parts that it may share with other data."""
+        """The objects that have its state: itself, or the parts that it may share with others."""
         return [self.data]
 
     def beginning(self) -> Any:
-        """A state that makes it start over."""
+        """Return a state that makes it start over."""
         return self.data.state_dict()
 
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
-        """What a pass iterates over, from the beginning, whatever was loaded before."""
+        """Return the iterable of a pass, at its beginning, whatever was loaded before."""
         if self.has_states:
             # Another stream may have moved it since the first one opened it.
             states, number = self._first_states, id(self.data)
             if number not in states:
                 states[number] = copy.deepcopy(self.beginning()), self.data
-                with suppress(TypeError):  # what no weak reference can be made to stays
+                with suppress(TypeError):  # an object without weak references stays
                     weakref.finalize(self.data, states.pop, number)
                     states[number] = states[number][0], None
             self.data.load_state_dict(copy.deepcopy(states[number][0]))
@@ -138,14 +150,175 @@ class Indexed(Source):
 
     @property
     def has_states(self) -> bool:
-        """It needs none."""
+        """True: it needs none."""
         return True
 
     @property
     def first_transforms(self) -> tuple[Transform, ...]:  # type: ignore[override]  # of its data
-        """What reads the sample of an index, in threads too."""
+        """The function that reads the sample of an index, in threads too."""
         return (self.data.__getitem__,)
 
     def describe(self, name: tuple[int, int], item: Any) -> str:
         """See `Source.describe`."""
         return f"sample {item}"
+
+
+# ---------------------------------------------------------------------- other libraries
+
+
+class DatasetsSource(Source):
+    """A `datasets.IterableDataset`: it splits itself by worker, and by node if it was told to."""
+
+    @property
+    def default_split(self) -> Split:  # type: ignore[override]  # of its data
+        """By rank after `split_dataset_by_node`."""
+        return "workers" if getattr(self.data, "_distributed", None) is None else "ranks"
+
+    @property
+    def stages(self) -> list[Any]:
+        """See `Source.stages`: the result of `map` or `take` shares those of its data set."""
+        stages = [getattr(self.data, "_ex_iterable", None)]
+        for stage in stages:  # it grows meanwhile
+            one = getattr(stage, "ex_iterable", None)
+            stages += getattr(stage, "ex_iterables", []) if one is None else [one]
+        return stages
+
+    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
+        """Return the iterable of a pass.
+
+        Its `set_epoch` adds the difference to a number that all workers share. Of two that do so at
+        once each may add it, and they would split another order of the shards than each other: in
+        a worker the number is its own.
+        """
+        shared = getattr(self.data, "_epoch", None)
+        if get_worker_info() is not None and isinstance(shared, Tensor):
+            self.data._epoch = shared.clone()
+        return super().samples(slot, epoch)
+
+    def beginning(self) -> Any:
+        """Its `state_dict` is up to date only after it is read; epoch -1 makes it start over."""
+        return {**super().beginning(), "epoch": -1}
+
+
+class WebdatasetSource(Source):
+    """A webdataset pipeline, which splits itself by rank and worker."""
+
+    default_split: Split = "ranks"
+
+    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
+        """Return the iterable of a pass.
+
+        Stages that draw other numbers in each epoch, as `detshuffle` does, count their own passes:
+        from 0 in each new process, so that a pass that is gone on with would have another order.
+
+        Raises:
+            OptionError: it splits itself by other ranks than the stream's.
+        """
+        from webdataset.shardlists import single_node_only, split_by_node
+        from webdataset.utils import pytorch_worker_info
+
+        stages = getattr(self.data, "pipeline", ())
+        rank, ranks, *_ = pytorch_worker_info()  # it asks the environment, then torch
+        asks = self.split == "ranks" and any(s in (single_node_only, split_by_node) for s in stages)
+        if asks and (rank, ranks) != (slot.rank, slot.ranks):
+            raise OptionError(
+                f"webdataset takes this process for rank {rank} of {ranks}, and to the stream it "
+                f"is rank {slot.rank} of {slot.ranks}, so that samples would come twice, or never: "
+                "set RANK and WORLD_SIZE in the environment, which spawned workers need, or give "
+                "it a nodesplitter= of your own"
+            )
+        for stage in stages:
+            if isinstance(getattr(stage, "epoch", None), int):
+                stage.epoch = epoch - 1  # it adds 1 where its pass begins
+        return super().samples(slot, epoch)
+
+
+class RaySource(Source):
+    """A Ray Data set, or one of the parts that `streaming_split` makes."""
+
+    default_split: Split = "ranks"
+
+    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
+        """Return the rows.
+
+        Raises:
+            OptionError: samples would be read several times.
+        """
+        is_part = slot.ranks == 1 or "Split" in type(self.data).__name__
+        if get_worker_info() is not None or not is_part:
+            raise OptionError(
+                "Ray reads ahead in its own processes, and each worker and rank would get all "
+                f"samples: use num_workers=0, and pass data.streaming_split({slot.ranks})[rank], "
+                "or Ray Train's get_dataset_shard, on several ranks"
+            )
+        return self.data.iter_rows()
+
+
+_MODULES: Final = {
+    "datasets.iterable_dataset.": DatasetsSource,
+    "webdataset.": WebdatasetSource,
+    "ray.data.": RaySource,
+}
+
+
+def source_of(data: Any, split: Split | None, *, shuffle: bool, seed: int) -> Source:
+    """Return the source of a stream, checked.
+
+    Raises:
+        OptionError: it cannot be iterated more than once, or not sample by sample.
+    """
+    if split not in (None, *get_args(Split)):
+        raise OptionError(f"split must be 'none', 'workers' or 'ranks', got {split!r}")
+    kind = _kind_of("the source", data)
+    if kind is ShardList:
+        if not data:
+            raise OptionError("the list of shards is empty")
+        for number, shard in enumerate(data):
+            _kind_of(f"shard {number}", shard, is_shard=True)
+    if kind is Indexed and split not in (None, "none"):
+        raise OptionError(
+            f"split={split!r} says that each process gets a part of the source, but a map-style "
+            "data set is the same in all: leave it out, and each sample is read once"
+        )
+    return kind(data, split, shuffle=shuffle, seed=seed)
+
+
+def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
+    """Return the class that reads data.
+
+    Raises:
+        OptionError: it cannot be, or yields other things than samples.
+    """
+    if isinstance(data, Iterator):
+        raise OptionError(
+            f"{name} is an iterator, which is used up after one epoch, and cannot be shared by "
+            "workers: pass what it iterates over, or a function that returns one"
+        )
+    can_open = isinstance(data, Iterable) or callable(data)
+    is_sample = is_shard and (isinstance(data, (torch.Tensor, np.ndarray)) or not can_open)
+    is_table = hasattr(data, "columns") and hasattr(data, "shape") and not isinstance(data, Dataset)
+    if isinstance(data, (list, tuple)):
+        return ShardList
+    if not (is_sample or is_table or isinstance(data, (str, bytes, bytearray, Mapping))):
+        if isinstance(data, MapStyle) and not isinstance(data, (IterableDataset, type)):
+            return Indexed
+        for base in type(data).__mro__:
+            for module, kind in _MODULES.items():
+                if f"{base.__module__}.".startswith(module):
+                    return kind
+        if can_open:
+            return Source if isinstance(data, Iterable) else ShardFunction
+    if is_shard:
+        raise OptionError(
+            f"{name} is a {type(data).__name__}: a list is read as shards, each an iterable of "
+            "samples or a function without arguments that returns one. Samples in a list have an "
+            "index: use MemoryBudgetBatchSampler"
+        )
+    raise OptionError(
+        f"{name} is a {type(data).__name__}: expected an iterable of samples, a map-style data "
+        "set, a function (shard, num_shards) that returns an iterator, or a list of shards, each "
+        "an iterable or a function without arguments. What iterates over characters, keys or "
+        "columns is none: pass what reads a file, one value of a mapping, such as one split of a "
+        "data set, or the rows of a table, such as to_dict('records') of pandas. Samples in a "
+        "list have an index: use MemoryBudgetBatchSampler"
+    )

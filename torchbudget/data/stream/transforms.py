@@ -91,13 +91,13 @@ def _unpacked(function: Callable[..., Any], args: Any, kwargs: Any, value: Any) 
 
 
 def _fields_replaced(functions: Any, places: Sequence[Any] | None, value: Any) -> Any:
-    """The sample with other fields: a tuple's functions one by one, or one for all `places`."""
+    """A sample with other fields: by one function for all `places`, or by one for each field."""
     fields: Any = dict(value) if isinstance(value, Mapping) else list(value)
-    if places is None:
-        places = list(fields) if isinstance(fields, dict) else range(len(fields))
-    if not isinstance(functions, tuple):
+    if places is not None:
         functions = [functions] * len(places)
-    elif len(functions) != len(places):
+    else:
+        places = list(fields) if isinstance(fields, dict) else range(len(fields))
+    if len(functions) != len(places):
         raise ValueError(f"zip_apply has {len(functions)} functions for {len(places)} fields")
     for place, function in zip(places, functions, strict=True):
         if function is not None:
@@ -149,15 +149,6 @@ def zip_apply(*functions: Transform | None) -> Transform:
     (3, 'd')
     """
     return partial(_fields_replaced, functions, None)
-
-
-def multiply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Transform:
-    """Apply the same function to every field.
-
-    >>> multiply(len)({"source": "abc", "target": "de"})
-    {'source': 3, 'target': 2}
-    """
-    return partial(_fields_replaced, partial(_then, function, args, kwargs), None)
 
 
 def random_apply(

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import Any, Final
+from itertools import chain, islice
+from typing import Any, Final, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
-from torchbudget.data.sizes.first_axis import check_first_axis_of
 from torchbudget.data.sizes.key import size_of, sizes_of_all
-from torchbudget.data.stream.cursor import StreamCursor
-from torchbudget.data.stream.generators import numbers_put_aside, sample_seed
-from torchbudget.data.stream.pipeline import Item, transformed
+from torchbudget.data.sizes.sizes_of import check_first_axis_of
+from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
+from torchbudget.data.stream.generators import (
+    numbers_put_aside,
+    refuse_draws,
+    sample_seed,
+    seed_generators,
+)
 from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
-from torchbudget.data.stream.sample_bytes import without_rest
+from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.slot import WorkerSlot
-from torchbudget.errors import SampleError, SizesError
+from torchbudget.data.stream.transforms import Expanded, SampleRandom, sample_random
+from torchbudget.errors import SampleError, SizesError, StateMismatchError
+from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
@@ -33,6 +40,11 @@ _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
 _PART_AT_ONCE: Final = 32
 # Items that each thread is given at once with a look-ahead, which does not count them, and without.
 _FOR_A_THREAD: Final = (2, 64)
+_KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
+
+# Its shard and its place there, the same in every process; the seed of its transforms' generators;
+# and the item itself.
+Item: TypeAlias = tuple[tuple[int, int], int, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,15 +52,19 @@ class BufferedSamples:
     """Samples that are in memory together.
 
     Attributes:
-        cursor: where they begin.
+        cursor: the boundary before them.
         samples: in the order in which they were read.
-        following: where the samples after them begin; a pass, if they are the last of one.
-        sizes: theirs, where sizes are taken; `None`: they were not, yet.
+        following: the boundary after them; a pass, if they are the last of one.
+        source: the source's state where their window begins.
+        checksum: of their sizes, or their number.
+        sizes: of the samples, where sizes are taken; `None`: they were not, yet.
     """
 
     cursor: StreamCursor
     samples: list[Any]
     following: StreamCursor
+    source: dict[str, Any] | None = None
+    checksum: int = 0
     sizes: npt.NDArray[Any] | None = None
 
 
@@ -61,11 +77,10 @@ class Windows:
     Args:
         settings: of the stream.
         slot: of this process.
-        progress: where skipped samples are counted.
+        progress: counts skipped samples.
 
     Attributes:
         empty_passes: passes that were read since a micro-batch came, which the reader notes.
-        largest_buffered_bytes: the most bytes that samples in memory had.
     """
 
     def __init__(self, settings: Settings, slot: WorkerSlot, progress: Progress) -> None:
@@ -74,32 +89,36 @@ class Windows:
         self._look_ahead = settings.look_ahead_of(slot)
         # Items that a window needs; 1 finds out where a pass ends, of which the last batch drops.
         self._fewest = settings.ranks if settings.ranks > 1 or settings.drop_last else 0
-        self._reader: Reader | None = None
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
         self.empty_passes = 0
-        self.largest_buffered_bytes = 0
+        if self._look_ahead is not None and get_worker_info() is not None:
+            map_large_blocks()
 
     def read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
         """Yield the samples that are in memory together: a window, or as many as the bytes allow.
 
         Raises:
             SampleError: an item cannot be read, or the source has none.
-            StateMismatchError: the source ends before `cursor`.
+            StateMismatchError: the source ends before `cursor`, or has other sizes before it.
         """
-        parts = None
-        while True:
-            with numbers_put_aside:
-                if parts is None or (self._reader is not None and self._reader.was_moved):
-                    parts = self._parts(cursor)
-                buffered = next(parts, None)
-            if buffered is None:
-                return
-            cursor = buffered.following
-            yield buffered
+        parts, readers = None, list[Reader]()
+        try:
+            while True:
+                with numbers_put_aside:
+                    if parts is None or (readers and readers[-1].was_moved):
+                        parts = self._parts(cursor, readers)
+                    buffered = next(parts, None)
+                if buffered is None:
+                    return
+                cursor = buffered.following
+                yield buffered
+        finally:
+            if parts is not None:
+                parts.close()
 
-    def _parts(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
-        """Those of the passes from a cursor on."""
+    def _parts(self, cursor: StreamCursor, readers: list[Reader]) -> Generator[BufferedSamples]:
+        """Yield the samples of the passes from a cursor on, and note the reader of each."""
         settings, slot, length = self._settings, self._slot, self._settings.window
         split = settings.source.split
         at_once = settings.threads * _FOR_A_THREAD[self._look_ahead is None]
@@ -107,26 +126,73 @@ class Windows:
             pipeline = partial(transformed, settings=settings, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
                 following, mine, left = cursor.next_pass(), 0, int(cursor.start > 0)
-                reader, before = settings.source.open(slot, cursor), self._reader
-                self._reader = reader
-                reader.go_to(cursor, before)
-                while not reader.ended:
-                    stop, window = cursor.start // length * length + length, cursor.window(length)
-                    if split == "none" and window % slot.workers != slot.worker:
-                        reader.skip_to(stop)
-                        reader.tail(self._fewest)
-                        cursor = self._after(reader, cursor)
-                        continue
-                    for buffered in self._window(reader, cursor, stop, pipeline):
-                        cursor, mine = buffered.following, mine + 1
-                        if buffered.samples:
-                            left += 1
-                            yield buffered
-                self._check_pass(reader.position, none_left=mine > 0 and not left)
+                with closing(self._opened(cursor, pipeline)) as reader:
+                    readers[:] = [reader]
+                    while not reader.ended:
+                        stop = reader.position // length * length + length
+                        window = cursor.window(length)
+                        if split == "none" and window % slot.workers != slot.worker:
+                            reader.skip_to(stop)
+                            reader.tail(self._fewest)
+                            cursor = self._after(reader, cursor)
+                            continue
+                        for buffered in self._window(reader, cursor, stop, pipeline):
+                            cursor, mine = buffered.following, mine + 1
+                            if buffered.samples:
+                                left += 1
+                                yield buffered
+                    self._check_pass(reader.position, none_left=mine > 0 and not left)
                 cursor = following
 
+    def _opened(self, cursor: StreamCursor, pipeline: Callable[..., Any]) -> Reader:
+        """Open the source at a cursor, by its state if that is right.
+
+        Raises:
+            StateMismatchError: the samples before the cursor have other sizes.
+        """
+        while True:
+            reader = self._settings.source.open(self._slot, cursor)
+            try:
+                reader.go_to(cursor)
+                self._check_before(reader, cursor, pipeline)
+            except StateMismatchError:
+                reader.close()
+                if not reader.sought:
+                    raise
+                self._settings.source.seeks = False  # it is skipped through from now on
+            else:
+                return reader
+
+    def _check_before(
+        self, reader: Reader, cursor: StreamCursor, pipeline: Callable[..., Any]
+    ) -> None:
+        """Compare the samples before a boundary with their checksum, and go to the boundary."""
+        if cursor.rounds or cursor.checksum is None:
+            reader.skip_to(cursor.start)
+            return
+        checksum, place, length = 0, cursor.checked - 1, self._settings.window
+        # Windows of other workers may lie between them and the boundary.
+        stop = min(cursor.start, (cursor.checked // length + 1) * length)
+        runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
+        for samples in pipeline(self._items(reader, cursor, runs)):
+            place += 1
+            if isinstance(samples, SampleError):
+                if not self._settings.skip_failed:
+                    raise samples
+            elif samples:
+                with suppress(SizesError):
+                    checksum = self._checksum(samples, self._sizes(samples, place), checksum)
+        if checksum != cursor.checksum:
+            raise StateMismatchError(
+                f"the samples from item {cursor.checked} to {stop} have other sizes than "
+                "when the state was saved: the source, its transforms or size= changed, or the "
+                "source gives other items each time; go on with what it was, or start over"
+            )
+        reader.skip_to(cursor.start)
+        reader.note_state()
+
     def _check_pass(self, items: int, *, none_left: bool) -> None:
-        """A pass over so many items has ended.
+        """Note that a pass over so many items has ended.
 
         Raises:
             SampleError: there were none, or none of them became a sample, and nobody else reads.
@@ -148,54 +214,65 @@ class Windows:
             )
         if none_left and not self._endless:
             text = (
-                "none of the items that were read became a sample: transforms dropped them, or "
-                "they were skipped; see skipped_samples, oversize= and on_error="
+                f"none of the items that were read by worker {slot.worker} of {slot.workers} on "
+                f"rank {slot.rank} became a sample: transforms dropped them, or they were skipped; "
+                "see skipped_samples, oversize= and on_error="
             )
             if parts == slot.workers == 1:
                 raise SampleError(text)
-            _log.warning("worker %d of %d, rank %d: %s", slot.worker, slot.workers, slot.rank, text)
+            _log.warning(text)
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
-        """Where the window after that of `cursor` begins."""
+        """The boundary at which a reader stands."""
         if reader.ended:
             return cursor.next_pass()
-        return cursor._replace(start=reader.position, rounds=0, source=reader.state)
+        return cursor._replace(start=reader.position, rounds=0)
+
+    @property
+    def _run_bytes(self) -> int | None:
+        return None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
 
     def _window(
         self, reader: Reader, cursor: StreamCursor, stop: int, pipeline: Callable[..., Any]
     ) -> Iterator[BufferedSamples]:
-        """The samples of one window from `cursor` on, all at once or as many as the bytes allow."""
-        begun, waiting, buffered_bytes, look_ahead = cursor, list[Any](), 0, self._look_ahead
+        """Yield the samples of one window, all at once or as many as the bytes allow."""
+        begun, waiting, look_ahead, state = cursor, list[Any](), self._look_ahead, reader.state
         if not self._settings.transforms and look_ahead is None:
-            waiting = reader.take(stop - cursor.start)
+            waiting = reader.take(stop - reader.position)
             waiting += reader.tail(self._fewest)
         else:
-            run_bytes = None if look_ahead is None else look_ahead // _PART_AT_ONCE
-            runs = iter(lambda: reader.run(stop - reader.position, run_bytes), [])
+            runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
             tail = map(reader.tail, [self._fewest])  # not before the whole window is made
             made = chain.from_iterable(
                 pipeline(self._items(reader, cursor, some)) for some in (runs, tail)
             )
-            position = cursor.start - 1
+            position, buffered_bytes, kept = reader.position - 1, 0, KeptBytes()
             for samples in made:  # not enumerated, which would keep what copies were made of
                 position += 1
                 if isinstance(samples, SampleError):
                     self._skip_failed(1, samples)
                     continue
-                needed = 0
                 if look_ahead is not None:
-                    kept = [without_rest(sample) for sample in samples]
-                    samples, needed = [one for one, _ in kept], sum(size for _, size in kept)
-                    full = buffered_bytes + needed > look_ahead
-                    if full and waiting and position < stop:
-                        following = cursor._replace(start=position, rounds=0)
-                        yield self._measured(BufferedSamples(begun, waiting, following))
-                        begun, waiting, buffered_bytes = following, [], 0
+                    found = [kept.without_rest(sample) for sample in samples]
+                    samples, needed = [one for one, _ in found], sum(size for _, size in found)
+                    if buffered_bytes + needed > look_ahead and waiting and position < stop:
+                        part = BufferedSamples(
+                            begun, waiting, cursor._replace(start=position, rounds=0), state
+                        )
+                        yield (part := self._measured(part))
+                        begun, waiting, buffered_bytes, kept = part.following, [], 0, KeptBytes()
+                        needed = sum(map(kept.add, samples))
+                    buffered_bytes += needed
+                    self._return_memory(reader)
                 waiting += samples
-                buffered_bytes += needed
-                self.largest_buffered_bytes = max(self.largest_buffered_bytes, buffered_bytes)
-        following = self._after(reader, cursor)
-        yield self._measured(BufferedSamples(begun, waiting, following))
+        yield self._measured(BufferedSamples(begun, waiting, self._after(reader, cursor), state))
+
+    def _return_memory(self, reader: Reader) -> None:
+        """Give free memory back to the system, once so much was read as may have been freed."""
+        if reader.read_bytes >= max(self._look_ahead or 0, _KEPT_BLOCK_BYTES):
+            reader.read_bytes = 0
+            if get_worker_info() is None:
+                return_free_pages()
 
     def _items(
         self, reader: Reader, cursor: StreamCursor, runs: Iterable[list[Any]]
@@ -207,13 +284,20 @@ class Windows:
                 name = reader.place(reader.position - len(values))
                 yield name, sample_seed(*name, *key), values.pop()
 
-    def _measured(self, buffered: BufferedSamples) -> BufferedSamples:
-        """With sizes, and without the samples that have none or are too large."""
-        settings, samples, first = self._settings, buffered.samples, buffered.cursor.start
-        if not (samples and settings.sized):
-            return buffered
+    def _sizes(self, samples: list[Any], first: int) -> npt.NDArray[Any] | None:
+        """The sizes of samples; `None` where sizes are not taken."""
+        settings = self._settings
+        return sizes_of_all(samples, settings.size, first) if settings.sized else None
+
+    def _checksum(self, samples: list[Any], sizes: npt.NDArray[Any] | None, before: int = 0) -> int:
+        """A checksum of sizes, or of the number of samples, after that of the samples before."""
+        return crc32(bytes(len(samples)) if sizes is None else sizes.tobytes(), before)
+
+    def _measured(self, part: BufferedSamples) -> BufferedSamples:
+        """Samples with sizes and checksum, without those that have no size or are too large."""
+        settings, samples, first = self._settings, part.samples, part.cursor.start
         try:
-            sizes = sizes_of_all(samples, settings.size, first)
+            sizes = self._sizes(samples, first) if samples else None
         except SizesError as error:
             sized = []
             for sample in samples:
@@ -223,17 +307,21 @@ class Windows:
             if len(sized) == len(samples):
                 raise  # each has one, but of other axes
             self._skip_failed(len(samples) - len(sized), error)
-            return self._measured(replace(buffered, samples=sized))
-        settings.grouping.check(sizes)
-        if not self._has_checked_axes and len(sizes) >= _FEWEST:
-            check_first_axis_of(samples, settings.size, sizes, "size")
-            self._has_checked_axes = True
-        over = settings.grouping.oversized(sizes, first)
-        if over.size:
-            self._progress.count_skipped(self._slot.worker, oversize=over.size)
-            stays = np.delete(np.arange(len(sizes)), over)
-            samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
-        return replace(buffered, samples=samples, sizes=sizes)
+            return self._measured(replace(part, samples=sized))
+        checksum, following = self._checksum(samples, sizes), part.following
+        if following.start:  # else another pass begins
+            following = following._replace(source=part.source, checked=first, checksum=checksum)
+        if sizes is not None:
+            settings.grouping.check(sizes)
+            if not self._has_checked_axes and len(sizes) >= _FEWEST:
+                check_first_axis_of(samples, settings.size, sizes, "size")
+                self._has_checked_axes = True
+            over = settings.grouping.oversized(sizes, first)
+            if over.size:
+                self._progress.count_skipped(self._slot.worker, oversize=over.size)
+                stays = np.delete(np.arange(len(sizes)), over)
+                samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
+        return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
 
     def _skip_failed(self, number: int, error: Exception) -> None:
         """Count samples that failed, or raise where none may be skipped."""
@@ -243,3 +331,57 @@ class Windows:
             _log.warning("%s; it is skipped, and others like it", error)
             self._warned = True
         self._progress.count_skipped(self._slot.worker, failed=number)
+
+
+def transformed(
+    items: Iterator[Item], settings: Settings, threads: Executor, *, at_once: int
+) -> Iterator[list[Any] | SampleError]:
+    """Yield the samples of each item, or the error of its transforms, in order.
+
+    Without threads transforms may draw from Python's, NumPy's and torch's global generators, which
+    are seeded for each item. Threads would share those: a transform that drew from one is refused.
+
+    With threads, items are read, then transformed: a source is never read while a transform runs,
+    and what draws from a global generator meanwhile is a transform.
+
+    Args:
+        items: that were read.
+        settings: of the stream.
+        threads: that apply the transforms, each to another item, if the settings say so.
+        at_once: items that threads are given together.
+
+    Raises:
+        OptionError: with threads, a transform drew from a global generator.
+    """
+    if not settings.threads:
+        for item in items:
+            if settings.transforms:
+                seed_generators(item[1])
+            made = [_transformed(settings, item)]
+            del item
+            yield made.pop()
+        return
+    while some := list(islice(items, at_once)):
+        with refuse_draws():
+            made = list(threads.map(partial(_transformed, settings), some))
+        yield from made
+
+
+def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
+    name, seed, value = item
+    token = sample_random.set(SampleRandom(seed))
+    samples = [value]
+    try:
+        for transform in settings.transforms:
+            if isinstance(transform, Expanded):
+                samples = [one for sample in samples for one in transform(sample)]
+            else:
+                samples = [transform(sample) for sample in samples]
+    except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
+        described = settings.source.describe(name, value)
+        failure = SampleError(f"{described} cannot be made: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+    finally:
+        sample_random.reset(token)
+    return samples

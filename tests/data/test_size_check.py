@@ -1,0 +1,288 @@
+"""Batches that differ from their plan are noticed, once; all others are not accused."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost, PadCollate, PaddedCost
+from torchbudget.data.size_check import SizeCheck
+from torchbudget.errors import OtherNumbersWarning, OtherSizesWarning, PaddedSizeWarning
+
+Ints = npt.NDArray[np.int64]
+Collate = Callable[[list[Any]], Any]
+seeds = pytest.mark.parametrize("seed", range(3))
+
+
+def check_of(sizes: Any, *, packed: bool = False, multiple: int = 1, total: int = 1) -> SizeCheck:
+    return SizeCheck(size_multiple=multiple, packed=packed, sizes=sizes, total_multiple=total)
+
+
+def found(
+    samples: Sequence[Any],
+    sizes: Ints,
+    collate: Collate | None = None,
+    *,
+    packed: bool = False,
+    stream: bool = False,
+    **options: Any,
+) -> list[tuple[type[Warning], str]]:
+    """Warnings of an epoch in which each batch is compared with its plan."""
+    unit: Any = 1 if sizes.ndim == 1 else [1, 1]
+    cost = PackedCost(unit_bytes=1) if packed else PaddedCost(unit_bytes=unit)
+    sampler = MemoryBudgetBatchSampler(sizes, cost, 100_000, max_batch_size=64, **options)
+    multiple = options.get("size_multiple", 1)
+    check = check_of(None if stream else sizes, multiple=multiple, packed=packed)
+    collate = collate or (PackCollate() if packed else PadCollate())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for indices in sampler:
+            own = sizes[indices].reshape(len(indices), -1)
+            planned = own.sum(axis=0) if packed else -(-own.max(axis=0) // multiple) * multiple
+            batch = collate([samples[i] for i in indices])
+            check.compare(batch, planned, None if stream else np.array(indices))
+        check.end()
+    return [(one.category, str(one.message)) for one in caught]
+
+
+def lengths_of(rng: np.random.Generator, count: int) -> Ints:
+    return np.clip(rng.lognormal(4, 0.6, count), 3, 400).astype(np.int64)
+
+
+def texts(lengths: Ints) -> list[dict[str, torch.Tensor]]:
+    return [{"ids": torch.rand(n), "labels": torch.ones(n)} for n in lengths.tolist()]
+
+
+def foreign(
+    samples: Sequence[dict[str, torch.Tensor]], multiple: int = 1, side: str = "right"
+) -> dict[str, torch.Tensor]:
+    """A batch as transformers' collators make it, with nothing but tensors."""
+    collate = PadCollate(mask="attention_mask", side=side, size_multiple=multiple)
+    return dict(collate([{"input_ids": one["ids"]} for one in samples]))
+
+
+FORMS: list[dict[str, Any]] = [{}, {"packed": True}, {"collate": foreign}, {"shuffle": False}]
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@seeds
+@forms
+@pytest.mark.parametrize("count", [600, 3000])
+def test_sizes_of_other_samples_are_noticed(form: dict[str, Any], count: int, seed: int) -> None:
+    """Shuffled, moved by one sample, or of a data set that was filtered later."""
+    rng = np.random.default_rng(seed)
+    lengths = lengths_of(rng, count)
+    samples = texts(lengths)
+    assert found(samples, lengths, **form) == []
+    for sizes in (rng.permutation(lengths), np.roll(lengths, 1)):
+        [(category, message)] = found(samples, sizes, **form)
+        assert category is OtherSizesWarning
+        assert "the sizes have nothing to do with the samples that came" in message
+    stays = np.append(np.full(count // 5, True), rng.random(count) < 0.9)
+    before = np.append(lengths[: count // 5], lengths_of(rng, count))
+    assert found(texts(before[stays][:count]), before[:count], **form)
+
+
+@forms
+def test_samples_that_are_longer_than_planned_are_named(form: dict[str, Any]) -> None:
+    """A few stale sizes, or a single sample that grew, wherever it comes."""
+    rng = np.random.default_rng(0)
+    lengths = lengths_of(rng, 2000)
+    stale = lengths.copy()
+    stale[rng.choice(2000, 60, replace=False)] //= 3
+    grown = np.full(3000, 50)
+    grown[::3] = 49
+    one = grown.copy()
+    one[1234] = 400
+    for now, sizes in ((lengths, np.maximum(stale, 1)), (one, grown)):
+        [(category, message)] = found(texts(now), sizes, **form)
+        assert category is OtherSizesWarning
+        index = int(message.split()[1])
+        assert f"came with a length of {now[index]}, and its size is {sizes[index]}" in message
+
+
+def other_units(rng: np.random.Generator, lengths: Ints) -> dict[str, Ints]:
+    count = len(lengths)
+    return {
+        "characters": (lengths * rng.normal(4.5, 0.8, count).clip(1)).astype(np.int64),
+        "words": (lengths / rng.normal(1.3, 0.2, count).clip(1)).astype(np.int64),
+        "bytes": lengths * 2,
+        "buckets": -(-lengths // 64) * 64,
+        "without special tokens": lengths - 2,
+        "noise": np.maximum(lengths * rng.normal(1, 0.4, count), 1).astype(np.int64),
+    }
+
+
+@seeds
+@forms
+def test_sizes_of_another_unit_are_not_accused(form: dict[str, Any], seed: int) -> None:
+    """Their rank correlation with the lengths is far above chance."""
+    rng = np.random.default_rng(seed)
+    lengths = lengths_of(rng, 2000)
+    for unit, sizes in other_units(rng, lengths).items():
+        accused = [
+            one for one in found(texts(lengths), sizes, **form) if one[0] is OtherSizesWarning
+        ]
+        assert accused == [], unit
+        ranks = [np.argsort(np.argsort(one)) for one in (sizes, lengths)]
+        assert np.corrcoef(ranks)[0, 1] > 0.6
+
+
+@seeds
+def test_sizes_of_any_field_or_product_are_known(seed: int) -> None:
+    """Sources and targets, pixels, nodes and edges: right, or of other samples."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(8, 60, (2, 2000))
+    pairs = [
+        {"source": torch.ones(n), "target": torch.ones(m)}
+        for n, m in zip(a.tolist(), b.tolist(), strict=True)
+    ]
+    images = [torch.ones(3, n, m) for n, m in zip(a.tolist(), b.tolist(), strict=True)]
+    both, first = np.stack([a, b], 1), {"source": "padded"}
+    cases: list[tuple[Any, Ints, Collate]] = [
+        *((pairs, one, PadCollate(fields=first)) for one in (a, a + b, both[:, ::-1])),
+        *((images, one, PadCollate(length_axes=(1, 2))) for one in (a, a * b, both)),
+    ]
+    for samples, sizes, collate in cases:
+        assert found(samples, sizes, collate) == []
+        assert found(samples, rng.permutation(sizes), collate)
+    alike = [torch.ones(3, n, 640 // n) for n in a.tolist()]
+    assert found(alike, a * (640 // a), PadCollate(length_axes=(1, 2))) == []
+    crops = [torch.ones(n, 8) for n in rng.integers(5, 40, 2000).tolist()]
+    assert found(crops, a + 40) == []  # none is longer than its size
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_collate_may_order_its_samples(packed: bool) -> None:
+    rng = np.random.default_rng(0)
+    lengths = lengths_of(rng, 3000)
+    collate = PackCollate() if packed else PadCollate()
+
+    def shuffled(samples: list[Any]) -> Any:
+        return collate([samples[i] for i in rng.permutation(len(samples))])
+
+    assert found(texts(lengths), lengths, shuffled, packed=packed) == []
+    assert found(texts(lengths), rng.permutation(lengths), shuffled, packed=packed)
+
+
+def test_batches_that_do_not_know_their_samples_are_not_judged() -> None:
+    """Rebuilt ones, foreign ones without a mask or with a field of their own, and no tensors."""
+    rng = np.random.default_rng(0)
+    lengths = lengths_of(rng, 2000)
+
+    def rebuilt(samples: list[Any]) -> Any:
+        batch = PadCollate(size_multiple=64)(samples)
+        return type(batch)(dict(batch))
+
+    def with_images(samples: list[Any]) -> Any:
+        return foreign(samples) | {"pixel_values": torch.ones(len(samples), 3, 8, 8)}
+
+    def without_mask(samples: list[Any]) -> Any:
+        return {"ids": foreign(samples, 64)["input_ids"]}
+
+    for collate in (rebuilt, with_images, without_mask, len):
+        assert found(texts(lengths), rng.permutation(lengths), collate) == []
+    assert found([{"label": 1.0}] * 2000, lengths) == []
+    strings = [{"text": "a" * n} for n in lengths.tolist()]
+    assert found(strings, lengths) == []
+    assert found(strings, rng.permutation(lengths))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_more_padding_than_planned_is_noticed(side: str, stream: bool) -> None:
+    """Of this library's batches and of masked ones; not that of the planned multiple."""
+    samples = texts(lengths_of(np.random.default_rng(0), 300))
+    sizes = np.array([len(one["ids"]) for one in samples])
+    for planned, rounded, warns in ((1, 1, False), (1, 8, True), (8, 8, False), (16, 8, False)):
+        for collate in (
+            lambda batch, rounded=rounded: foreign(batch, rounded, side),
+            PadCollate(size_multiple=rounded, side=side),
+        ):
+            options: dict[str, Any] = {"size_multiple": planned, "stream": stream}
+            caught = found(samples, sizes, collate, **options)
+            assert [category for category, _ in caught] == [PaddedSizeWarning] * warns
+            assert not warns or f"now size_multiple={planned}" in caught[0][1]
+
+
+def test_padding_of_several_axes_and_of_another_field() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(3, 40, (300, 2))
+    images = [torch.rand(3, *size) for size in sizes.tolist()]
+    for multiple, warns in ((1, True), (16, False)):
+        collate = PadCollate(length_axes=(1, 2), size_multiple=16)
+        caught = found(images, sizes, collate, size_multiple=multiple)
+        assert [category for category, _ in caught] == [PaddedSizeWarning] * warns
+    longer = [{"b": torch.ones(2 * a), "a": torch.ones(a)} for a, _ in sizes.tolist()]
+    assert found(longer, sizes[:, 0], PadCollate(fields={"a": "padded"})) == []
+
+
+@pytest.mark.parametrize("collate", [PadCollate(), PackCollate()])
+@pytest.mark.parametrize("first", [0, 30])
+def test_other_numbers_of_samples_are_noticed(collate: Any, first: int) -> None:
+    """Lost or uncounted ones, from the first batch or from a later one on."""
+    lengths = lengths_of(np.random.default_rng(0), 3000)
+    for change in (lambda some: some[1:] or some * 2, lambda some: some * 2):
+        number = itertools.count()
+
+        def changed(samples: list[Any], number: Any = number, change: Any = change) -> Any:
+            return collate(samples if next(number) < first else change(samples))
+
+        packed = isinstance(collate, PackCollate)
+        [(category, message)] = found(texts(lengths), lengths, changed, packed=packed)
+        assert category is OtherNumbersWarning
+        assert "samples, where" in message
+
+
+@pytest.mark.parametrize("fixed", [None, 4096])
+@pytest.mark.parametrize("layout", [None, "transformers"])
+def test_more_room_in_a_row_than_planned_is_noticed(layout: Any, fixed: int | None) -> None:
+    """Room of the planned multiples, or of divisors of them, is not; nor is a fixed total."""
+    sizes = np.arange(1, 51)
+    samples = [{"input_ids": torch.arange(n)} for n in sizes.tolist()]
+    for planned, rounded, warns in (
+        ((1, 1), (1, 1), False),
+        ((8, 64), (8, 64), False),
+        ((16, 1), (8, 1), False),
+        ((1, 1), (8, 1), True),
+        ((1, 1), (1, 64), True),
+    ):
+        collate = PackCollate(
+            layout=layout, size_multiple=rounded[0], total_multiple=rounded[1], total=fixed
+        )
+        check = check_of(sizes, packed=True, multiple=planned[0], total=planned[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check.compare(collate(samples), [sizes.sum()], np.arange(50))
+        assert [one.category for one in caught] == [PaddedSizeWarning] * warns
+
+
+class Counted:
+    """A batch that knows its shapes and counts how often they are read."""
+
+    def __init__(self, lengths: Ints) -> None:
+        self.lengths, self.padded_size = torch.from_numpy(lengths), (int(lengths.max()),)
+        self.num_samples, self.reads = len(lengths), 0
+
+    def sample_shapes(self) -> list[Ints]:
+        self.reads += 1
+        return [self.lengths.numpy()[:, None]]
+
+
+def test_batches_as_planned_are_not_looked_at() -> None:
+    """After 1,024 samples; and no batch without a plan."""
+    sizes = np.arange(1, 2001)
+    check = check_of(sizes)
+    for start in range(0, 2000, 50):
+        indices = np.arange(start, start + 50)
+        batch = Counted(sizes[indices])
+        check.compare(batch, batch.padded_size, indices)
+        assert batch.reads == (start < 1024)
+    check.compare(Counted(sizes[:3]), None, np.arange(3))

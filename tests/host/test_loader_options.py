@@ -1,0 +1,238 @@
+"""The results, the refusals and the side effects of `loader_options` and `host_bytes`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import torchbudget as tb
+from tests.support.memory_groups import SHM
+from torchbudget.errors import BudgetError, OptionError
+from torchbudget.random_state import RandomState
+
+SIZES = np.random.default_rng(0).integers(5, 400, 600)
+ROOMY = tb.MemoryBudget(host="64GiB")
+
+
+@pytest.fixture(autouse=True)
+def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial ends after the batches that it always makes."""
+    monkeypatch.setattr("torchbudget.host.trial._TRIAL_S", 0.0)
+
+
+class Counted:
+    """Samples that are read in workers only."""
+
+    reads_here = False
+
+    def __init__(self, fields: int = 1) -> None:
+        self.fields, self.reads, self.parent = fields, 0, os.getpid()
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        assert os.getpid() != self.parent or self.reads_here
+        fields = (torch.full((int(SIZES[index]), 8), float(index)),) * self.fields
+        return dict(enumerate(map(torch.clone, fields))) | {"index": index}
+
+
+def sampler(budget: int = 2**17, **options: Any) -> tb.MemoryBudgetBatchSampler:
+    return tb.MemoryBudgetBatchSampler(SIZES, tb.PaddedCost(unit_bytes=32), budget, **options)
+
+
+def stream(budget: Any = 4000) -> tb.BudgetedIterableDataset:
+    texts = [["x" * int(size) for size in SIZES[:200]], ["y" * int(size) for size in SIZES[200:]]]
+    return tb.BudgetedIterableDataset(
+        texts, tb.PaddedCost(unit_bytes=1), budget, size=len, collate_fn=list
+    )
+
+
+def options(budget: Any = ROOMY, given: Any = None, **others: Any) -> tb.LoaderOptions:
+    chosen = {"dataset": Counted(), "collate_fn": tb.PadCollate(), "max_workers": 2} | others
+    return tb.loader_options(sampler() if given is None else given, budget, **chosen)
+
+
+def test_a_stock_loader_takes_them() -> None:
+    """Every sample comes once with them; they are a frozen mapping that can be pickled."""
+    dataset, ours = Counted(), sampler()
+    chosen = options(given=ours, dataset=dataset)
+    assert (chosen["num_workers"], chosen["prefetch_factor"]) == (2, 8)
+    assert chosen["persistent_workers"]
+    with pytest.raises((AttributeError, TypeError)):
+        chosen["num_workers"] = 9  # type: ignore[index]
+    loader = DataLoader(dataset, batch_sampler=ours, collate_fn=tb.PadCollate(), **chosen)
+    found = torch.cat([batch["index"] for batch in loader])
+    assert sorted(found.tolist()) == list(range(len(SIZES)))
+    again = pickle.loads(pickle.dumps(chosen))  # noqa: S301
+    assert dict(again) == dict(chosen)
+    for name in ("total", "batches in flight", "64 GiB", "limited by"):
+        assert name in again.explain()
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_nothing_here_is_changed(start: str) -> None:
+    """No sample is read in this process, no generator moves, and the sampler stays in its place."""
+    dataset, ours = Counted(), sampler()
+    taken = iter(ours)
+    for _ in range(3):
+        next(taken)
+    at, state, children = ours.state_dict(), RandomState.take(), multiprocessing.active_children()
+    options(given=ours, dataset=dataset, max_workers=1, multiprocessing_context=start)
+    assert dataset.reads == 0
+    assert ours.state_dict() == at
+    now = RandomState.take()
+    assert state.cpu.equal(now.cpu)
+    assert (state.python, state.numpy) == (now.python, now.numpy)
+    assert multiprocessing.active_children() == children
+
+
+def test_a_stream_is_not_read_here() -> None:
+    """Its epoch and position stay, its loader yields all of it, and several batches are tried."""
+    ours = stream(tb.MemoryBudget(device=4000, host="64GiB"))
+    at = ours.state_dict()
+    chosen = tb.loader_options(ours, ours.budget, max_workers=2)
+    assert ours.state_dict() == at
+    assert chosen.needs.basis == "the largest of 8 batches that were read"
+    found = [len(text) for batch in DataLoader(ours, batch_size=None, **chosen) for text in batch]
+    assert sorted(found) == sorted(SIZES.tolist())
+
+
+def test_it_refuses_with_the_smallest_budget_that_would_do() -> None:
+    """That budget is then accepted, and leaves no worker."""
+    with pytest.raises(BudgetError, match=r"even without workers.* limits=") as refused:
+        options(tb.MemoryBudget(host="10MiB"))
+    least = int(str(refused.value).partition("MemoryBudget(host=")[2].partition(")")[0])
+    chosen = options(tb.MemoryBudget(host=int(least * 1.02)))
+    assert chosen["num_workers"] == 0
+    assert (chosen["prefetch_factor"], chosen["persistent_workers"]) == (None, False)
+    with pytest.raises(BudgetError, match=r"max_batch_size=.*look_ahead="):
+        tb.loader_options(stream(), tb.MemoryBudget(host="10MiB"))
+
+
+def test_shared_memory_limits_what_is_prefetched(caplog: pytest.LogCaptureFixture) -> None:
+    """The budget's share of /dev/shm holds the window of batches; too little of it: no workers."""
+    roomy, batch = options(), 2**17
+    chosen = options(tb.MemoryBudget(host="64GiB", shared=6 * batch))
+    assert chosen.needs.shared_bytes <= 6 * batch < roomy.needs.shared_bytes
+    assert chosen["num_workers"] >= 1
+    assert str(SHM) in chosen.limited_by
+    assert not caplog.text
+    chosen = options(tb.MemoryBudget(host="64GiB", shared=batch))
+    assert chosen["num_workers"] == 0
+    assert str(SHM) in chosen.limited_by
+    assert "no worker fits" in caplog.text
+
+
+@contextmanager
+def free_files(number: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + number, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_open_files_limit_what_is_prefetched() -> None:
+    """Every tensor in flight is an open file; where none fit, batches are loaded in the loop."""
+    roomy = options()
+    with free_files(40):
+        chosen = options()
+    assert chosen.needs.descriptors <= 40 < roomy.needs.descriptors
+    assert chosen["num_workers"] == 2
+    assert chosen.limited_by.startswith("open files")  # not the number of workers
+    with free_files(100):
+        chosen = options(dataset=Counted(fields=60))
+    assert chosen["num_workers"] == chosen.needs.descriptors == 0
+    assert chosen.limited_by.startswith("open files")
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.zeros(1000)
+
+
+def test_any_loader_can_be_asked_about() -> None:
+    """A shuffled one of torch's own is neither iterated nor moved, nor is its data copied."""
+    dataset = TensorDataset(torch.zeros(64, 1000))
+    generator = torch.Generator().manual_seed(5)
+    for given in (None, generator):
+        loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=2, generator=given)
+        before, own = torch.get_rng_state(), generator.get_state()
+        needs = tb.host_bytes(loader)
+        assert before.equal(torch.get_rng_state())
+        assert own.equal(generator.get_state())
+        # Six batches of eight rows in whole pages, by the largest that was read.
+        assert needs.shared_bytes == 6 * 32768
+        assert "total" in str(needs)
+    assert tb.host_bytes(DataLoader(Endless(), batch_size=8, num_workers=2)).shared_bytes > 0
+    for wrong in (DataLoader(dataset, batch_size=None), dataset):
+        with pytest.raises(OptionError, match=r"batch_size|expected a DataLoader"):
+            tb.host_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"budget": tb.MemoryBudget(device="1GiB")}, BudgetError, "the host's bytes"),
+        ({"budget": "1GiB"}, BudgetError, "the host's bytes"),
+        ({"dataset": None}, OptionError, "give dataset="),
+        ({"dataset": [1, 2, 3]}, OptionError, "3"),
+        ({"given": [[0], [1]]}, OptionError, "host_bytes"),
+        ({"given": stream()}, OptionError, "leave both out"),
+        ({"multiprocessing_context": "threads"}, ValueError, "fork"),
+        ({"max_workers": 0}, OptionError, "max_workers"),
+        ({"ranks_per_machine": 0}, OptionError, "ranks_per_machine"),
+        ({"reserve": -5}, BudgetError, "expected between 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(change, error, message) -> None:
+    """With what was expected and what came."""
+    started = set(multiprocessing.active_children())
+    with pytest.raises(error, match=message):
+        options(**change)
+    assert set(multiprocessing.active_children()) == started
+
+
+def test_a_sample_that_cannot_be_read_raises_here() -> None:
+    """The trial's worker passes on what the data set raises, as a loader's does."""
+
+    class Broken(Counted):
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        options(dataset=Broken())
+
+
+def test_a_cache_counts_as_if_it_is_full() -> None:
+    """A trial sees the first samples that it keeps, and others follow."""
+    dataset, full = Counted(), "sample caches, once they are full"
+    dataset.reads_here = True
+    cache = tb.SampleCache(dataset, tb.MiB(256))
+    loader = DataLoader(cache, batch_sampler=sampler(), collate_fn=tb.PadCollate())
+    empty = tb.host_bytes(loader)
+    assert dict(empty.parts)[full] == pytest.approx(tb.MiB(256), abs=tb.MiB(1))
+    for index in range(len(cache)):
+        cache[index]
+    kept = dict(empty.parts)[full] - dict(tb.host_bytes(loader).parts)[full]
+    assert kept == pytest.approx(cache.nbytes, abs=tb.MiB(1))  # it is here by now
+    little = tb.MemoryBudget(host=empty.total_bytes - tb.MiB(128))
+    with pytest.raises(BudgetError, match=full):
+        options(little, dataset=cache)
+    del cache, loader
+    assert full not in dict(tb.host_bytes(DataLoader(dataset)).parts)

@@ -1,0 +1,120 @@
+"""Windows: their default length, their lowest budget for equal numbers, each solved as if alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import oracles
+from tests.support.strategies import problems
+from torchbudget import PaddedCost
+from torchbudget.errors import UnevenRanksError
+from torchbudget.plan.cut import SortedWindows
+from torchbudget.plan.dealing import Ranks, least_rounds, lowest_budgets
+from torchbudget.plan.rules import BatchRules
+from torchbudget.plan.solver import WindowKey, default_window, rounds_needed, solve
+
+TOKENS = PaddedCost(unit_bytes=1)
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=80),
+    st.integers(1, 6),
+    st.integers(2, 8),
+)
+def test_the_lowest_budget_of_as_many_micro_batches(
+    sizes: list[int], most: int, ranks: int
+) -> None:
+    """The number of micro-batches rounds up to the ranks'; no budget below gives so few.
+
+    None by more than the search's last step, that is: 1/2048 of the interval.
+    """
+    ordered = np.sort(np.array(sizes))[::-1]
+    length, high, low = len(sizes), most * int(ordered[0]), int(ordered[-1])
+    rule = BatchRules(cost=TOKENS, budget_bytes=high)
+    least = len(oracles.greedy_cut(ordered, TOKENS, high))
+    wanted = -(-least // ranks) * ranks
+
+    def rounds() -> Any:
+        return least_rounds(np.array([least]), length, Ranks(number=ranks))
+
+    if wanted > length:
+        with pytest.raises(UnevenRanksError, match=f"{length} samples that need {least} micro"):
+            rounds()
+        return
+    target = int(rounds()[0]) * ranks
+    assert target == wanted
+    (budget,) = lowest_budgets(
+        SortedWindows(ordered[None], rule),
+        target=np.array([target]),
+        low=np.array([low]),
+        high=high,
+    )
+    assert low - 1 <= budget <= high
+    assert len(oracles.greedy_cut(ordered, TOKENS, int(budget))) <= target
+    below = int(budget) - 1 - (high - low + 1) // 2**11
+    if below >= low:
+        assert len(oracles.greedy_cut(ordered, TOKENS, below)) > target
+
+
+@given(problems(most=120), st.integers(1, 8), st.booleans(), st.integers(0, 2**32))
+def test_windows_are_solved_as_if_alone(
+    problem: Any, ranks: int, even_sums: bool, seed: int
+) -> None:
+    """Its micro-batches do not depend on the windows it is planned with: resuming is exact."""
+    sizes, cost, budget = problem
+    if hasattr(cost, "base_bytes"):
+        return  # packed windows are solved one by one anyway
+    length = min(max(len(sizes) // 4, 2 * ranks), len(sizes))
+    length -= length % ranks
+    windows = len(sizes) // length if length else 0
+    if not windows:
+        return
+    rule = BatchRules(cost=cost, budget_bytes=budget)
+    many = sizes[np.random.default_rng(seed).permutation(len(sizes))[: windows * length]]
+    many = many.reshape(windows, length, *sizes.shape[1:])
+    many[: windows // 2] //= 7  # windows of unlike scales share a block
+    dealt = Ranks(number=ranks, even_sums=even_sums)
+
+    def key(first: int, number: int) -> WindowKey:
+        those = np.arange(first, first + number)
+        return WindowKey(seed=3, path=(1,), places=those * length, numbers=those, shuffle=True)
+
+    block = solve(rule, many, dealt, key(0, windows), strips=3)
+    assert block.rounds.tolist() == rounds_needed(rule, many, dealt, strips=3).tolist()
+    at = 0
+    for window in range(windows):
+        alone = solve(rule, many[window : window + 1], dealt, key(window, 1), strips=3)
+        number = int(block.rounds[window]) * ranks
+        assert alone.rounds.tolist() == [block.rounds[window]]
+        assert (block.starts[at : at + number] - window * length).tolist() == alone.starts.tolist()
+        assert (block.stops[at : at + number] - window * length).tolist() == alone.stops.tolist()
+        mine = slice(window * length, (window + 1) * length)
+        assert (block.samples[mine] - window * length).tolist() == alone.samples.tolist()
+        at += number
+
+
+@pytest.mark.parametrize(
+    ("ranks", "positions", "micro_batches", "expected"),
+    [
+        (1, math.inf, 1.0, 4096),
+        (3, math.inf, 1.0, 3 * 4096),
+        (2, math.inf, 1 / 200, 32 * 2 * 200),  # of many samples in a micro-batch
+        (1, 10_000, 1.0, 2500),  # a quarter of the epoch
+        (1, 1000, 1 / 100, 800),  # unless that is less than 8 micro-batches
+        (4, 10_000, 1 / 50, 2500),
+        (5, 7, 1.0, 40),
+        (7, 1, 100.0, 7),  # at least one for each rank
+    ],
+)
+def test_the_default_window(
+    ranks: int, positions: float, micro_batches: float, expected: int
+) -> None:
+    """4,096 or 32 micro-batches for each rank, and at most a quarter of the epoch."""
+    found = default_window(ranks, positions=positions, micro_batches=micro_batches)
+    assert found == expected

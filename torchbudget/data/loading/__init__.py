@@ -1,1 +1,0 @@
-"""How a `DataLoader` stays within the host's memory: what it will need, and which options fit."""

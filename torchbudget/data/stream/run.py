@@ -1,0 +1,216 @@
+"""Loops over a stream's `DataLoader` whose position is known, and loops that ranks end together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from torchbudget.data.run import Run
+from torchbudget.data.same_on_ranks import check_same_samples
+from torchbudget.data.size_check import SizeCheck
+from torchbudget.data.stream.cursor import StreamCursor, StreamState
+from torchbudget.data.stream.epoch_reader import EpochReader, collated
+from torchbudget.distributed import host_group, is_distributed, keep
+from torchbudget.errors import OptionError, StateError
+from torchbudget.plan.grouping import ByCost
+
+if TYPE_CHECKING:
+    from torchbudget.data.stream.dataset import BudgetedIterableDataset
+
+
+@dataclass(slots=True)
+class Sent:
+    """A batch on its way to the process that trains. Not frozen: one is made for each batch.
+
+    Attributes:
+        batch: of any type.
+        worker: that read it.
+        cursor: of the worker, after it.
+        planned: its padded size and its number of samples; a size of `None` was not planned.
+        sizes: a digest of the sizes in the worker's first window, where ranks share it.
+    """
+
+    batch: Any
+    worker: int
+    cursor: StreamCursor
+    planned: tuple[list[int] | None, int]
+    sizes: int | None
+
+    def pin_memory(self, device: Any = None) -> Sent:
+        """Return it with a batch that is pinned as if it came alone."""
+        return replace(self, batch=pin_memory(self.batch, device))
+
+
+class Sending:
+    """A loader's `collate_fn` that sees the batch alone, and sends the place after it beside it.
+
+    Args:
+        collate_fn: of the loader.
+        number: of the run that starts the processes with it.
+
+    Attributes:
+        number: of that run.
+        has_begun: a loop has begun in this process.
+        first: the number of the worker that the loader's first process reads for.
+        ended: the state at the end of the last run over these workers, if it came to its end.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], number: int) -> None:
+        self._collate_fn: Final = collate_fn
+        self._reader: EpochReader | None = None  # of this process; `None`: the loop is not tracked
+        self.has_begun = False
+        self.number, self.first = number, 0
+        self.ended: StreamState | None = None
+
+    def is_tracked(self, run: int) -> bool:
+        """True in the loop that has started this process, and later while the run is open."""
+        first, self.has_begun = not self.has_begun, True
+        return first or run == self.number
+
+    def send(self, reader: EpochReader | None) -> None:
+        """Send the places of a reader; `None`: send batches alone."""
+        self._reader = reader
+
+    def __call__(self, batch: Any) -> Any:
+        """Collate it."""
+        made, reader = collated(self._collate_fn, batch), self._reader
+        if reader is None:
+            return made
+        at = reader.standing
+        return Sent(made, at.slot.worker, at.cursor, reader.planned, reader.first_sizes)
+
+
+class StreamRun(Run[StreamState]):
+    """One loop over a loader of a stream, which `BudgetedIterableDataset.tracked` returns.
+
+    Workers that persist are used again where they stand at the place where the loop begins. Else
+    the loader gets new ones.
+
+    Args:
+        stream: the stream.
+        loader: of it, with `batch_size=None`.
+    """
+
+    def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
+        self._stream, self._loader, self._settings = stream, loader, stream._settings
+        grouping = self._settings.grouping
+        packed = isinstance(grouping, ByCost) and grouping.rules.packing is not None
+        self._check = SizeCheck(
+            size_multiple=self._settings.size_multiple, packed=packed, sizes=None
+        )
+        self._compared, self._has_ended = self._settings.ranks == 1, False
+        start, live = stream._where(), getattr(loader, "_iterator", None)
+        sending: Any = getattr(live, "_collate_fn", None)
+        fresh = start is None and self._settings.batches_per_epoch is None
+        stays = isinstance(sending, Sending) and (fresh or start is sending.ended is not None)
+        if not stays:  # workers that persist stand elsewhere, or send no places
+            loader._iterator = None
+            sending = Sending(loader.collate_fn, stream._progress.runs + 1)
+            sending.first = 0 if start is None else start.turn
+        begins = stream._begin_run(sending.number, max(loader.num_workers, 1))
+        self._sending, self._start = sending, replace(begins, turn=sending.first)
+        collate_fn, loader.collate_fn = loader.collate_fn, sending
+        stream._sending = sending
+        try:
+            super().__init__(stream, loader)
+        finally:
+            loader.collate_fn, stream._sending = collate_fn, None
+
+    @property
+    def number(self) -> int:
+        """Number of the run that has started its workers."""
+        number: int = self._sending.number
+        return number
+
+    def _began(self) -> StreamState:
+        return self._start
+
+    def _take(self, came: Any) -> tuple[StreamState, Any]:
+        if not isinstance(came, Sent):
+            raise StateError(
+                "a batch came without its position: the stream's __iter__ must return what "
+                "super().__iter__() yields, one batch for each, as soon as it is called"
+            )
+        if not self._compared:
+            check_same_samples(self._stream._ranks, came.worker, came.sizes)
+            self._compared = True
+        padded_size, number = came.planned
+        batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
+        if padded_size is not None:
+            self._check.compare(batch, padded_size, np.arange(number))
+        place = self.last.moved(came.worker, came.cursor)
+        return place.following(self._settings.batches_per_epoch), batch
+
+    def _end(self) -> StreamState:
+        self._has_ended, place = True, self.last
+        if place.epoch == self._start.epoch:
+            place = place.following(self._settings.batches_per_epoch, ended=True)
+        self._sending.ended = place
+        return place
+
+    def _state(self, place: StreamState) -> dict[str, Any]:
+        settings = self._settings
+        return place.to_plain(settings.order, seeks=settings.source.may_seek)
+
+    def close(self) -> None:
+        """End the run where it stands; workers that persist end if it was broken off."""
+        live, broken_off = self._batches, not self._has_ended
+        if live is None:
+            return
+        is_last = getattr(live, "_sampler_iter", None) is self._restarts
+        if broken_off and is_last and self._loader._iterator is live:
+            self._loader._iterator = None
+        del live
+        super().close()
+        self._stream._run_closed(self, broken_off=broken_off)
+
+    def __del__(self) -> None:
+        self._batches = getattr(self, "_batches", None)
+        self.close()
+
+
+def check_loader(loader: Any, stream: Any) -> None:
+    """Raise an `OptionError` unless a loop over a loader can be tracked."""
+    if getattr(loader, "dataset", None) is not stream or loader.batch_size is not None:
+        raise OptionError(
+            "tracked needs a DataLoader of this stream, with batch_size=None, got "
+            f"{type(loader).__name__}"
+        )
+    if hasattr(loader, "state_dict"):
+        raise OptionError(
+            f"a {type(loader).__name__} saves its position itself: loop over it, and call its "
+            "state_dict()"
+        )
+
+
+def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
+    """Yield the batches of a loader until any rank has none left; then all ranks stop.
+
+    One collective of one number a batch, on the host over gloo: the device is not waited for. The
+    remaining batches of other ranks are not read.
+
+    Args:
+        loader: of this rank, or a tracked loop over it.
+        group: of processes. Default: all, if `torch.distributed` is initialized.
+    """
+    batches = iter(loader)
+    nothing = object()
+    while True:
+        batch = next(batches, nothing)
+        with torch.inference_mode(False):  # see `keep`
+            has_batch = torch.tensor(int(batch is not nothing))
+        if is_distributed():
+            least = torch.distributed.ReduceOp.MIN
+            keep(has_batch)
+            torch.distributed.all_reduce(has_batch, least, group=host_group(group))
+        if not has_batch:
+            return
+        given = [batch]
+        del batch  # nothing keeps it here while the next one is made
+        yield given.pop()

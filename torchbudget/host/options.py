@@ -1,0 +1,227 @@
+"""`loader_options`: the largest options of a `DataLoader` that stay within the host's budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from multiprocessing.context import BaseContext
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader
+
+from torchbudget.budget import MemoryBudget
+from torchbudget.checks import optional
+from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.data.stream.dataset import BudgetedIterableDataset
+from torchbudget.distributed import ranks_on_this_machine
+from torchbudget.errors import BudgetError, OptionError
+from torchbudget.host.model import HostBytes, HostModel
+from torchbudget.machine.host import SHM, shared_memory
+from torchbudget.machine.limits import free_descriptors, usable_processors
+from torchbudget.protocols import MapStyle
+from torchbudget.units import Amount, format_bytes, parse_bytes
+
+_PREFETCH: Final = 8  # batches a worker at the most; more help only where their times vary
+_log: Final = logging.getLogger("torchbudget")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoaderOptions(Mapping[str, Any]):
+    """Keyword arguments of a `DataLoader`, as `loader_options` chose them.
+
+    Attributes:
+        options: the arguments.
+        needs: the predicted bytes of the loader.
+        budget_bytes: bytes of the host.
+        limited_by: what one more worker, or one more prefetched batch, would exceed.
+    """
+
+    options: Mapping[str, Any]
+    needs: HostBytes
+    budget_bytes: int
+    limited_by: str
+
+    def __getitem__(self, name: str) -> Any:
+        return self.options[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.options)
+
+    def __len__(self) -> int:
+        return len(self.options)
+
+    def explain(self) -> str:
+        """The options, their limit, and the bytes of each part against the budget, as text."""
+        chosen = ", ".join(f"{name}={one}" for name, one in self.items() if one is not None)
+        return f"{chosen}\nlimited by {self.limited_by}\n\n{self.needs.table(self.budget_bytes)}"
+
+
+def loader_options(
+    sampler_or_stream: MemoryBudgetBatchSampler | BudgetedIterableDataset,
+    budget: MemoryBudget,
+    *,
+    dataset: MapStyle | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: str | BaseContext | None = None,
+    max_workers: int | None = None,
+    ranks_per_machine: int | None = None,
+    reserve: Amount = 0,
+) -> LoaderOptions:
+    """Choose the options of a stock `DataLoader` that stay within the host's budget.
+
+    One real worker makes a few of the plan's batches, the smallest and the largest among them,
+    while its memory is read from here: about two seconds, and the time in which the worker starts.
+    The batches that exist at once are a window over the plan's own sequence. The most workers that
+    fit are taken, up to the processors, and then as many prefetched batches as fit, up to 8 a
+    worker. Workers persist. Batches are pinned where there is an accelerator and the copies fit.
+    Any of the options may be overridden by less, which needs less.
+
+    Call it where the loader is made: after the model is built, since what this process has now
+    counts. The data set is read in the worker only, the sampler or stream stays where it is, and
+    the global random generators are not drawn from.
+
+    Args:
+        sampler_or_stream: the sampler or stream whose batches the loader yields.
+        budget: the budget. Its `host` bytes limit this process and its descendants; its `shared`
+            bytes, and what `/dev/shm` has free, limit the batches in flight.
+        dataset: the sampler's data set; a stream has its own.
+        collate_fn: the loader's; a stream has its own.
+        worker_init_fn: the loader's.
+        multiprocessing_context: how workers start, such as `"spawn"`. Default: torch's.
+        max_workers: the most workers. Default: the processors that this process may use, divided by
+            the ranks of this machine.
+        ranks_per_machine: ranks that share this machine's processors and `/dev/shm`. Default:
+            torchrun's `LOCAL_WORLD_SIZE`, 1 for a process that is alone. The budget's `host` is
+            this rank's.
+        reserve: bytes that this process will allocate later, such as a model on the CPU.
+
+    Raises:
+        BudgetError: the budget states no host bytes; or not even a loader without workers fits: the
+            error names the smallest budget that would do.
+        OptionError: an argument is invalid, or does not go with the sampler or stream; or this is
+            one of several ranks whose launcher does not say how many share the machine.
+        MachineError: there is no `/proc` to read memory from.
+
+    >>> dataset = [{"ids": torch.arange(length)} for length in (5, 9, 2, 7)]
+    >>> sampler = MemoryBudgetBatchSampler([5, 9, 2, 7], PaddedCost(unit_bytes=1), 18)
+    >>> host, collate = MemoryBudget(host="64GiB"), PadCollate()
+    >>> options = loader_options(sampler, host, dataset=dataset, collate_fn=collate)
+    >>> loader = torch.utils.data.DataLoader(
+    ...     dataset, batch_sampler=sampler, collate_fn=collate, **options)
+    >>> options["prefetch_factor"], options["persistent_workers"]
+    (8, True)
+    """
+    ranks = ranks_on_this_machine(ranks_per_machine)
+    host, shared = MemoryBudget.of(budget).host, MemoryBudget.of(budget).shared
+    if host is None:
+        raise BudgetError(
+            f"the budget must state the host's bytes, as in MemoryBudget(host='16GiB'), "
+            f"got {budget!r}"
+        )
+    most = optional("max_workers", max_workers) or max(1, usable_processors() // ranks)
+    loader = _one_worker(
+        sampler_or_stream, dataset, collate_fn, worker_init_fn, multiprocessing_context
+    )
+    model = HostModel.of(loader, later=parse_bytes(reserve))
+    shm = shared_memory()
+    given = [shared, None if shm is None else shm.free_bytes // ranks]
+    limits: Any = {
+        "the host's budget": (host, format_bytes),
+        str(SHM): (min((size for size in given if size is not None), default=inf), format_bytes),
+        "open files (ulimit -n)": (free_descriptors(), str),
+    }
+    pins = torch.accelerator.is_available()
+
+    def over(workers: int, prefetch: int) -> str:
+        """The limit that these options exceed, for people; empty where they fit."""
+        needs = model.needs(workers, prefetch, pins=pins)
+        needed = (needs.total_bytes, needs.shared_bytes, needs.descriptors)
+        for amount, (name, (limit, text)) in zip(needed, limits.items(), strict=True):
+            if amount > limit:
+                return f"{name}: {text(amount)} of {text(limit)}"
+        return ""
+
+    pins = pins and not over(0, 0)
+    if over(0, 0):  # host bytes: without workers nothing is in /dev/shm or an open file
+        needs = model.needs(0, 0, pins=False)
+        raise BudgetError(
+            f"even without workers the loader needs more than the host's budget of "
+            f"{format_bytes(host)}: the smallest that would do is "
+            f"MemoryBudget(host={needs.total_bytes}), {format_bytes(needs.total_bytes)}. Free "
+            "memory, make micro-batches smaller (a sampler's limits=, a stream's max_batch_size=), "
+            f"let fewer samples wait (a stream's look_ahead=), or raise it:\n{needs.table(host)}"
+        )
+    workers = next((n for n in range(most, 0, -1) if not over(n, 1)), 0)
+    prefetch = next((n for n in range(_PREFETCH, 0, -1) if workers and not over(workers, n)), 0)
+    is_most = workers == most and prefetch == _PREFETCH
+    more = over(workers + 1, 1) if workers < most else over(workers, prefetch + 1)
+    limited_by = f"max_workers={most}, or the processors of this rank" if is_most else more
+    if not workers:
+        _log.warning("no worker fits: %s; batches will be loaded in the loop", limited_by)
+    options: dict[str, Any] = {
+        "num_workers": workers,
+        "prefetch_factor": prefetch or None,
+        "pin_memory": pins,
+        "persistent_workers": workers > 0,
+        "multiprocessing_context": multiprocessing_context if workers else None,
+    }
+    needs = model.needs(workers, prefetch, pins=pins)
+    return LoaderOptions(options=options, needs=needs, budget_bytes=host, limited_by=limited_by)
+
+
+def host_bytes(loader: DataLoader[Any], *, reserve: Amount = 0) -> HostBytes:
+    """Predict the most that a `DataLoader` will need of the host, this process included.
+
+    The model and the trial are those of `loader_options`. The batches of a
+    `MemoryBudgetBatchSampler` are known in advance; of another loader some are read, and the
+    largest of them counts for all. The loader is not iterated and no data is read here.
+
+    Args:
+        loader: any `DataLoader`; the workers of one that is being iterated count twice.
+        reserve: bytes that this process will allocate later.
+
+    Raises:
+        OptionError: `loader` is no `DataLoader`, or its order cannot be looked at.
+        MachineError: there is no `/proc` to read memory from.
+
+    >>> dataset = [torch.zeros(1000) for _ in range(20)]
+    >>> needs = host_bytes(torch.utils.data.DataLoader(dataset, batch_size=5))
+    >>> needs.total_bytes > needs.shared_bytes == 0
+    True
+    """
+    if not isinstance(loader, DataLoader):
+        raise OptionError(f"expected a DataLoader, got {type(loader).__name__}")
+    return HostModel.of(loader, later=parse_bytes(reserve)).needs(
+        loader.num_workers,
+        loader.prefetch_factor or 0,
+        pins=loader.pin_memory and torch.accelerator.is_available(),
+        persists=loader.persistent_workers,
+    )
+
+
+def _one_worker(
+    source: Any, dataset: Any, collate_fn: Any, start: Any, context: Any
+) -> DataLoader[Any]:
+    """A loader of a sampler's or a stream's batches."""
+    workers = {"num_workers": 1, "worker_init_fn": start, "multiprocessing_context": context}
+    if isinstance(source, BudgetedIterableDataset):
+        if dataset is not None or collate_fn is not None:
+            raise OptionError("a stream has its data set and its collate_fn: leave both out")
+        return DataLoader(source, batch_size=None, **workers)
+    if not isinstance(source, MemoryBudgetBatchSampler):
+        raise OptionError(
+            "expected a MemoryBudgetBatchSampler or a BudgetedIterableDataset, "
+            f"got {type(source).__name__}; host_bytes(loader) predicts what any loader needs"
+        )
+    if not isinstance(dataset, MapStyle):
+        raise OptionError(
+            "give dataset=, the sampler's map-style data set: the bytes of its samples are found "
+            f"by reading some; got {type(dataset).__name__}"
+        )
+    source.check_dataset(dataset)
+    samples: Any = dataset
+    return DataLoader(samples, batch_sampler=source, collate_fn=collate_fn, **workers)

@@ -1,0 +1,148 @@
+"""The loader that a framework iterates, and the positions of all ranks in its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader
+
+from torchbudget.data.run import Run
+from torchbudget.distributed import gathered, is_distributed, ranks_of
+from torchbudget.errors import OptionError, StateError
+from torchbudget.protocols import DealsToRanks, ResumableSource
+from torchbudget.train.epoch_loader import read_as_plain
+
+Position: TypeAlias = dict[str, Any]
+
+
+class HostedLoader:
+    """The batches of a `DataLoader` in a framework's loop, which may read ahead.
+
+    A loop begins with its first batch, not with `iter()`: frameworks call that before they choose
+    the epoch, or to see whether a loader can be iterated. A loop that is broken off starts over,
+    unless another epoch was chosen.
+
+    Args:
+        loader: over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`. A
+            `StatefulDataLoader` is read as a `DataLoader` of the same settings.
+
+    Attributes:
+        loader: a `DataLoader`.
+        source: its sampler or stream.
+        run: the present loop, or the last one; `None` after another position was chosen.
+        reads: the epoch that an open loop reads.
+
+    Raises:
+        OptionError: it is another loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.source: Any = source_of(loader)
+        self.loader: DataLoader[Any] = read_as_plain(loader)
+        self.run: Run[Any] | None = None
+        self.reads: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the epoch's batches, from the position that was loaded on."""
+        self.run = run = self.source.tracked(self.loader)
+        self.reads = self.source.epoch
+        try:
+            yield from run
+            if self.run is run:
+                self.reads = None
+        finally:
+            if self.run is run and self.reads is not None:
+                run.start_over()
+
+    def choose(self, epoch: int) -> None:
+        """Choose the epoch of the next loop."""
+        for run in {*self.source._runs} - {self.run}:  # of a loop that another host has left open
+            run.start_over()
+        if self.reads == epoch:  # the loop is cut within this epoch, which begins anew
+            self.source.set_epoch(epoch + 1)
+        self.run = self.reads = None
+        self.source.set_epoch(epoch)
+
+    def position(self, back: int = 0) -> Position:
+        """Return the position after the last batch that came, or `back` batches before it."""
+        return self.source.state_dict() if self.run is None else self.run.position(back)
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Begin the next loop at a position.
+
+        Raises:
+            StateError: it is malformed.
+            StateMismatchError: it belongs to another data set or order.
+        """
+        self.run = self.reads = None
+        self.source.load_state_dict(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the adapter saves the position."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load nothing."""
+
+
+def find_source(loader: Any) -> ResumableSource | None:
+    """Return the sampler or the stream of a loader, if it has one."""
+    for name in ("batch_sampler", "dataset"):
+        source = getattr(loader, name, None)
+        if isinstance(source, ResumableSource):
+            return source
+    return None
+
+
+def source_of(loader: Any) -> ResumableSource:
+    """Return the sampler or the stream of a loader.
+
+    Raises:
+        OptionError: it has none.
+    """
+    source = find_source(loader)
+    if source is None:
+        raise OptionError(
+            "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or whose "
+            f"data set is a BudgetedIterableDataset, got {type(loader).__name__}"
+        )
+    return source
+
+
+def check_dealt(loader: Any, *, num_replicas: int, rank: int) -> None:
+    """Raise an `OptionError` unless the source deals as the framework shares out its processes.
+
+    Processes of one model, under tensor, context or sequence parallelism, take the same batches.
+
+    Args:
+        loader: see `source_of`.
+        num_replicas: the framework's groups of processes that take batches of their own.
+        rank: of this process's group.
+    """
+    source = source_of(loader)
+    if not isinstance(source, DealsToRanks):
+        return
+    if (source.num_replicas, source.rank) != (num_replicas, rank):
+        raise OptionError(
+            f"the {type(source).__name__} has the batches of rank {source.rank} of "
+            f"{source.num_replicas}, and to the framework this process is rank {rank} of "
+            f"{num_replicas} that take batches of their own: pass "
+            f"num_replicas={num_replicas}, rank={rank}"
+        )
+
+
+def of_each_rank(position: Position) -> list[Position]:
+    """Return the positions of all ranks; a collective."""
+    return gathered(position) if is_distributed() else [position]
+
+
+def of_this_rank(positions: list[Position]) -> Position:
+    """Return this rank's position; where there are more ranks than saved them, ranks share one.
+
+    Raises:
+        StateError: there are none.
+    """
+    if not positions:
+        raise StateError("the checkpoint has no position of any rank")
+    return positions[ranks_of(None, None)[1] % len(positions)]
