@@ -219,10 +219,11 @@ def a_sample_beyond_all_memory(folder: Path) -> None:
 
 @provokes(errors.MissingExtraError)
 def a_figure_without_matplotlib(folder: Path) -> None:
-    from torchbudget.observe.figures import plot_batch
+    from torchbudget.observe.figures import plot_sizes
 
+    plan = sampler_of().plan
     with patch.dict(sys.modules, {"matplotlib.figure": None}):  # as if it were not installed
-        plot_batch([1, 2])
+        plot_sizes(plan)
 
 
 # ---------------------------------------------------------------------- warnings
