@@ -161,8 +161,8 @@ class FieldCollate:
             raise CollateError(
                 f"sample {i} of the batch: {show(one)} has the length {_by(ours[i])}, and "
                 f"{show(other)} {_by(theirs[i])}: give a rule to the one whose lengths are not the "
-                f'batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or "stacked" for a '
-                "field of one fixed shape"
+                f'batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or "stacked" for '
+                "a field of one fixed shape"
             )
 
     _ragged: ClassVar[str] = ""
