@@ -200,8 +200,8 @@ class JoinedLayout(Layout):
         if rule.total is not None and padded_total > rule.total:
             raise CollateError(
                 f"the samples of a batch have {padded_total} positions, more than "
-                f"total={rule.total}; plan with a budget that is at most total, such as PackedCost(unit_bytes=1) and a "
-                "budget of total units, and with the same multiples"
+                f"total={rule.total}; plan with a budget that is at most total, such as "
+                "PackedCost(unit_bytes=1) and a budget of total units, and with the same multiples"
             )
         bounds[-1] = total = rule.total or padded_total
         if total >= 2**31:
