@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 from zlib import crc32
 
+import torch
 import torch.utils.data._utils.worker as torch_worker
+from torch.utils._pytree import tree_leaves
 
 from torchbudget.data.stream.cursor import StreamCursor
 from torchbudget.data.stream.generators import Place
@@ -274,7 +276,12 @@ def _digest(item: Any) -> int:
 
     Where the checksums of one item differ, as of sets of texts, the source is skipped through.
     """
+    checksum = 0
     try:
-        return crc32(pickle.dumps(item))
+        for leaf in tree_leaves(item):
+            # Equal tensors are not pickled alike.
+            value = leaf.detach().numpy() if isinstance(leaf, torch.Tensor) else leaf
+            checksum = crc32(pickle.dumps(value), checksum)
     except Exception:  # noqa: BLE001  (any object may refuse in its own way)
         return 0
+    return checksum
