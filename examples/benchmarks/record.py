@@ -25,7 +25,6 @@ ALL = (
     "ranks",
     "rank_speed",
     "fairness",
-    "given_numbers",
     "plan_step",
     "packing",
     "several_axes",

@@ -141,7 +141,7 @@ def parts_of(make, by="batch", total=None, **options):
     def part(state, stop):
         path, done = state or (None, 0)
         to, limits = f"{folder}/{next(numbers)}", {}
-        callbacks = [Save(to if by in ("batch", "error") else None, stop if by != "error" else 0)]
+        callbacks = [Save(to if by in ("batch", "error") else None, by != "error" and stop)]
         if by in ("max_steps", "callback"):
             ends = total if stop is None or by == "callback" else done + stop
             limits = {"max_epochs": -1, "max_steps": ends, "saves": to}

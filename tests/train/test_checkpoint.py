@@ -46,9 +46,7 @@ def test_whose_position_can_be_saved() -> None:
 
 def test_a_position_needs_a_loader_that_can_load_it() -> None:
     training = Training()
-    state = run_state(
-        training.model, training.accumulator, training.loader, is_over=True
-    )
+    state = run_state(training.model, training.accumulator, training.loader, is_over=True)
     with pytest.raises(StateError, match="cannot load one"):
         load_run_state(state, training.model, training.accumulator, training.validation)
 
@@ -60,9 +58,7 @@ def test_ranks_at_different_places_go_on_as_as_many(apart: int) -> None:
     sampler, states = training.loader.batch_sampler, []
     for number, _ in enumerate(sampler.tracked(training.loader), 1):
         states.append(
-            run_state(
-                training.model, training.accumulator, training.loader, is_over=False
-            )
+            run_state(training.model, training.accumulator, training.loader, is_over=False)
         )
         if number == 2:
             break

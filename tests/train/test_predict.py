@@ -311,7 +311,7 @@ def test_a_loader_that_changes_the_plan(more: int, error: type[Exception]) -> No
     plain = loader_of()
     loader = Short(plain.dataset, batch_sampler=plain.batch_sampler, collate_fn=PadCollate())
     loader.more = more
-    with pytest.raises(error, match="came from the loader|the loader ended after"):
+    with pytest.raises(error, match=r"came from the loader|the loader ended after"):
         predict(Encoder(), loader)
 
 

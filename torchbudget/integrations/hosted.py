@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from torchbudget.data.run import Run
 from torchbudget.distributed import gathered, is_distributed, ranks_of
 from torchbudget.errors import OptionError, StateError
 from torchbudget.protocols import DealsToRanks, ResumableSource
@@ -40,7 +39,7 @@ class HostedLoader:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.source: Any = source_of(loader)
         self.loader: DataLoader[Any] = read_as_plain(loader)
-        self.run: Run[Any] | None = None
+        self.run: Any = None
         self.reads: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,7 +65,9 @@ class HostedLoader:
 
     def position(self, back: int = 0) -> Position:
         """Return the position after the last batch that came, or `back` batches before it."""
-        return self.source.state_dict() if self.run is None else self.run.position(back)
+        position: Position
+        position = self.source.state_dict() if self.run is None else self.run.position(back)
+        return position
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Begin the next loop at a position.

@@ -73,8 +73,9 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
                 "unknown which of them were trained on: take batch instead"
             )
         made = copy.copy(self.budget_loader())
-        combined = hasattr(made, "flattened")  # a CombinedLoader
-        leaves, structure = (made.flattened, None) if combined else tree_flatten(made)
+        is_combined = hasattr(made, "flattened")  # a CombinedLoader
+        leaves, structure = tree_flatten(made)
+        leaves = made.flattened if is_combined else leaves
         of_one = {"num_replicas": 1, "rank": 0}
         for leaf in leaves:
             check_dealt(
@@ -82,7 +83,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
             )
         self._loaders = loaders = [_Loader(leaf, self) for leaf in leaves]
         self._go_on(loaders)
-        if not combined:
+        if not is_combined:
             return tree_unflatten(loaders, structure)
         made.flattened = loaders
         return made
@@ -143,7 +144,12 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
             loader.save(in_step, ahead=ahead, following=following if is_over else None)
             for loader in self._loaders
         ]
-        state = {"epoch": self._epoch, "offset": self._offset, "is_over": is_over, "loaders": states}
+        state = {
+            "epoch": self._epoch,
+            "offset": self._offset,
+            "is_over": is_over,
+            "loaders": states,
+        }
         return {**others, _KEY: of_each_rank(state)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -219,7 +219,7 @@ class _Items(IterableDataset[list[Any]]):
         is_sampler = isinstance(source, MemoryBudgetBatchSampler)
         is_planned = is_sampler and source.plan.batches_per_epoch is None
         self.loader, self._trainer = loader, trainer
-        self.sampler: Any = source if is_planned else None
+        self.sampler: MemoryBudgetBatchSampler | None = source if is_planned else None
         _check(trainer, self.sampler)
         self._length = self._left()
         self._has_begun = False

@@ -135,12 +135,12 @@ def predict(
         with evaluation_mode(modules_of(model)), torch.no_grad():
             number = 0
             for batch in batches:
-                batch = moved(batch, device)  # noqa: PLW2901  (the one on the host ends now)
+                batch = moved(batch, device)  # the one on the host ends now
                 outputs = _outputs(model, batch, number, run.indices, split_outputs)
                 if not run.is_repeated:
                     keep(run.indices, outputs)
                 del batch, outputs  # before the next ones are made
-                number += 1
+                number += 1  # noqa: SIM113  (enumerate would keep the batch)
     if host is None:
         return results.whole()
     for parcel in gathered(parcels, host, first_only=gather == "first"):
