@@ -98,7 +98,7 @@ def limits_of(
 
 
 def largest_shares(limits: Sequence[MemoryLimit]) -> tuple[MemoryLimit, ...]:
-    """Of each limit, by name, the one with the largest share in use.
+    """The limits at the largest shares of them that were used, one for each name.
 
     A limit may change: of several control groups, it is the limit of the one with the least left.
     """

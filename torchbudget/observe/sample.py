@@ -61,7 +61,7 @@ class MemorySample:
 
     @property
     def device_bytes(self) -> int | None:
-        """What the process uses on the CUDA device: reserved, and outside the allocator."""
+        """Bytes that the process uses on the CUDA device: reserved, and outside the allocator."""
         if self.reserved_bytes is None:
             return None
         return self.reserved_bytes + (self.outside_bytes or 0)
