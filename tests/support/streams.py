@@ -130,6 +130,7 @@ class OneProcess:
         return state.to_plain(settings.order, seeks=settings.source.may_seek)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.set_epoch(state["epoch"])  # an end of it stays one, as in a worker
         self.stream.load_state_dict(state)
 
 

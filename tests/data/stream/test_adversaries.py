@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from tests.support.streams import (
     numbers,
     size_of,
 )
-from torchbudget import BudgetedIterableDataset, StateMismatchError
+from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import SampleError
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
@@ -26,15 +25,6 @@ def make(source: Any = None, **options: Any) -> BudgetedIterableDataset:
     return BudgetedIterableDataset(
         Numbered(SIZES) if source is None else source, TOKENS, 400, **arguments
     )
-
-
-def test_a_source_that_became_shorter() -> None:
-    longer = make()
-    list(islice(longer, 20))
-    stream = make(Numbered(SIZES[:20]))
-    stream.load_state_dict(longer.state_dict())
-    with pytest.raises(StateMismatchError, match="which has 20"):
-        list(stream)
 
 
 def test_passes_that_ranks_cannot_share_are_joined() -> None:

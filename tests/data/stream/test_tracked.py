@@ -90,23 +90,6 @@ def test_a_stream_that_changes_its_batches(workers: int) -> None:
     assert whole == [("named", batch) for batch in loader_of(make(), workers)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_that_persist(workers: int) -> None:
-    """Epochs advance by themselves, and each goes on from any batch."""
-    running, plain = make(), make()
-    loader = loader_of(running, workers, persistent_workers=workers > 0)
-    for epoch in range(3):
-        whole = list(loader_of(plain, workers))
-        assert running.epoch == epoch
-        for done, batch in enumerate(running.tracked(loader), 1):
-            assert batch == whole[done - 1]
-            if done == 7 + epoch:
-                following = make()
-                following.load_state_dict(as_json(running.state_dict()))
-                assert list(tracked_loop(following, workers)) == whole[done:]
-        assert running.state_dict()["epoch"] == epoch + 1
-
-
 # ---------------------------------------------------------------------- what cannot be known
 
 

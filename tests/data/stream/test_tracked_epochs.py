@@ -87,15 +87,3 @@ def test_fewer_batches_are_left_than_workers() -> None:
     following = make(**options)
     following.load_state_dict(as_json(state))
     assert [len(list(tracked_loop(following, 4))) for _ in range(2)] == [9 - done, 9]
-
-
-def test_the_first_beginning_goes_on_with_any_workers() -> None:
-    """Also one that was saved in a loop of several, before its first batch."""
-    running = make(batches_per_epoch=11)
-    batches = tracked_loop(running, 2)
-    state = as_json(running.state_dict())
-    batches.close()
-    for workers in (0, 1, 3):
-        following, whole = make(batches_per_epoch=11), make(batches_per_epoch=11)
-        following.load_state_dict(state)
-        assert list(loader_of(following, workers)) == list(loader_of(whole, workers))

@@ -144,18 +144,6 @@ def test_loops_inside_a_tracked_loop_change_nothing(workers: int) -> None:
     assert stream.epoch == 1
 
 
-def test_a_plain_loop_within_one() -> None:
-    """Without workers the one that drew last counts."""
-    stream, whole = make(), list(make())
-    batches = iter(stream)
-    taken = list(islice(batches, 9))
-    assert samples_of(list(stream)) == samples_of(whole)
-    taken.append(next(batches))
-    following = make()
-    following.load_state_dict(stream.state_dict())
-    assert taken + list(following) == whole
-
-
 def test_a_state_of_many_workers_is_small() -> None:
     """The part that all of them have in common is saved once: 2 KB hold 32 workers."""
     shards = [[str(n) for n in range(64)] for _ in range(64)]

@@ -114,8 +114,3 @@ def test_one_sample_is_not_several(sample: Any) -> None:
     """Its characters or keys would be the samples."""
     with pytest.raises(SampleError, match=f"item 0 of shard 0.* {type(sample).__name__}: return"):
         draws(transforms.expand(lambda _: sample), 3)
-
-
-def test_zip_apply_wants_one_function_for_each_field() -> None:
-    with pytest.raises(ValueError, match="2 functions for 3"):
-        transforms.zip_apply(double, None)((1, 2, 3))
