@@ -24,17 +24,16 @@ CHANGING = {
     "Subject": "collects notes",
     "_Tracer": "collects traces",
     "Observations": "of a training",
-    "Iteration": "how far it has come",
-    "StreamState": "moves with each batch",
-    "StampedBatch": "gives its batch away",
-    "Loops": "the present one",
+    "StreamState": "made for each batch, in half the time",
+    "Sent": "gives its batch away",
+    "Standing": "moves with each batch",
     "Peak": "is filled in where its context ends",
     "Tally": "counts steps",
     "_Run": "a training that goes on",
     "OpenMicroBatch": "sums its losses",
 }
 # Weak references, fields that are read late, and what `vars` is asked of.
-WITHOUT_SLOTS = {"Loops", "_Run", "_Hook", "Step"}
+WITHOUT_SLOTS = {"_Run", "_Hook", "Step", "Span"}
 # Their fields are few, and in an order that everybody expects; or no user makes one.
 BY_POSITION = {"Probe", "StepPlan", "Term", "Peak"}
 # Arrays and tensors have no one truth value, so that comparing them raises.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("host",)
+ROOMS = ("plan", "data", "host")
 OPENINGS = (
     "What",
     "Where",

@@ -12,8 +12,8 @@ import pytest
 
 from tests.fuzz import KINDS, Case, main
 from torchbudget import GradAccumulator
+from torchbudget.data.sampler import _Iteration
 from torchbudget.data.stream.epoch_reader import EpochReader
-from torchbudget.plan.iterator import PlanIterator
 from torchbudget.train.fit import _Run
 
 # Of each kind, as many as take a second or two.
@@ -42,7 +42,7 @@ def test_the_first_cases_of_real_processes(kind: str) -> None:
 
 
 def repeat_an_index(next_of: Callable[[Any], list[int]]) -> Callable[[Any], list[int]]:
-    def next_batch(iterator: PlanIterator) -> list[int]:
+    def next_batch(iterator: _Iteration) -> list[int]:
         batch = next_of(iterator)
         return [*batch, batch[0]]
 
@@ -62,7 +62,7 @@ def forget(_: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 BROKEN: dict[str, tuple[type, str, Callable[[Any], Any], str]] = {
-    "samplers": (PlanIterator, "__next__", repeat_an_index, "bytes of|max_batch_size|samples of"),
+    "samplers": (_Iteration, "__next__", repeat_an_index, "bytes of|max_batch_size|samples of"),
     "streams": (EpochReader, "__next__", lose_a_sample, "missing|empty batch"),
     "steps": (GradAccumulator, "backward", scale_the_loss, "large batch's step"),
     "fits": (_Run, "restore_generators", forget, "epochs, statistics|not equal"),

@@ -6,17 +6,16 @@ monitor's thread take, all it does included, and what does `monitor.batch` add t
 
 Command: python examples/benchmarks/monitor_overhead.py [--seconds S] [--gib G] [--json PATH]
 
-Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
+Hardware: 2 cores of an AMD EPYC, shared with other jobs, Python 3.11, torch 2.13.0 CPU, NumPy 2.4.
 
     process     seconds  samples  thread's share  µs a batch
-    0 GiB more       60      132           0.84%         149
-    2 GiB more       60      131           0.97%         150
-    0 GiB more, thread's share ≤ 0.01: 0.0083791, holds
-    2 GiB more, thread's share ≤ 0.01: 0.0097092, holds
+    0 GiB more       60       94           0.76%         160
+    2 GiB more       61      104           0.75%         164
+    0 GiB more, thread's share ≤ 0.01: 0.0076024, holds
+    2 GiB more, thread's share ≤ 0.01: 0.0074786, holds
 
-The thread's time is the kernel's, of its own processor clock. A burst of 0.1 s, in which it may
-read as often as memory changes, is in it. `monitor.batch` is timed around an empty batch, in
-the processor time of the loop's thread, with a file that lines are written to.
+The thread's time is the kernel's, of its own processor clock. `monitor.batch` is timed around an
+empty batch, in the processor time of the loop's thread, with a file that lines are written to.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def train(seconds: float, monitor: MemoryMonitor) -> tuple[float, float, int]:
             if time.perf_counter() - began_s > seconds:
                 break
         wall_s, cpu_s = time.perf_counter() - began_s, time.clock_gettime(clock) - cpu_s
-        return cpu_s, wall_s, monitor.report().samples
+        return cpu_s, wall_s, monitor.report().end["samples"]
 
 
 def a_batch(monitor: MemoryMonitor) -> float:

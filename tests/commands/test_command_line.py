@@ -1,12 +1,15 @@
-"""The command line as a whole: help, exit codes, and what goes where."""
+"""The command line as a whole: help, exit codes, streams, and the commands of its page."""
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import run_command
+from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command
 from torchbudget import __version__
 from torchbudget.commands import command_line
 
@@ -33,14 +36,10 @@ def test_every_command_has_help_and_an_example(
     assert err == ""
 
 
-def test_the_version() -> None:
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command_line.main(["--version"])
-    assert ended.value.code == 0
-
-
-def test_the_version_is_printed(tmp_path: Path) -> None:
-    assert run_command("--version", folder=tmp_path).stdout == f"{__version__}\n"
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -55,3 +54,35 @@ def test_wrong_use_is_2_and_says_so_on_stderr(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: python -m torchbudget")
+
+
+PAGE = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+LINES = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+@pytest.mark.slow
+def test_the_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with the page's files: exit code 0, results on stdout, nothing on stderr."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    sizes, module = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    Path("train.py").write_text(module, "utf-8")
+    exec(sizes, {})  # noqa: S102  (the page's own)
+    for line in LINES:
+        command = line.replace("python -m torchbudget", shlex.join(COMMAND))
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        result, rest = done.stdout, done.stderr
+        if " watch " in line:  # stdout is the command's
+            result, rest = rest, result
+        assert (bool(result), rest) == (True, ""), line

@@ -11,133 +11,63 @@ from tests.support.commands import run_command
 from torchbudget import load_cost
 from torchbudget.commands.command_line import main
 
-MODULE = """
-import torch
-
-print("the module is imported")
+MODULE = "tests.support.measured_module"
 
 
-def to_measure():
-    model = torch.nn.Linear(16, 100)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(batch):
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, lambda n, size: torch.zeros(n, size, 16)
-
-
-def two_axes():
-    step, _ = to_measure()
-    return step, lambda n, size: torch.zeros(n, *size, 16)
-
-
-def nothing():
-    return None
-
-
-def broken():
-    raise RuntimeError("of the user's own")
-
-
-def without_samples():
-    step, _ = to_measure()
-    return step, lambda n, size: torch.zeros(1, 1, 16)
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train_step.py").write_text(MODULE, "utf-8")
-    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n", "utf-8")
-    return tmp_path
+def measure(function: str, *arguments: str) -> int:
+    return main(["measure", function, *(arguments or ("--max-size", "16"))])
 
 
 @pytest.mark.slow
-def test_measured_saved_and_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_saved_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stdout is the cost's report alone, whatever the module prints; `plan` takes the file."""
-    done = run_command(
-        "measure", "train_step:to_measure", "--max-size", "64", "-o", "cost.json", folder=folder
-    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ("measure", f"{MODULE}:to_measure", "--max-size", "64", "-o", "cost.json")
+    done = run_command(*arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "the module is imported\n"
-    cost = load_cost(folder / "cost.json")
-    assert done.stdout == f"{cost.report()}\n"
+    assert done.stdout == f"{load_cost('cost.json').report()}\n"
     np.save("sizes.npy", np.arange(1, 60))
     assert main(["plan", "sizes.npy", "--budget", "1MiB", "--cost", "cost.json"]) == 0
-    assert "torchbudget" in capsys.readouterr().out
+    assert measure(f"{MODULE}:two_axes", "--max-size", "16x16", "-o", "two.json") == 0
+    assert load_cost("two.json").axes == 2
 
 
 @pytest.mark.parametrize(
-    ("function", "largest", "drawn"),
-    [("to_measure", "64", ["padded size", "samples"]), ("two_axes", "16x16", ["fitted, MiB"])],
-)
-def test_figures_of_costs(
-    function: str, largest: str, drawn: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The surface of a cost of one axis, the fit of one of several."""
-    monkeypatch.syspath_prepend(str(folder))
-    arguments = ["measure", f"train_step:{function}", "--max-size", largest, "--figure", "cost.svg"]
-    assert main(arguments) == 0
-    assert main([*arguments[:-1], "nowhere/cost.svg"]) == 2
-    assert main([*arguments[:-2], "-o", "nowhere/cost.json"]) == 2
-    written = (folder / "cost.svg").read_text("utf-8")
-    assert all(f"<!-- {label} -->" in written for label in drawn)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "arguments", "code", "expected"),
     [
-        ("train_step", "expected MODULE:FUNCTION"),
-        ("nowhere:to_measure", "there is no module 'nowhere'"),
-        ("train_step:fly", "train_step has no function 'fly'"),
-        ("train_step:nothing", "must return the step and make_batch, returned None"),
+        ("train_step", (), 2, "expected MODULE:FUNCTION"),
+        (f"{MODULE}:nothing", (), 2, "must return the step and make_batch, returned None"),
+        (f"{MODULE}:to_measure", ("--min-size", "1"), 2, "give --max-size, or the --sizes"),
+        (f"{MODULE}:to_measure", ("--sizes", "none.npy"), 2, "cannot read none.npy: No such file"),
+        (f"{MODULE}:to_measure", ("--max-size", "16", "-o", "no/a.json"), 2, "cannot write no/"),
+        (f"{MODULE}:without_samples", (), 1, "torchbudget: "),
     ],
 )
-def test_what_is_not_there_is_wrong_use(
+def test_wrong_use_and_steps_that_cannot_be_measured(
     function: str,
+    arguments: tuple[str, ...],
+    code: int,
     expected: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(folder))  # as `python -m` does
-    assert main(["measure", function, "--max-size", "64"]) == 2
+    assert measure(function, *arguments) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert expected in err
 
 
-def test_sizes_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["measure", "train_step:to_measure"]) == 2
-    assert "give --max-size, or the --sizes" in capsys.readouterr().err
-
-
-def test_a_step_that_cannot_be_measured_is_a_no(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(folder))
-    assert main(["measure", "train_step:without_samples", "--max-size", "64"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "torchbudget: " in err
-
-
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("train_step:broken", "RuntimeError: of the user's own"),
-        ("needs_more:step", "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        (f"{MODULE}:broken", "RuntimeError: of the user's own"),
+        ("not_installed_anywhere:step", "No module named 'not_installed_anywhere'"),
     ],
 )
 def test_errors_of_the_users_own_code_keep_their_traceback(
-    function: str, expected: str, folder: Path
+    function: str, expected: str, tmp_path: Path
 ) -> None:
-    """They are found by it: a missing import of the module's own, or what the function raises."""
-    done = run_command("measure", function, "--max-size", "8", folder=folder)
+    done = run_command("measure", function, "--max-size", "8", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith(expected)
     assert "Traceback" in done.stderr

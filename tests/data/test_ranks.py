@@ -38,7 +38,9 @@ def test_an_uneven_number_is_refused_before_the_first_batch() -> None:
             with pytest.raises(UnevenRanksError, match=r"3 samples that need 3 .*drop_last=True"):
                 look()
         assert sampler.epoch == sampler.state_dict()["epoch"] == 0
-    with pytest.raises(UnevenRanksError, match="1 samples are left of epoch 0, too few for 2 ranks"):
+    with pytest.raises(
+        UnevenRanksError, match="1 samples are left of epoch 0, too few for 2 ranks"
+    ):
         len(sampler_of([1], rank=0, **options))
     those = [sampler_of([1, 2, 3], rank=rank, drop_last=True, **options) for rank in range(2)]
     assert [len(sampler) for sampler in those] == [1, 1]

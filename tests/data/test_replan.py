@@ -192,7 +192,7 @@ def test_a_resumed_window_is_replanned() -> None:
 
 
 def test_what_cannot_be_corrected() -> None:
-    """Nothing observed changes nothing; a cost by formula, and ranks that cannot meet, are refused."""
+    """Nothing observed changes nothing; a cost by formula, and ranks apart, are refused."""
     sampler = sampler_of(cost=measured(margin=0.01), budget=500_000)
     plan = sampler.plan
     assert sampler.replan() == 0.01

@@ -17,7 +17,6 @@ import torch
 
 from tests.support.samplers import LENGTHS, TOKENS, sampler_of
 from torchbudget import (
-    BudgetedIterableDataset,
     MemoryBudget,
     MemoryBudgetBatchSampler,
     OversizeError,
@@ -34,21 +33,17 @@ WEIGHED: dict[str, Any] = {"batches_per_epoch": 3}
 
 REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": []}, SizesError, r"no samples: sizes have the shape \(0,\)"),
-    ({"sizes": np.empty((3, 0), np.int64)}, SizesError, r"no samples.*\(3, 0\)"),
     ({"sizes": np.ones((2, 2, 2), np.int64)}, SizesError, r"got \(2, 2, 2\)"),
     ({"sizes": [1.0, 2.0]}, SizesError, "expected integer sizes, got dtype float64"),
     ({"sizes": [True, False]}, SizesError, "expected integer sizes, got dtype bool"),
     ({"sizes": [1, 2, -3, -4]}, SizesError, r"sizes\[2\] is -3"),
-    ({"sizes": [1, 2**48]}, SizesError, rf"sizes\[1\] is {2**48}"),
     ({"sizes": [[1, 2], [3, -4]], "cost": TWO_AXES}, SizesError, r"sizes\[1\]\[1\] is -4"),
-    ({"sizes": [[1, 2], [3]]}, SizesError, "sizes"),
     ({"sizes": [[1, 2], [3, 4]]}, SizesError, "sizes of one axis, got sizes of 2 axes"),
     ({"cost": TWO_AXES}, CostError, "2 axes"),
     ({"sizes": [[1, 2, 3]], "cost": TWO_AXES}, CostError, "2 axes"),
     ({"cost": PaddedCost}, OptionError, "a cost model such as PaddedCost, got <class"),
     ({"budget": MemoryBudget(host=5)}, BudgetError, "must limit the device, got MemoryBudget"),
     ({"budget": 0}, BudgetError, "0 holds nothing"),
-    ({"budget": None}, BudgetError, "at least one of device"),
     ({"budget": "much"}, BudgetError, "much"),
     ({"budget": 2**63}, BudgetError, str(2**63)),
     ({"budget": 8}, OversizeError, r"1 of 5 samples .* first at index 1: size 9 needs 9"),
@@ -56,15 +51,12 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     ({"sizes": [9, 9], "budget": 8, "oversize": "skip"}, OversizeError, "nothing would be left"),
     ({"samples_per_step": 4, "window": 4}, OptionError, "window=4, samples_per_step=4"),
     ({"samples_per_step": 0}, OptionError, "samples_per_step must be an int of at least 1, got 0"),
-    ({"window": "8"}, OptionError, "window .* got '8'"),
     ({"seed": -1}, OptionError, "seed must be an int of at least 0, got -1"),
     ({"shuffle": 1}, OptionError, "shuffle must be a bool, got 1"),
-    ({"drop_last": 0}, OptionError, "drop_last must be a bool, got 0"),
     ({"batch_size_multiple": 0}, OptionError, "batch_size_multiple .* got 0"),
     ({"batch_size_multiple": 8, "max_batch_size": 4}, OptionError, "max_batch_size=4 is below"),
     ({"batch_size_multiple": 2, "cost": PACKED}, OptionError, "no meaning for packed batches"),
     ({"limits": [(TOKENS, 64), 64]}, OptionError, "pairs of a cost model and an amount.* got 64"),
-    ({"limits": [(PaddedCost, 64)]}, OptionError, "pairs of a cost model and an amount"),
     ({"limits": [(TOKENS, "6 parsecs")]}, BudgetError, "parsecs"),
     (
         {"limits": [(TOKENS, 400), (PaddedCost(unit_bytes=8), 64)], "budget": 400},
@@ -80,11 +72,9 @@ REFUSED: list[tuple[dict[str, Any], type[TorchBudgetError], str]] = [
     (WEIGHED | {"weights": torch.ones(5, requires_grad=True)}, OptionError, "must be numbers"),
     (WEIGHED | {"weights": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, OptionError, "some are masked"),
     ({"sizes": np.ma.masked_equal([1, 9, 1, 1, 1], 9)}, SizesError, r"sizes\[1\] is masked"),
-    ({"sizes": np.arange(5, dtype="m8[s]")}, SizesError, "integer sizes, got dtype timedelta64"),
     ({"sizes": torch.ones(5, device="meta")}, SizesError, "expected sizes of shape"),
     ({"num_replicas": 0}, OptionError, "num_replicas .* got 0"),
     ({"num_replicas": 2, "rank": 2}, OptionError, "rank must be below num_replicas=2, got 2"),
-    ({"rank": 1}, OptionError, "rank must be below num_replicas=1, got 1"),
     ({"num_replicas": 4, "rank": 0, "window": 3}, OptionError, "window=3 is below .* ranks, 4"),
     ({"num_replicas": 4, "rank": 0, "samples_per_step": 3}, OptionError, "per_step=3 is below"),
     ({"samples_per_step": 6, "drop_last": True}, OptionError, "drop_last=True leaves nothing"),
@@ -224,9 +214,6 @@ def test_a_model_that_does_not_fit_is_named(oversize: Any) -> None:
         with pytest.raises(OversizeError, match="the model alone needs 500 B of 400 B") as caught:
             sampler_of([3, 9, 4], 400, cost=cost, oversize=oversize)
         assert "shorten" not in str(caught.value)
-        stream = BudgetedIterableDataset([["abc", "d"]], cost, 400, size=len, oversize=oversize)
-        with pytest.raises(OversizeError, match="the model alone needs"):
-            next(iter(stream))
         with pytest.raises(OversizeError, match=r"1 of 3 samples .* shorten"):
             sampler_of([3, 9, 4], 508, cost=cost)
 

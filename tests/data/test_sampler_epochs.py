@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.oracles import chi_square
-from tests.support.samplers import counted, loader_of, sampler_of
+from tests.support.samplers import counted, sampler_of
 from torchbudget.errors import DiscardedStateWarning, OptionError
 
 
@@ -169,13 +168,6 @@ def test_the_given_length_changes_nothing_but_ends() -> None:
     assert max(second.values()) <= 2
 
 
-def test_a_loader_has_the_given_length() -> None:
-    """`len(loader)`, which frameworks read once, in every epoch."""
-    loader = loader_of(sampler_of(window=40, batches_per_epoch=65))
-    for _ in range(3):
-        assert len(loader) == len(list(loader)) == 65
-
-
 def test_another_epoch_has_a_pass_of_its_own() -> None:
     """The same one whatever was read before, and another one than those read in turn."""
     begun, fresh = (sampler_of(window=40, batches_per_epoch=9) for _ in range(2))
@@ -199,18 +191,6 @@ def test_another_length_for_a_state(number: int) -> None:
     assert list(sampler) == sequence[6 : 6 + left]
     assert sampler.epoch == 1
     assert list(sampler) == sequence[6 + left : 6 + left + number]
-
-
-# ---------------------------------------------------------------------- weights
-
-
-def test_weights_are_frequencies() -> None:
-    """Over epochs each sample comes in proportion to its weight; 0 never comes."""
-    weights = np.array([0, 1, 2, 3, 4, 0])
-    drawn = counted(sampler_of([5] * 6, 25, weights=weights, batches_per_epoch=4000))
-    assert set(drawn) == {1, 2, 3, 4}
-    counts = [drawn[index] for index in (1, 2, 3, 4)]
-    assert abs(chi_square(counts, drawn.total() * weights[1:5] / 10)) < 4
 
 
 @pytest.mark.parametrize(

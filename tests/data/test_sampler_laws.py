@@ -120,9 +120,9 @@ def test_records_say_where_the_epoch_stands(case: Any, epoch: int, data: st.Data
 
 @given(cases(epochs="given"), st.data())
 def test_epochs_of_a_given_length_go_on_in_the_order(case: Any, data: st.DataObject) -> None:
-    """Epochs of K batches read pass after pass, on any ranks; `set_epoch` of the next changes nothing.
+    """Epochs of K batches read pass after pass, on any ranks; the next `set_epoch` changes nothing.
 
-    Of a loaded state `max(K − done, 0)` batches are left. Another epoch begins with a fresh pass.
+    Of a loaded state K − done batches are left. Another epoch begins with a fresh pass.
     """
     sizes, cost, budget, ranks, options = case
     number, state = options["batches_per_epoch"], None

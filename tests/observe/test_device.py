@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+import torchbudget as tb
 from tests.support.costs import measured
 from tests.support.fake_device import FakeDevice, put_in_place
-from torchbudget import (
-    MemoryBudget,
-    MemoryBudgetBatchSampler,
-    MemoryMonitor,
-    PaddedCost,
-    peak_memory,
-)
 from torchbudget.errors import MeasureWarning, MemoryLimitWarning
 from torchbudget.machine import device as device_module
-from torchbudget.observe.sample import MemoryReader, MemorySample
+from torchbudget.observe.sample import MemoryReader
 from torchbudget.units import GiB, MiB
 
 CONTEXT = MiB(600)
@@ -28,18 +22,17 @@ CONTEXT = MiB(600)
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """A device that this process uses already."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    return put_in_place(
-        monkeypatch, FakeDevice(free_bytes=GiB(80) - CONTEXT, process_bytes=CONTEXT)
-    )
+    device = FakeDevice(free_bytes=GiB(80) - CONTEXT, process_bytes=CONTEXT)
+    return put_in_place(monkeypatch, device)
 
 
 def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> None:
     """Of the monitor's whole time, of a block's, and of a block's inside it."""
-    with MemoryMonitor(interval_s=10) as monitor:
+    with tb.MemoryMonitor(interval_s=10) as monitor:
         fake.take(GiB(9), reserving=GiB(1))
         fake.free(GiB(9))
         fake.empty_cache()
-        with peak_memory("cuda") as outer:
+        with tb.peak_memory("cuda") as outer:
             fake.take(GiB(4))
             fake.free(GiB(4))
             fake.empty_cache()
@@ -56,103 +49,82 @@ def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> 
     assert "device, reserved" in str(monitor.report())
 
 
-def test_a_batch_waits_for_no_device(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that enqueues ahead of its device goes on to do so."""
+def test_a_device_that_fills_up_is_warned_of_and_planned_for(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the budget's device bytes; the sampler goes on with the margin that was seen.
 
-    def fail() -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(fake, "synchronize", fail)
-    with MemoryMonitor() as monitor, monitor.batch(4, 100):
-        fake.take(GiB(1))
-
-
-def test_a_device_that_fills_up_is_warned_of_and_planned_for(fake: FakeDevice) -> None:
-    """Against the budget's device bytes; the sampler goes on with the margin that was seen."""
-    form = PaddedCost(fixed_bytes=GiB(1), unit_bytes=MiB(1))
-    cost = measured(form, margin=0.01)
-    sampler = MemoryBudgetBatchSampler([100] * 400, cost, "10GiB", window=40)
-    monitor = MemoryMonitor(MemoryBudget(device="10GiB"), replan=sampler, replan_batches=1)
+    A batch waits for no device, so that a loop goes on to enqueue ahead of it.
+    """
+    monkeypatch.setattr(fake, "synchronize", pytest.fail)
+    cost = measured(tb.PaddedCost(fixed_bytes=GiB(1), unit_bytes=MiB(1)), margin=0.01)
+    sampler = tb.MemoryBudgetBatchSampler([100] * 400, cost, "10GiB", window=40)
+    monitor = tb.MemoryMonitor(tb.MemoryBudget(device="10GiB"), replan=sampler, replan_batches=1)
     with monitor:
         with pytest.warns(MeasureWarning, match="were predicted"):
             run_batch(monitor, fake, GiB(9))
-        assert sampler.plan.rules.cost.margin > 0.01
-        with pytest.warns(MemoryLimitWarning, match=r"9\.59 GiB of 10 GiB .* replan"):
+        assert sampler.plan.rules.cost.margin > 0.01  # type: ignore[attr-defined]
+        with pytest.warns(MemoryLimitWarning, match=r"9\.59 GiB of 10 GiB .* replan=sampler"):
             monitor.snapshot("near")
 
 
-def run_batch(monitor: MemoryMonitor, fake: FakeDevice, num_bytes: int) -> None:
+def run_batch(monitor: tb.MemoryMonitor, fake: FakeDevice, num_bytes: int) -> None:
     with monitor.batch(50, (100,)):
         fake.take(num_bytes)
 
 
-@pytest.mark.parametrize("device", [None, "cuda"])
-def test_a_thread_reads_the_device_that_is_used(
-    device: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not its own current device: a thread's is the first one, and a rank may be on the fourth.
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that the allocator has reserved on each of four devices; the current one is the first.
 
-    The allocator that is asked is a stand-in.
+    The allocator that is asked is a stand-in: it says which device it was asked for.
     """
-    reserved = [0, 0, 0, 0]
-    asked: list[str] = []
-    samples: list[MemorySample] = []
+    found = dict.fromkeys(range(4), 0)
 
     def source(name: object) -> FakeDevice:
-        asked.append(str(name))
-        return FakeDevice(reserved_bytes=reserved[3])
+        index = str(name).partition(":")[2]
+        return FakeDevice(reserved_bytes=found[int(index)] + int(index) if index else 0)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reserved))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", found.__getitem__)
     monkeypatch.setattr(device_module, "TorchSource", source)
     monkeypatch.setattr(device_module, "_devices", {})
+    return found
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_thread_reads_the_device_that_is_used(
+    device: str | None, reserved: dict[int, int]
+) -> None:
+    """Not its own current device: a thread's is the first one, and a rank may be on the fourth."""
     reader = MemoryReader(None, device)
-
-    def read() -> None:
-        thread = Thread(target=lambda: samples.append(reader.read(0, whole=False)))
-        thread.start()
-        thread.join()
-
-    read()  # before the rank has anything on its device
-    reserved[1], reserved[3] = MiB(20), GiB(2)
-    read()
-    read()
-    assert [sample.reserved_bytes for sample in samples] == [None, GiB(2), GiB(2)]
-    assert asked == ["cuda:3"]
+    with ThreadPoolExecutor(1) as other:
+        # Before the rank has anything on its device, and after.
+        for on_devices, read in (({}, None), ({1: MiB(20), 3: GiB(2)}, GiB(2) + 3)):
+            reserved |= on_devices
+            sample = other.submit(reader.read, 0, whole=False).result()
+            assert sample.reserved_bytes == read
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
 @pytest.mark.parametrize(
-    ("reserved", "read"), [([0, GiB(2)], 1), ([MiB(20), GiB(2)], 0), ([0, 0], None)]
+    ("on_devices", "read"), [({1: GiB(2)}, GiB(2) + 1), ({0: MiB(20), 1: GiB(2)}, MiB(20)), ({}, 0)]
 )
 def test_a_model_on_another_device_than_the_current_one(
-    device: str | None, reserved: list[int], read: int | None, monkeypatch: pytest.MonkeyPatch
+    device: str | None, on_devices: dict[int, int], read: int, reserved: dict[int, int]
 ) -> None:
-    """Samples and batches are of the device that it is on, not of an empty one.
-
-    The allocator that is asked is a stand-in; the current device is the first one.
-    """
-    asked: list[str] = []
-
-    def source(name: object) -> FakeDevice:
-        asked.append(str(name))
-        return FakeDevice(reserved_bytes=reserved[1])
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
-    monkeypatch.setattr(device_module, "TorchSource", source)
-    monkeypatch.setattr(device_module, "_devices", {})
-    with MemoryMonitor(device=device, interval_s=10) as monitor, monitor.batch():
+    """Samples and batches are read on the device of the model, not on an empty one."""
+    reserved |= on_devices
+    with tb.MemoryMonitor(device=device, interval_s=10) as monitor, monitor.batch() as peak:
         pass
-    assert set(asked) == {"cuda" if read is None else f"cuda:{read}"}
+    assert {monitor.report().peak.reserved_bytes, peak.reserved_bytes} == {read}
 
 
 def test_cuda_is_never_initialised() -> None:
     """Nor is a device read before the process uses it: its forked workers would not start."""
-    with MemoryMonitor("8MiB", device="cuda") as monitor:
+    with tb.MemoryMonitor("8MiB", device="cuda") as monitor:
         sample = monitor.snapshot("now")
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
     assert sample.device_bytes is None

@@ -150,8 +150,8 @@ def sizes_that_are_floats(folder: Path) -> None:
 
 
 @provokes(errors.OptionError)
-def an_epoch_of_too_few_batches(folder: Path) -> None:
-    next(iter(sampler_of(batches_per_epoch=1)))
+def batches_that_are_batched_again(folder: Path) -> None:
+    next(iter(DataLoader(range(8), sampler=sampler_of(), batch_size=4)))  # type: ignore[arg-type]
 
 
 @provokes(errors.OversizeError)
@@ -219,10 +219,11 @@ def a_sample_beyond_all_memory(folder: Path) -> None:
 
 @provokes(errors.MissingExtraError)
 def a_figure_without_matplotlib(folder: Path) -> None:
-    from torchbudget.observe.figures import plot_batch
+    from torchbudget.observe.figures import plot_sizes
 
+    plan = sampler_of().plan
     with patch.dict(sys.modules, {"matplotlib.figure": None}):  # as if it were not installed
-        plot_batch([1, 2])
+        plot_sizes(plan)
 
 
 # ---------------------------------------------------------------------- warnings
@@ -245,10 +246,13 @@ def a_collate_that_drops_samples(folder: Path) -> None:
 
 
 @provokes(errors.RepeatedSamplesWarning)
-def one_batch_a_loop(folder: Path) -> None:
-    sampler = sampler_of()
-    for _ in range(4):
-        next(iter(sampler))
+def workers_that_start_over(folder: Path) -> None:
+    samples = [[[0] * 3] * 8]
+    options: Any = {"size": len, "collate_fn": list, "batches_per_epoch": 1}
+    stream = tb.BudgetedIterableDataset(samples, BYTE_EACH, 12, **options)
+    loader = DataLoader(stream, batch_size=None, num_workers=1)
+    list(loader)
+    stream.tracked(loader)
 
 
 @provokes(errors.PaddedSizeWarning)

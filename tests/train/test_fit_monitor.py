@@ -24,8 +24,7 @@ from torchbudget import (
 )
 from torchbudget.errors import MeasureWarning, OptionError
 from torchbudget.machine.process_tree import process_memory
-from torchbudget.observe.lines import read_records
-from torchbudget.observe.recorded_run import recorded_runs
+from torchbudget.observe.report import read_records, recorded_runs
 from torchbudget.random_state import RandomState
 from torchbudget.units import MiB
 

@@ -1,4 +1,4 @@
-"""The parser of all commands, and what becomes of their answers and errors."""
+"""The parser of all commands, and the exit codes of their answers and errors."""
 
 from __future__ import annotations
 
@@ -6,74 +6,62 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Final, TypeAlias
+from typing import Final
 
 import torchbudget
-from torchbudget.commands import (
-    inspect_machine,
-    measure_step,
-    plan_epoch,
-    report_run,
-    watch_command,
-)
-from torchbudget.commands.answer import Answer, UsageError
+from torchbudget.commands.inspect_machine import INSPECT
+from torchbudget.commands.measure_step import MEASURE
+from torchbudget.commands.plan_epoch import PLAN
+from torchbudget.commands.watch_run import REPORT, WATCH
 from torchbudget.errors import TorchBudgetError, TorchBudgetWarning
 
-Run: TypeAlias = Callable[[argparse.Namespace], Answer]
-
 _COMMANDS: Final = {
-    "inspect": inspect_machine,
-    "plan": plan_epoch,
-    "measure": measure_step,
-    "watch": watch_command,
-    "report": report_run,
+    "inspect": INSPECT,
+    "plan": PLAN,
+    "measure": MEASURE,
+    "watch": WATCH,
+    "report": REPORT,
 }
 _USED_WRONGLY: Final = 2
-_INTERRUPTED: Final = 130  # as a shell has it: 128 and SIGINT
+_INTERRUPTED: Final = 130  # as of a shell: 128 and SIGINT
 _EPILOG: Final = """\
 exit codes: 0: done; 1: the answer is no (a check failed, sizes do not fit, a step cannot be
 measured); 2: used wrongly. Results go to stdout, messages to stderr."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands."""
+    """The parser of all commands."""
+    raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
         prog="python -m torchbudget",
         description="Memory budgets for PyTorch's DataLoaders: look before you train.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=raw,
     )
     top.add_argument("--version", action="version", version=torchbudget.__version__)
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, module in _COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+    parsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in _COMMANDS.items():
+        one = parsers.add_parser(
+            name, help=command.help, description=command.description, formatter_class=raw
         )
-        command.set_defaults(run=module.run)
-        module.add_arguments(command)
+        one.set_defaults(run=command.run)
+        command.add_arguments(one)
     return top
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command.
+    """Run one command, and return its exit code.
 
     Args:
-        arguments: without the program's name.
-
-    Returns:
-        The exit code.
+        arguments: the arguments after the program's name.
     """
     options = parser().parse_args(arguments)
-    run: Run = options.run
     try:
         with _warnings_in_a_line(), redirect_stdout(sys.stderr):  # stdout is for the answer
-            answer = run(options)
-    except (UsageError, TorchBudgetError) as error:
+            answer = options.run(options)
+    except TorchBudgetError as error:
         _say(error)
         return _USED_WRONGLY
     except KeyboardInterrupt:
@@ -81,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     _write(answer.text)
     for line in answer.failed:
         _say(line)
-    return answer.exit_code
+    return int(answer.code or bool(answer.failed))
 
 
 def _say(message: object) -> None:
@@ -100,12 +88,12 @@ def _write(text: str) -> None:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Show warnings as messages, without the place in the code that they come from."""
+    """Show warnings as messages, without their place in the code."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         _say(f"warning: {message}")
 
     with warnings.catch_warnings():  # which also restores this
         warnings.showwarning = show
-        warnings.simplefilter("always", TorchBudgetWarning)  # which tell, and end nothing
+        warnings.simplefilter("always", TorchBudgetWarning)  # never an error
         yield

@@ -1,119 +1,129 @@
-"""`plan`: what an epoch would be under a budget."""
+"""`plan`: an epoch under a budget, from a file of sizes."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from torchbudget.commands import costs, pages, size_files
-from torchbudget.commands.answer import Answer, as_json
-from torchbudget.data.sampler import MemoryBudgetBatchSampler
-from torchbudget.errors import OversizeError, UnevenRanksError
-from torchbudget.plan.report import PlanReport
+import numpy as np
 
-HELP: Final = "what an epoch would be under a budget"
-DESCRIPTION: Final = """\
+from torchbudget.commands import Answer, Command, as_json, save_figure
+from torchbudget.cost.models.cost_file import load_cost
+from torchbudget.cost.models.padded import PackedCost, PaddedCost
+from torchbudget.cost.models.protocol import CostModel, Sizes
+from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.errors import CostError, OptionError, OversizeError, UnevenRanksError
+from torchbudget.units import parse_bytes
+
+_DESCRIPTION: Final = """\
 Plan an epoch of samples of these sizes under a budget, and report it: fill, padding, numbers of
-micro-batches and samples, imbalance of ranks. Nothing is read but the sizes.
+micro-batches and samples, imbalance of ranks. Only the sizes are read.
 
   python -m torchbudget plan sizes.npy --budget 8GiB --cost cost.json
-  python -m torchbudget plan lengths.txt --budget 16384 --cost tokens --html plan.html"""
+  python -m torchbudget plan lengths.txt --budget 16384 --unit-bytes 1  # a budget in tokens"""
+SIZES_HELP: Final = (
+    "a file of ints: .npy, .npz (as sizes_of keeps them), text of one line for each sample, or a "
+    "JSON list; several columns are several ragged axes; - reads stdin"
+)
+_NUMBER: Final[dict[str, Any]] = {"type": int, "metavar": "N"}
+_RULES: Final[dict[str, dict[str, Any]]] = {
+    "samples_per_step": _NUMBER,
+    "window": _NUMBER,
+    "max_batch_size": _NUMBER,
+    "batch_size_multiple": {**_NUMBER, "default": 1},
+    "size_multiple": {**_NUMBER, "default": 1},
+    "seed": {**_NUMBER, "default": 0},
+    "oversize": {"choices": ("raise", "skip", "alone"), "default": "raise"},
+    "drop_last": {"action": "store_true"},
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
-    parser.add_argument("sizes", metavar="SIZES", help=size_files.HELP)
-    parser.add_argument("--budget", required=True, help='the device\'s bytes, such as "8GiB"')
-    parser.add_argument("--cost", required=True, help=costs.HELP)
-    parser.add_argument("--packed", action="store_true", help="batches without padding")
-    _add_rules(parser.add_argument_group("batches, as MemoryBudgetBatchSampler's arguments"))
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="JSON instead of a table")
-    output.add_argument(
-        "--figure", metavar="FILE", type=Path, help="draw sizes and padding: .png, .svg, .pdf"
-    )
-    output.add_argument("--html", metavar="FILE", type=Path, help="one page with figures in it")
-    output.add_argument(
-        "--min-fill", type=_share, metavar="SHARE", help="fail where the fill is lower, such as 0.9"
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    unit_help = "instead: bytes of one element, such as a token; one number for each ragged axis"
+    fixed_help = 'bytes beside those of the elements, such as "500MB"'
+    add = parser.add_argument
+    add("sizes", metavar="SIZES", help=SIZES_HELP)
+    add("--budget", required=True, help='the device\'s bytes, such as "8GiB"')
+    cost = parser.add_mutually_exclusive_group(required=True)
+    cost.add_argument("--cost", metavar="FILE", help="a saved cost, as `measure` writes it")
+    cost.add_argument("--unit-bytes", type=float, nargs="+", metavar="BYTES", help=unit_help)
+    add("--fixed-bytes", metavar="BYTES", help=fixed_help)
+    add("--packed", action="store_true", help="batches without padding")
+    add("--ranks", dest="num_replicas", default=1, **_NUMBER)
+    rules = parser.add_argument_group("batches, as MemoryBudgetBatchSampler's arguments")
+    for name, kind in _RULES.items():
+        rules.add_argument(f"--{name.replace('_', '-')}", **kind)
+    add("--json", action="store_true", help="JSON instead of a table")
+    add("--figure", metavar="FILE", type=Path, help="draw sizes and padding: .png, .svg, .pdf")
+    add("--min-fill", type=float, metavar="SHARE", help="fail if the fill is lower, such as 0.9")
 
 
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share <= 1:  # nan is not: nothing is below it
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
-    return share
-
-
-def _add_rules(group: Any) -> None:
-    group.add_argument("--samples-per-step", type=int, metavar="N")
-    group.add_argument("--window", type=int, metavar="N")
-    group.add_argument("--ranks", type=int, metavar="N", default=1)
-    group.add_argument("--max-batch-size", type=int, metavar="N")
-    group.add_argument("--batch-size-multiple", type=int, metavar="N", default=1)
-    group.add_argument("--size-multiple", type=int, metavar="N", default=1)
-    group.add_argument("--oversize", choices=("raise", "skip", "alone"), default="raise")
-    group.add_argument("--drop-last", action="store_true")
-    group.add_argument("--seed", type=int, metavar="N", default=0)
-
-
-def run(options: argparse.Namespace) -> Answer:
-    """Plan, and write what was asked for."""
+def _run(options: argparse.Namespace) -> Answer:
+    sizes, cost = read_sizes(options.sizes), _cost(options)
+    rules = {name: getattr(options, name) for name in ("num_replicas", *_RULES)}
     try:
-        sampler = _sampler(options)
+        sampler = MemoryBudgetBatchSampler(sizes, cost, options.budget, rank=0, **rules)
         report = sampler.report()
     except (OversizeError, UnevenRanksError) as error:
         return Answer(failed=(str(error),))
     if options.figure is not None:
         from torchbudget.observe.figures import plot_sizes
 
-        pages.save_figure(plot_sizes(sampler.plan), options.figure)
-    if options.html is not None:
-        pages.save(options.html, _page(options, sampler, report))
-    failed = []
-    if options.min_fill is not None and report.fill < options.min_fill:
-        failed.append(f"the fill is {report.fill:.1%}, below {options.min_fill:.1%}")
+        save_figure(plot_sizes(sampler.plan), options.figure)
     text = as_json(asdict(report)) if options.json else str(report)
-    return Answer(text=text, failed=tuple(failed))
+    if options.min_fill is None or report.fill >= options.min_fill:
+        return Answer(text=text)
+    failed = f"the fill is {report.fill:.1%}, below {options.min_fill:.1%}"
+    return Answer(text=text, failed=(failed,))
 
 
-def _sampler(options: argparse.Namespace) -> MemoryBudgetBatchSampler:
-    return MemoryBudgetBatchSampler(
-        size_files.read_sizes(options.sizes),
-        costs.read_cost(options.cost, packed=options.packed),
-        options.budget,
-        samples_per_step=options.samples_per_step,
-        window=options.window,
-        num_replicas=options.ranks,
-        rank=0,
-        max_batch_size=options.max_batch_size,
-        batch_size_multiple=options.batch_size_multiple,
-        size_multiple=options.size_multiple,
-        oversize=options.oversize,
-        drop_last=options.drop_last,
-        seed=options.seed,
-    )
+def _cost(options: argparse.Namespace) -> CostModel:
+    """The saved cost, or the one of the coefficients."""
+    if options.cost is None:
+        kind = PackedCost if options.packed else PaddedCost
+        units = options.unit_bytes if len(options.unit_bytes) > 1 else options.unit_bytes[0]
+        fixed_bytes = 0 if options.fixed_bytes is None else parse_bytes(options.fixed_bytes)
+        return kind(unit_bytes=units, fixed_bytes=fixed_bytes)
+    if options.fixed_bytes is not None:
+        raise OptionError("--fixed-bytes goes with --unit-bytes: a saved cost has its own")
+    try:
+        cost = load_cost(options.cost)
+        return cost.packed() if options.packed else cost
+    except (CostError, OSError) as error:
+        raise OptionError(f"--cost {options.cost}: {error}") from error
 
 
-def _page(
-    options: argparse.Namespace, sampler: MemoryBudgetBatchSampler, report: PlanReport
-) -> str:
-    """The report as a page with figures in it."""
-    from torchbudget.observe import figures
+def read_sizes(name: str) -> Sizes:
+    """The sizes in a file, shape `(N,)` or `(N, d)`; `-` is stdin.
 
-    plan = sampler.plan
-    costliest = plan.sizes.values[sampler.extremes()["largest"]]
-    first = costliest.reshape(len(costliest), -1)[:, 0]
-    multiple = plan.rules.size_multiple
-    return pages.page(
-        f"Plan of {options.sizes}",
-        pages.paragraph(f"Budget {options.budget}, cost {options.cost}."),
-        pages.table([("figure", "value"), *report.rows]),
-        *(pages.paragraph(f"Advice: {advice}") for advice in report.advice),
-        pages.picture(figures.plot_sizes(plan), "Elements by the size of their samples"),
-        pages.picture(
-            figures.plot_batch(first, size_multiple=multiple), "The costliest micro-batch"
-        ),
-    )
+    Columns of text stand apart by blanks or commas. A first line without numbers is a header. A
+    .npy file is mapped, not read.
+
+    Raises:
+        OptionError: the file cannot be read, or has no sizes in it.
+    """
+    path = Path(name)
+    try:
+        if path.suffix in (".npy", ".npz"):
+            found: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+            sizes: Sizes = found["sizes"] if path.suffix == ".npz" else found
+            return sizes
+        text = (sys.stdin.read() if name == "-" else path.read_text("utf-8")).strip()
+        if text.startswith("["):
+            return np.array(json.loads(text))
+        lines = text.replace(",", " ").splitlines()
+        if not any(character.isdigit() for character in lines[0]):
+            del lines[0]
+        return np.array([[int(number) for number in line.split()] for line in lines], np.int64)
+    except OSError as error:
+        raise OptionError(f"cannot read {name}: {error.strerror or error}") from error
+    except (ValueError, OverflowError, LookupError, EOFError) as error:
+        raise OptionError(f"{name} has no sizes in it: {error}") from error
+
+
+_HELP: Final = "an epoch under a budget"
+PLAN: Final = Command(_HELP, _DESCRIPTION, _add_arguments, _run)

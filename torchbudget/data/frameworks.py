@@ -94,7 +94,7 @@ class HostLoop:
     resumed: str | None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """The code that iterates a sampler or stream, asks for its length, or chooses its epoch.
 
@@ -108,8 +108,8 @@ class Caller:
 
     batches_again: bool
     reads_ahead: bool
-    wrappers: list[tuple[str, Any]]
-    host: HostLoop | None = None
+    wrappers: tuple[tuple[str, Any], ...]
+    host: HostLoop | None
 
     @classmethod
     def find(cls) -> Caller:
@@ -121,26 +121,29 @@ class Caller:
         name = frame.f_globals.get("__name__")
         fetches = name == fetch.__name__ and bool(frame.f_locals.get("auto_collation"))
         workers = name == _MultiProcessingDataLoaderIter.__module__
-        found = cls(
-            batches_again=name == BatchSampler.__module__ or fetches,
-            reads_ahead=workers
-            and isinstance(frame.f_locals.get("self"), _MultiProcessingDataLoaderIter),
-            wrappers=[],
-        )
+        loop = frame.f_locals.get("self") if workers else None
+        batches_again = name == BatchSampler.__module__ or fetches
+        reads_ahead = isinstance(loop, _MultiProcessingDataLoaderIter)
+        wrappers: list[tuple[str, Any]] = []
+        host: HostLoop | None = None
         wrap = [name for name in _SHARDING if name in sys.modules]
         loops = [name for name in _LOOPS if name in sys.modules]
         by_adapter = False
         while frame is not None and (wrap or loops):
             module = frame.f_globals.get("__name__", "")
             if module in wrap:
-                found.wrappers.append((module, frame.f_locals.get("self")))
+                wrappers.append((module, frame.f_locals.get("self")))
             by_adapter = by_adapter or module in _ADAPTERS
             takes = module in loops and frame.f_code.co_name == _LOOPS[module].takes
             if module in loops and not (takes or by_adapter):
-                found.host = _host_in(frame, module)
-                loops = []
+                host, loops = _host_in(frame, module), []
             frame = frame.f_back
-        return found
+        return cls(
+            batches_again=batches_again,
+            reads_ahead=reads_ahead,
+            wrappers=tuple(wrappers),
+            host=host,
+        )
 
     def check_loader(self, num_replicas: int) -> None:
         """Raise where a loader would lose or repeat batches.

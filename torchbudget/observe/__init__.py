@@ -1,1 +1,1 @@
-"""What really happened: it builds on `cost` and `plan`; `data` and `train` are its neighbours."""
+"""Memory as it really was: builds on `cost` and `plan`; `data` and `train` are neighbours."""

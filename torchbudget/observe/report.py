@@ -1,18 +1,32 @@
-"""`MonitorReport`: what a monitor has seen, as a record and as a table."""
+"""`MonitorReport`: one run of a `MemoryMonitor`, its own or read back from its file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
 from typing import Any, Final
 
-from torchbudget.machine.cgroups import GroupEvents
-from torchbudget.observe.limits import MemoryLimit
-from torchbudget.observe.sample import MemorySample
+from torchbudget.errors import OptionError
+from torchbudget.observe.sample import NAMES, MemorySample
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
-_NOTICED: Final = 0.02  # a share of a process's memory
+FORMAT: Final = 1
+_LOADING: Final = "start fewer workers, or lower prefetch_factor: each worker has as many batches"
+_SHARED: Final = f"{_LOADING}; or mount a larger /dev/shm (docker run --shm-size)"
+_PLANNING: Final = "lower the sampler's budget, or correct it: MemoryMonitor(…, replan=sampler)"
+_KILLS: Final = f"the kernel kills a process when it is full: {_LOADING}; or lower the budget"
+_LIMITS: Final = {  # name, and what to change
+    "device": ("the device's memory (budget.device)", _PLANNING),
+    "host": ("this job's memory (budget.host)", _LOADING),
+    "shared": ("/dev/shm", _SHARED),
+    "cgroup": ("the memory of this control group", _KILLS),
+    "machine": ("the machine's memory", _KILLS),
+}
 _TITLES: Final = {
     "host_bytes": "job, each byte once",
     "unreclaimable_bytes": "job, unreclaimable",
@@ -26,97 +40,205 @@ _TITLES: Final = {
     "reserved_bytes": "device, reserved",
     "outside_bytes": "device, outside the allocator",
 }
+_EVENTS: Final = {
+    "stalled_s": "waited for memory: {:.1f} s",
+    "refusals": "the control group's limit was hit {:,} times",
+    "kills": "the kernel killed {:,} processes of the control group",
+    "lost_lines": "{:,} lines could not be written",
+}
 
 
-def memory_rows(
-    peak: Mapping[str, float], snapshots: Sequence[tuple[str, Mapping[str, float]]]
-) -> list[list[str]]:
-    """A table as text: a row of headings, and one for each number that was read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """One of a job's limits, and its use; as text, what to change.
+
+    Attributes:
+        name: `"host"`, `"device"` or `"shared"`, as in a `MemoryBudget` (`"shared"` also without
+            one, or with a larger one, by the size of `/dev/shm`); `"cgroup"` or `"machine"`.
+        used_bytes: bytes in use.
+        limit_bytes: bytes that may be used.
+    """
+
+    name: str
+    used_bytes: int
+    limit_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Used / limit."""
+        return self.used_bytes / self.limit_bytes
+
+    def __str__(self) -> str:
+        what, advice = _LIMITS[self.name]
+        used, limit = format_bytes(self.used_bytes), format_bytes(self.limit_bytes)
+        return f"{what}: {used} of {limit} are used; {advice}"
+
+
+def limits_of(
+    sample: MemorySample, budget: Mapping[str, int], pools: Mapping[str, int], *, on_cpu: bool
+) -> list[MemoryLimit]:
+    """The limits that a sample can be compared with.
 
     Args:
-        peak: numbers by their names in `MemorySample`; what was not read is left out.
-        snapshots: by their own names, likewise.
+        sample: the use of memory.
+        budget: the job's stated bytes, by name.
+        pools: sizes of the machine's memories in bytes, by name.
+        on_cpu: whether the budget's device is the CPU.
     """
-    columns = [("peak", peak), *snapshots]
-    rows = [["", *(name for name, _ in columns)]]
-    for name, title in _TITLES.items():
-        cells = [format_bytes(int(one[name])) if name in one else "" for _, one in columns]
-        if any(cells):
-            rows.append([title, *cells])
-    return rows
+    used = {name: getattr(sample, f"{name}_bytes") for name in _LIMITS}
+    if on_cpu:  # the kernel's peak, which no interval misses
+        used["device"] = sample.process_peak_bytes or sample.process_bytes
+    limits = []
+    for name, used_bytes in used.items():
+        amounts = [one[name] for one in (budget, pools) if name in one]
+        if amounts and used_bytes is not None:  # /dev/shm may be smaller than its budget
+            limit = MemoryLimit(name=name, used_bytes=used_bytes, limit_bytes=min(amounts))
+            limits.append(limit)
+    return limits
+
+
+def largest_shares(limits: Sequence[MemoryLimit]) -> tuple[MemoryLimit, ...]:
+    """The limits at the largest shares of them that were used, one for each name.
+
+    A limit may change: of several control groups, it is the limit of the one with the least left.
+    """
+    largest = {limit.name: limit for limit in sorted(limits, key=lambda limit: limit.share)}
+    return tuple(largest[name] for name in _LIMITS if name in largest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorReport:
-    """What a `MemoryMonitor` has seen, to be printed or read.
+    """One run of a `MemoryMonitor`: so far, or read back from its file; as text, a table.
 
     Attributes:
-        peak: the most of each number.
-        limits: each limit, and the most that was used of it.
-        snapshots: by their names, in order.
-        events: of the process's control groups, since the monitor began.
-        is_exact: whether `host_bytes` counts each byte once. Otherwise the kernel did not show
-            which pages are shared, and it counts only those that cannot be.
-        seconds: that it has run.
-        samples: that were read.
-        processor_s: processor time that reading them took.
-        lost_lines: that could not be written to the file.
+        begin: the first record of the file: `pid`, `rank`, `unix_s`, `budget`, `on_cpu`.
+        history: samples, in order; each may have the maxima of several.
+        snapshots: names and samples, in order.
+        peak: the maximum of each number.
+        limits: each limit, at the largest share of it that was used.
+        batches: records of the file's batches. A monitor's own report has none.
+        end: the last record of the file, or its numbers so far: `time_s`, `samples`,
+            `processor_s`, `lost_lines`, `is_exact`, `refusals`, `kills`, `stalled_s`. Empty for a
+            run that was killed, or is still running.
     """
 
+    begin: Mapping[str, Any]
+    history: tuple[MemorySample, ...]
+    snapshots: tuple[tuple[str, MemorySample], ...]
     peak: MemorySample
     limits: tuple[MemoryLimit, ...]
-    snapshots: tuple[tuple[str, MemorySample], ...]
-    events: GroupEvents
-    is_exact: bool
-    seconds: float
-    samples: int
-    processor_s: float
-    lost_lines: int
+    batches: tuple[Mapping[str, Any], ...] = ()
+    end: Mapping[str, Any]
 
-    def known(self) -> dict[str, Any]:
-        """The numbers of the end of the file of lines."""
-        events = {k: value for k, value in asdict(self.events).items() if value is not None}
-        return {
-            "time_s": self.seconds,
-            "peak": {k: value for k, value in self.peak.known().items() if k != "time_s"},
-            "is_exact": self.is_exact,
-            "samples": self.samples,
-            "processor_s": self.processor_s,
-            "lost_lines": self.lost_lines,
-            **events,
-        }
+    @property
+    def unread(self) -> list[str]:
+        """Amounts of the budget that nothing was read to compare with."""
+        read = {limit.name for limit in self.limits}
+        return [name for name in self.begin["budget"] if name not in read]
 
     def __str__(self) -> str:
-        """A table for people: the peak, and then each snapshot."""
-        snapshots = [(name, sample.known()) for name, sample in self.snapshots]
-        return "\n".join([*aligned(memory_rows(self.peak.known(), snapshots)), *self._notes()])
+        columns = [("peak", self.peak), *self.snapshots]
+        rows = [["", *(name for name, _ in columns)]]
+        samples = [sample.known() for _, sample in columns]
+        for name, title in _TITLES.items():
+            cells = [format_bytes(int(one[name])) if name in one else "" for one in samples]
+            if any(cells):
+                rows.append([title, *cells])
+        return "\n".join([*aligned(rows), *self._notes()])
 
-    def _notes(self) -> list[str]:
-        notes = [
-            f"{limit.share:.0%} of the limit {limit.name}: {format_bytes(limit.used_bytes)} of "
-            f"{format_bytes(limit.limit_bytes)}"
-            for limit in self.limits
-        ]
-        unseen_bytes = (self.peak.process_peak_bytes or 0) - self.peak.process_bytes
-        if unseen_bytes > _NOTICED * self.peak.process_bytes:
-            notes.append(
-                f"the process peaked {format_bytes(unseen_bytes)} higher than in any sample, for "
-                "too short a time to be in the rows of the job"
-            )
-        events = self.events
-        if events.stalled_s:
-            notes.append(f"waited for memory: {events.stalled_s:.1f} s")
-        if events.refusals:
-            notes.append(f"the control group's limit was hit {events.refusals:,} times")
-        if events.kills:
-            notes.append(f"the kernel killed {events.kills:,} processes of the control group")
-        if not self.is_exact:
-            notes.append("shared pages could not be told apart, and are left out of the job's sum")
-        if self.lost_lines:
-            notes.append(f"{self.lost_lines:,} lines could not be written")
-        share = self.processor_s / self.seconds if self.seconds else 0.0
-        notes.append(
-            f"{self.samples:,} samples in {self.seconds:.1f} s, which took {share:.2%} of one "
-            "processor"
-        )
-        return notes
+    def _notes(self) -> Iterator[str]:
+        for limit in self.limits:
+            used, most = format_bytes(limit.used_bytes), format_bytes(limit.limit_bytes)
+            yield f"{limit.share:.0%} of the limit {limit.name}: {used} of {most}"
+        for name in self.unread:
+            yield f"{name}: nothing was read that its budget could be compared with"
+        if self.batches:
+            largest = max(batch["bytes"] for batch in self.batches)
+            yield f"{len(self.batches):,} batches, the largest of {format_bytes(largest)}"
+        predicted = [one for one in self.batches if one.get("predicted_bytes")]
+        if predicted:
+            share = max(batch["bytes"] / batch["predicted_bytes"] for batch in predicted)
+            yield f"batches took at most {share:.1%} of what was predicted"
+        if not self.end:
+            yield f"no end was written: it was killed after {self.peak.time_s:.1f} s, or still runs"
+            return
+        for name, text in _EVENTS.items():
+            if self.end.get(name):
+                yield text.format(self.end[name])
+        if not self.end["is_exact"]:
+            yield "shared pages could not be told apart, and are left out of the job's sum"
+        seconds, spent_s = self.end["time_s"], self.end["processor_s"]
+        share = spent_s / seconds if seconds else 0.0
+        yield f"{self.end['samples']:,} samples in {seconds:.1f} s, in {share:.2%} of a processor"
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file that monitors wrote, in order, each with an `"event"` and a `"run"`.
+
+    Lines that a full disk or a crash cut short are left out.
+    """
+    records = []
+    for line in Path(path).read_text("utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and {"event", "run"} <= record.keys():
+            records.append(record)
+    return records
+
+
+def recorded_runs(path: str | Path) -> list[MonitorReport]:
+    """The runs of a file that monitors wrote, in the order in which they began.
+
+    Monitors that wrote to the file at the same time are told apart.
+
+    Raises:
+        OSError: the file cannot be read.
+        OptionError: the file has no run in it, or has another format.
+    """
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in read_records(path):
+        runs[record["run"]].append(record)
+    begun = [records for records in runs.values() if records[0]["event"] == "begin"]
+    if not begun:
+        raise OptionError(f"{path}: no run of a MemoryMonitor is in it")
+    for records in begun:
+        if (found := records[0].get("format")) != FORMAT:
+            raise OptionError(f"{path}: format {found!r} of a monitor's file is not {FORMAT}")
+    return [_report(records) for records in begun]
+
+
+def _report(records: Sequence[dict[str, Any]]) -> MonitorReport:
+    """The report of a run's records, also if the last one is missing."""
+    by_event: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        by_event[record["event"]].append(record)
+    begin, end = records[0], (by_event["end"] or [{}])[-1]
+    history = tuple(map(_sample, by_event["sample"]))
+    snapshots = tuple((one["name"], _sample(one)) for one in by_event["snapshot"])
+    seen = [*history, *(sample for _, sample in snapshots)]
+    limits = [_limit(one) for one in [*by_event["limit"], *end.get("limits", ())]]
+    if end:
+        seen.append(_sample(end["peak"]))
+    peak = reduce(MemorySample.merged, seen, MemorySample(time_s=0.0))
+    if not end:
+        limits += limits_of(peak, begin["budget"], {}, on_cpu=begin["on_cpu"])
+    return MonitorReport(
+        begin=begin,
+        history=history,
+        snapshots=snapshots,
+        peak=peak,
+        limits=largest_shares(limits),
+        batches=tuple(by_event["batch"]),
+        end=end,
+    )
+
+
+def _sample(record: Mapping[str, Any]) -> MemorySample:
+    return MemorySample(**{name: record[name] for name in NAMES if name in record})
+
+
+def _limit(record: Mapping[str, Any]) -> MemoryLimit:
+    names = ("name", "used_bytes", "limit_bytes")
+    return MemoryLimit(**{name: record[name] for name in names})

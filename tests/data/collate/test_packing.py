@@ -164,7 +164,8 @@ class TestMultiples:
             ("each", PackedCost(unit_bytes=1), 64),
         ):
             sampler = MemoryBudgetBatchSampler(sizes, cost, 8192 + 32, size_multiple=multiple)
-            padding[name] = sampler.report().plan.padding
+            padding[name] = sampler.report().padding
+            assert PackCollate(total_multiple=sampler).total_multiple == cost.total_multiple
         assert padding["total"] < 0.001
         assert padding["each"] > 0.05
 

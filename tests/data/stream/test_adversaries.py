@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -14,12 +13,10 @@ from tests.support.streams import (
     TOKENS,
     Numbered,
     numbers,
-    same,
     size_of,
-    workers_of,
 )
 from torchbudget import BudgetedIterableDataset, StateMismatchError
-from torchbudget.errors import SampleError, StateError
+from torchbudget.errors import SampleError
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
 
@@ -38,18 +35,6 @@ def test_a_source_that_became_shorter() -> None:
     stream.load_state_dict(longer.state_dict())
     with pytest.raises(StateMismatchError, match="which has 20"):
         list(stream)
-
-
-def test_two_iterations_at_a_time() -> None:
-    before = threading.active_count()
-    with make(transforms=[same], threads=4) as stream:
-        first = iter(stream)
-        begun = [next(first)]
-        assert numbers(list(stream)) == list(range(len(SIZES)))
-        assert numbers(begun + list(first)) == list(range(len(SIZES)))
-        next(iter(stream))
-        stream.set_epoch(3)
-    assert threading.active_count() == before
 
 
 def test_passes_that_ranks_cannot_share_are_joined() -> None:
@@ -96,55 +81,3 @@ def test_an_epoch_without_any_sample_is_no_epoch(of: Any, options: dict[str, int
         list(stream)
     with pytest.raises(SampleError, match="has no samples"):
         list(make([[], []]))
-
-
-@pytest.mark.parametrize(
-    "changed", [{"look_ahead": 9000}, {"drop_last": True}, {"oversize": "skip"}, {"budget": 500}]
-)
-def test_other_rules_within_a_window_are_refused(changed: dict[str, Any]) -> None:
-    running = make(look_ahead=5000)
-    next(iter(running))
-    state = running.state_dict()
-    assert workers_of(state)[0]["rounds"]
-    arguments = {"budget": 400, "size": size_of, "window": 64, "look_ahead": 5000} | changed
-    stream = BudgetedIterableDataset(Numbered(SIZES), TOKENS, **arguments)
-    stream.load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="boundary"):
-        iter(stream)
-
-
-@pytest.mark.parametrize("bad", [{}, None, 5, {"workers": []}])
-def test_what_is_no_state(bad: Any) -> None:
-    with pytest.raises(StateError, match="state_dict"):
-        make().load_state_dict(bad)
-
-
-def test_an_error_does_not_end_the_epoch() -> None:
-    """The next batch that is asked for raises it again, and the state says where it stood."""
-
-    class Flaky(Numbered):
-        broken = True
-
-        def __iter__(self) -> Iterator[Any]:
-            for place, sample in enumerate(super().__iter__()):
-                if self.broken and place == 200:
-                    raise OSError("not there yet")
-                yield sample
-
-    whole = list(make())
-    source = Flaky(SIZES)
-    stream = make(source)
-    reader, found = iter(stream), []
-    with pytest.raises(SampleError):
-        found += reader
-    done = len(found)
-    assert found == whole[:done]
-    with pytest.raises(SampleError):
-        next(reader)
-    state = stream.state_dict()
-    assert state["epoch"] == 0
-    source.broken = False
-    assert list(reader) == whole[done:]
-    other = make()
-    other.load_state_dict(state)
-    assert list(other) == whole[done:]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.support.streams import workers_of
 from torchbudget import BudgetedIterableDataset, PadCollate, PaddedCost
 from torchbudget.readers import sample_forever
 
@@ -44,23 +43,3 @@ def test_endless_batches(workers: int) -> None:
     assert len(second) == 30
     assert second != first
     stream.close()
-
-
-def test_endless_draws_seek() -> None:
-    """The source goes on from a number: nothing is skipped through."""
-    stream = BudgetedIterableDataset(
-        sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
-        collate_fn=list,
-    )  # fmt: skip
-    begun = list(islice(stream, 33))
-    state = stream.state_dict()
-    assert state["goes_on_by"] == "seeking"
-    assert workers_of(state)[0]["source"]["position"] > 0
-    other = BudgetedIterableDataset(
-        sample_forever(range(1, 40)), TOKENS, 100, size=int, window=64, batches_per_epoch=50,
-        collate_fn=list,
-    )  # fmt: skip
-    whole = list(other)
-    assert begun == whole[:33]
-    other.load_state_dict(state)
-    assert list(other) == whole[33:]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import get_worker_info
 
 from tests.support.resuming import check_every_stop
 from tests.support.streams import (
@@ -24,7 +23,7 @@ from tests.support.streams import (
     size_of,
 )
 from torchbudget import BudgetedIterableDataset, transforms
-from torchbudget.errors import OptionError, UnevenRanksError
+from torchbudget.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -49,12 +48,6 @@ def twice(draw: str, sample: Any) -> list[Any]:
 
 def half(draw: str, sample: Any) -> bool:
     return bool(DRAWS[draw]() < 0.5)
-
-
-def failing(draw: str, sample: Any) -> Any:
-    if DRAWS[draw]() < 0.1:
-        raise ValueError("a bad sample")
-    return sample
 
 
 KINDS = {
@@ -183,54 +176,4 @@ def test_threads_refuse_global_generators(draw: str, workers: int) -> None:
         list(loader_of(stream, workers))
 
 
-def worker_seen(sample: Any) -> Any:
-    info = get_worker_info()
-    return (*sample, -1 if info is None else info.id)
-
-
-@pytest.mark.parametrize("threads", [0, 4])
-def test_transforms_see_their_worker(threads: int) -> None:
-    """The source does not, since all workers read it; in threads of the same process neither."""
-    stream = stream_of(worker_seen, Sees(), threads=threads)
-    found = [one for batch in loader_of(stream, 3) for one in batch]
-    assert sorted(one[0] for one in found) == list(range(len(SIZES)))
-    assert {one[2] for one in found} == {0, 1, 2}
-
-
-class Sees:
-    def __iter__(self) -> Iterator[Any]:
-        for sample in Numbered(SIZES):
-            assert get_worker_info() is None
-            yield sample
-
-
 # ---------------------------------------------------------------------- failures
-
-
-def test_failures_that_are_skipped_are_not_shared() -> None:
-    """A sample may fail on one rank alone, and the others would not know."""
-    with pytest.raises(OptionError, match="split='ranks'"):
-        stream_of(partial(failing, "rng"), on_error="skip", num_replicas=2, rank=0)
-    alone = stream_of(partial(failing, "torch"), on_error="skip")
-    found = list(alone)
-    assert alone.skipped_samples.failed > 0
-    assert len(numbers(found)) + alone.skipped_samples.failed == len(SIZES)
-
-
-def test_transforms_that_leave_too_few_for_the_ranks() -> None:
-    """Windows read on until all ranks have a sample; at the end the last round is dealt anew."""
-    keep = transforms.keep_if(every_ninth)
-    make = partial(stream_of, keep, num_replicas=8, rank=0, window=20)
-    found = [b for rank in processes_of(make, 1) for one in rank for b in one]
-    assert numbers(found) == list(range(0, len(SIZES), 9))
-    few = partial(stream_of, transforms.keep_if(first_three), num_replicas=8, rank=0)
-    with pytest.raises(UnevenRanksError):
-        list(processes_of(few, 1)[0][0])
-
-
-def every_ninth(sample: Any) -> bool:
-    return sample[0] % 9 == 0
-
-
-def first_three(sample: Any) -> bool:
-    return sample[0] < 3

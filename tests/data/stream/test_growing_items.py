@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.streams import TOKENS
 from torchbudget import BudgetedIterableDataset
-from torchbudget.errors import SampleError
 
 LARGE = 50_000
 LOOK_AHEAD = 1_000_000
@@ -55,22 +54,3 @@ def test_what_was_small_may_be_large_in_a_moment(options: dict[str, Any], ranks:
     assert sum(batches) == 800 if ranks == 1 else 100 < sum(batches) < 700
     waiting = 2 * 4 * LARGE if ranks == 2 else 0  # the last round, of micro-batches of four
     assert source.most <= 1.2 * LOOK_AHEAD + LARGE + waiting
-
-
-def test_a_transform_that_fails_in_threads_is_told_soon() -> None:
-    """Long before the whole window is made."""
-    made: list[int] = []
-
-    def fails_early(number: int) -> int:
-        if number == 3:
-            raise ValueError("the fourth")
-        made.append(number)
-        return number
-
-    options: dict[str, Any] = {"transforms": [fails_early], "threads": 2, "look_ahead": None}
-    with (
-        stream_of(range(100_000), size=int, shuffle=False, window=100_000, **options) as stream,
-        pytest.raises(SampleError, match="the fourth"),
-    ):
-        list(stream)
-    assert len(made) < 1000

@@ -86,45 +86,6 @@ def test_each_sample_of_a_datasets_stream_once_an_epoch(kind: str, workers: int)
     assert epochs[0] != epochs[1]
 
 
-def test_workers_of_a_datasets_stream_do_not_share_its_epoch() -> None:
-    """Each adds to it what is missing; two that do so at once would add it twice."""
-    source = hugging_face("plain")
-    stream = stream_of(source)
-    stream.set_epoch(3)
-    assert sorted(numbers(DataLoader(stream, batch_size=None, num_workers=2))) == list(range(N))
-    assert source.epoch == 0
-    assert sorted(numbers(stream)) == list(range(N))
-    assert source.epoch == 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_datasets_stream_goes_on_from_any_batch(kind: str) -> None:
-    """From its own state where that says everything, else it is skipped through."""
-    ways = set()
-
-    def save(stream: Any, done: int) -> Any:
-        state = stream.state_dict()
-        ways.add(state["goes_on_by"])
-        return state
-
-    check_every_stop(lambda: stream_of(hugging_face(kind)), save=save, file=as_pickle)
-    assert ways == {"seeking" if kind in SEEKS else "skipping"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_within_another_one_over_a_datasets_stream(kind: str) -> None:
-    """It does not change where the other one stands, whose state is that of its own place."""
-    whole, stream = list(stream_of(hugging_face(kind))), stream_of(hugging_face(kind))
-    outer = iter(stream)
-    begun = list(islice(outer, 5))
-    within = list(islice(iter(stream), 3))
-    assert within == whole[:3]
-    begun += islice(outer, len(whole) // 2)
-    resumed = stream_of(hugging_face(kind))
-    resumed.load_state_dict(stream.state_dict())
-    assert begun + list(outer) == begun + list(resumed) == whole
-
-
 def test_a_datasets_stream_that_is_split_by_node() -> None:
     """Each rank has its own part, so that their numbers of batches differ."""
     distributed = pytest.importorskip("datasets.distributed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,13 +16,12 @@ from tests.support.resuming import as_pickle, check_every_stop
 from tests.support.streams import (
     TOKENS,
     Numbered,
-    SplitsItself,
     numbers,
     same,
     shards_of,
     size_of,
 )
-from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget import BudgetedIterableDataset
 from torchbudget.errors import SampleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -61,14 +59,6 @@ def test_persistent_workers_of_every_kind(context: str, sharded: bool) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     stream.set_epoch(1)
     assert list(loader) == epochs[1]
-
-
-@pytest.mark.parametrize("split", ["none", "workers", None])
-def test_a_source_that_splits_itself_is_split_once(split: Any) -> None:
-    loader = DataLoader(
-        make(SplitsItself(list(Numbered(SIZES))), split=split), batch_size=None, num_workers=3
-    )
-    assert numbers(list(loader)) == list(range(len(SIZES)))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
@@ -112,34 +102,44 @@ def test_a_stateful_loader_goes_on_between_epochs(
         assert [list(resumed) for _ in range(done, 3)] == epochs[done:]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.filterwarnings("ignore:epoch . starts over:torchbudget.errors.RepeatedSamplesWarning")
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 4}, {"window": 4096}])
+@pytest.mark.parametrize("every", [1, 4])
+def test_set_epoch_after_the_state_of_an_epochs_end(
+    workers: int, persistent: bool, options: Any, every: int
+) -> None:
+    """Saved after the last batch or after the loop; the rest of its own epoch is empty."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def made() -> tuple[BudgetedIterableDataset, Any]:
+        arguments = {"size": lambda _: 8, "window": 16, "collate_fn": list} | options
+        stream = BudgetedIterableDataset(range(64), TOKENS, 64, shuffle=False, **arguments)
+        loader = {"num_workers": workers, "persistent_workers": persistent}
+        return stream, stateful(stream, batch_size=None, snapshot_every_n_steps=every, **loader)
+
+    def epochs(made: Any, first: int, last: int) -> list[list[int]]:
+        found = []
+        for epoch in range(first, last):
+            made[0].set_epoch(epoch)
+            found.append(sorted(int(n) for batch in made[1] for n in batch))
+        return found
+
+    whole = epochs(made(), 0, 3)
+    running = made()
+    states = [as_pickle(running[1].state_dict()) for _ in running[1]][-1:]
+    states.append(as_pickle(running[1].state_dict()))
+    for state, first in ((states[0], 0), (states[0], 1), (states[1], 1)):
+        resumed = made()
+        resumed[1].load_state_dict(state)
+        found, expected = epochs(resumed, first, 3), [[], *whole[1:]][first:]
+        if workers and not persistent and "batches_per_epoch" in options:  # new ones start over
+            found, expected = ([len(set(one)) for one in both] for both in (found, expected))
+        assert found == expected, first
+
+
 # ---------------------------------------------------------------------- transforms, threads
-
-
-def jitter(sample: Any) -> Any:
-    number, size = sample
-    return number, size, float(transforms.rng().random())
-
-
-def slow_in_pieces(sample: Any) -> Any:
-    time.sleep(0.0005 * (sample[0] % 3))
-    return sample
-
-
-@pytest.mark.parametrize("threads", [0, 1, 8])
-@pytest.mark.parametrize("workers", [0, 3])
-def test_augmentations_do_not_depend_on_workers_or_threads(threads: int, workers: int) -> None:
-    """What a transform draws is a function of (seed, epoch, position)."""
-    plain = make(transforms=[slow_in_pieces, jitter], window=700)
-    expected = sorted(one for batch in plain for one in batch)
-    stream = make(transforms=[slow_in_pieces, jitter], threads=threads, window=700)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers)
-    # Torch has made lists of them.
-    found = sorted(tuple(one) for batch in loader for one in batch)
-    assert found == expected
-    stream.set_epoch(1)
-    other = [one for batch in stream for one in batch]
-    assert {one[2] for one in other}.isdisjoint(one[2] for one in expected)
-    stream.close()
 
 
 def test_threads_run_at_a_time_and_end() -> None:
@@ -155,7 +155,8 @@ def test_threads_run_at_a_time_and_end() -> None:
     with make(source, window=640, transforms=[meet], threads=8) as stream:
         assert numbers(list(stream)) == list(range(640))
         assert set(threading.enumerate()) == before
-        next(iter(stream))
+        batches = iter(stream)
+        next(batches)
         assert set(threading.enumerate()) != before
     assert set(threading.enumerate()) == before
 
@@ -178,17 +179,6 @@ def test_a_sample_that_raises(threads: int, workers: int) -> None:
     found = numbers(list(DataLoader(stream, batch_size=None, num_workers=workers)))
     assert found == [number for number in range(len(SIZES)) if number % 100 != 7]
     assert stream.skipped_samples.failed == 7
-
-
-def test_a_size_that_raises() -> None:
-    def size(sample: Any) -> int:
-        return {}[0] if sample[0] == 30 else sample[1]
-
-    with pytest.raises(Exception, match="sample 30 has no size"):
-        list(make(size=size))
-    stream = make(size=size, on_error="skip")
-    assert numbers(list(stream)) == [number for number in range(len(SIZES)) if number != 30]
-    assert stream.skipped_samples.failed == 1
 
 
 class Broken:

@@ -217,9 +217,14 @@ class Opened:
             self.open -= 1
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"threads": 2, "transforms": [same]}, {"num_replicas": 2, "rank": 0},
+    {"batches_per_epoch": 30},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("how", ["plain", "loader", "tracked", "closed", "another epoch", "inner"])
-@pytest.mark.parametrize("options", [{}, {"threads": 2, "transforms": [same]},
-                                     {"num_replicas": 2, "rank": 0}, {"batches_per_epoch": 30}])  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS)
 def test_sources_are_closed(how: str, options: dict[str, Any]) -> None:
     """At once where an epoch is broken off, without a collection of cycles."""
     source = Opened()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import pytest
-from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from tests.support.tracked_streams import make
 from torchbudget import BudgetedIterableDataset, StateMismatchError
@@ -36,11 +34,3 @@ def test_the_state_of_another_rank_is_refused(done: int) -> None:
     mine = of_rank(1)
     mine.load_state_dict(states[1])
     assert list(mine) == list(of_rank(1))[done:]
-
-
-def test_a_checkpoint_of_all_ranks_takes_no_position_apart() -> None:
-    """torch.distributed.checkpoint saves mappings and lists value by value, each of any rank."""
-    for stream in (make(), of_rank(1)):
-        paths: list[Any] = []
-        traverse_state_dict(stream.state_dict(), lambda path, _, to=paths: to.append(path))
-        assert max(map(len, paths)) == 1

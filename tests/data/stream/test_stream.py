@@ -169,21 +169,6 @@ def test_other_numbers_of_workers_and_ranks_go_on(
         assert numbers(begun + rest) == list(range(n))
 
 
-def test_epochs_differ_and_repeat() -> None:
-    sizes = np.random.default_rng(0).integers(1, 30, 300)
-    stream = BudgetedIterableDataset(
-        Numbered(sizes), TOKENS, 90, size=size_of, window=100, collate_fn=list
-    )
-    first, second = list(stream), list(stream)  # they advance by themselves
-    assert stream.epoch == 2
-    assert second != first
-    stream.set_epoch(1)
-    assert list(stream) == second
-    assert numbers(second) == numbers(first)
-    stream.set_epoch(0)
-    assert list(stream) == first
-
-
 @given(streams(most_ranks=3), st.integers(1, 3), st.integers(1, 40))
 def test_len_is_what_comes(made: Any, workers: int, batches: int) -> None:
     """On every rank, over its workers; unless one has no samples, or they cannot be dealt."""

@@ -107,17 +107,6 @@ def test_workers_that_persist(workers: int) -> None:
         assert running.state_dict()["epoch"] == epoch + 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_state_of_one_rank_is_that_of_all(rank: int) -> None:
-    """Ranks that plan from one source stand in one place."""
-    ranks: list[dict[str, Any]] = [{"num_replicas": 2, "rank": one} for one in (0, 1)]
-    first = make(**ranks[0])
-    list(islice(tracked_loop(first, 2), 9))
-    mine, whole = make(**ranks[rank]), list(loader_of(make(**ranks[rank]), 2))
-    mine.load_state_dict(as_json(first.state_dict()))
-    assert list(loader_of(mine, 2)) == whole[9:]
-
-
 # ---------------------------------------------------------------------- what cannot be known
 
 
@@ -139,15 +128,6 @@ def test_another_number_of_workers() -> None:
     _, stream = begun_at(1)
     with pytest.raises(StateMismatchError, match="num_workers=2"):
         list(loader_of(stream, 3))
-
-
-def test_a_plain_loop_over_tracked_workers() -> None:
-    """It yields batches alone."""
-    stream, plain = make(), make()
-    loader = loader_of(stream, 2, persistent_workers=True)
-    for _ in range(2):
-        assert list(stream.tracked(loader)) == list(loader_of(plain, 2))
-        assert list(loader) == list(loader_of(plain, 2))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own

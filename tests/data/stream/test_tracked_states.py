@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.resuming import as_pickle
-from tests.support.streams import OneProcess, loader_of, tracked_loop, workers_of
+from tests.support.streams import OneProcess, loader_of
 from tests.support.tracked_streams import begun_at, make, samples_of
 from torchbudget import BudgetedIterableDataset, PaddedCost
 from torchbudget.data.stream.cursor import StreamState, WorkerSlot
@@ -156,16 +156,6 @@ def test_a_plain_loop_within_one() -> None:
     assert taken + list(following) == whole
 
 
-def test_persistent_workers_of_a_loop_that_was_closed_at_once() -> None:
-    stream = make()
-    loader = loader_of(stream, 2, persistent_workers=True)
-    expected = len(list(loader_of(make(), 2)))
-    for _ in range(4):
-        stream.tracked(loader).close()
-        assert len(list(stream.tracked(loader))) > expected / 2
-        stream.set_epoch(0)
-
-
 def test_a_state_of_many_workers_is_small() -> None:
     """The part that all of them have in common is saved once: 2 KB hold 32 workers."""
     shards = [[str(n) for n in range(64)] for _ in range(64)]
@@ -183,15 +173,3 @@ def test_a_state_of_many_workers_is_small() -> None:
     assert len(json.dumps(plain)) <= 2048 + 32 * 32 // 8
     found = StreamState.of_plain(json.loads(json.dumps(plain)), settings.order)
     assert (found.turn, found.cursors) == (3, cursors)
-
-
-def test_the_state_before_the_first_batch() -> None:
-    """Another loop has begun before."""
-    stream = make()
-    next(iter(stream))
-    batches = tracked_loop(stream, 2)
-    following = make()
-    following.load_state_dict(stream.state_dict())
-    assert not any(worker["rounds"] for worker in workers_of(stream.state_dict()))
-    assert list(following) == list(make())
-    assert len(list(batches)) == len(list(loader_of(make(), 2)))

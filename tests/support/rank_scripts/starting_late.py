@@ -29,7 +29,8 @@ def refusal(ask: Callable[[], Any]) -> Any:
 
 
 streams = [stream_loader(n) for n in (0, 2)] + [stream_loader(2, split="ranks", uneven=True)]
-begun_stream, waiting, resumed_stream = (make("shards"), make("shards", split="ranks"), make("shards"))
+begun_stream, resumed_stream = make("shards"), make("shards")
+waiting = make("shards", split="ranks")
 next(iter(begun_stream))
 resumed_stream.load_state_dict(streamed_state)
 loaders = [loader_of(sampler_of(), num_workers=workers) for workers in (0, 2)]

@@ -148,26 +148,28 @@ class FieldCollate:
         alike = [path for path in ragged if path not in rules] or list(ragged)
         for other in alike[1:]:
             if ragged[other] is not ragged[alike[0]]:
-                self._check_alike(*((path, ragged[path].lengths) for path in (alike[0], other)))
+                self._check_alike(ragged, alike[0], other)
         tensors = (path for path, one, _ in entries if one is not None)
         return alike[0] if alike else next(tensors, entries[0].path)
 
     def _check_alike(
-        self, one: tuple[FieldPath, IntArray], other: tuple[FieldPath, IntArray]
+        self, layouts: Mapping[FieldPath, Layout], one: FieldPath, other: FieldPath
     ) -> None:
-        axes = min(one[1].shape[1], other[1].shape[1])
-        differs = (one[1][:, :axes] != other[1][:, :axes]).any(axis=1)
-        if differs.any():
-            i = int(np.argmax(differs))
-            ours, theirs = (" by ".join(map(str, each[1][i].tolist())) for each in (one, other))
+        axes = min(layouts[one].ragged_axes, layouts[other].ragged_axes)
+        ours, theirs = layouts[one].lengths[:, :axes], layouts[other].lengths[:, :axes]
+        for i in np.flatnonzero((ours != theirs).any(axis=1))[:1].tolist():
             raise CollateError(
-                f"sample {i} of the batch: {show(one[0])} has the length {ours}, and "
-                f"{show(other[0])} {theirs}: give a rule to the one whose lengths are not the "
-                f'batch\'s, as in fields={{{key_of(other[0])!r}: "{self._ragged}"}}, or "stacked" '
-                "for a field of one fixed shape"
+                f"sample {i} of the batch: {show(one)} has the length {_by(ours[i])}, and "
+                f"{show(other)} {_by(theirs[i])}: give a rule to the one whose lengths are not the "
+                f'batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or "stacked" for '
+                "a field of one fixed shape"
             )
 
     _ragged: ClassVar[str] = ""
+
+
+def _by(lengths: IntArray) -> str:
+    return " by ".join(map(str, lengths.tolist()))
 
 
 def _filled(field: Field, value: Any) -> Sequence[Any]:

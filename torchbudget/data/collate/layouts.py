@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_tensor
 
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.columns import (
@@ -173,6 +174,7 @@ class JoinedLayout(Layout):
             in segments of its own, none longer than the longest sample: so it costs no more than
             samples of its size do, and its positions are ones that the model has.
         total: the length of the tensor.
+        padded_total: the length without the padding up to `RowRule.total`.
         num_elements: Σ lengths, less than the total where positions are padding.
         offsets: the bounds as int32, on the field's device; `None` of a row.
     """
@@ -180,6 +182,7 @@ class JoinedLayout(Layout):
     rule: RowRule
     bounds: IntArray
     total: int
+    padded_total: int
     num_elements: int
     offsets: Tensor | None = None
 
@@ -193,14 +196,14 @@ class JoinedLayout(Layout):
         """
         bounds = np.zeros(len(lengths) + 1, np.int64)
         _rounded_up(lengths[:, 0], rule.multiple).cumsum(out=bounds[1:])
-        total = int(_rounded_up(bounds[-1], rule.total_multiple))
-        if rule.total is not None and total > rule.total:
+        padded_total = int(_rounded_up(bounds[-1], rule.total_multiple))
+        if rule.total is not None and padded_total > rule.total:
             raise CollateError(
-                f"the samples of a batch have {total} positions, more than total={rule.total}; "
-                "plan with a budget that is at most total, such as PackedCost(unit_bytes=1) and a "
-                "budget of total units, and with the same multiples"
+                f"the samples of a batch have {padded_total} positions, more than "
+                f"total={rule.total}; plan with a budget that is at most total, such as "
+                "PackedCost(unit_bytes=1) and a budget of total units, and with the same multiples"
             )
-        bounds[-1] = total = rule.total or total
+        bounds[-1] = total = rule.total or padded_total
         if total >= 2**31:
             raise CollateError(
                 f"{total} positions are more than the offsets, torch.int32, can count; make "
@@ -218,17 +221,10 @@ class JoinedLayout(Layout):
             rule=rule,
             bounds=bounds,
             total=total,
+            padded_total=padded_total,
             num_elements=num_elements,
             offsets=offsets,
         )
-
-    @property
-    def padded_total(self) -> int:
-        """The length of the tensor without the padding to `RowRule.total`."""
-        if self.rule.total is None:
-            return self.total
-        rooms = _rounded_up(self.shapes[:, 0], self.rule.multiple)
-        return int(_rounded_up(rooms.sum(), self.rule.total_multiple))
 
     @property
     def starts(self) -> IntArray:
@@ -274,8 +270,7 @@ class JoinedLayout(Layout):
         missing = self.total - part.shape[axis]
         if not missing:
             return part
-        shape = (*part.shape[:axis], missing, *part.shape[axis + 1 :])
-        return torch.cat([part, part.new_full(shape, value)], dim=axis)
+        return pad_tensor(part, (0, 0) * (part.ndim - axis - 1) + (0, missing), value=value)
 
     def fits(self, field: Tensor) -> bool:
         """See `Layout.fits`."""
@@ -383,20 +378,14 @@ class PaddedLayout(Layout):
         rounded up to the multiples.
         """
         shapes, starts = self.shapes[start:stop], self.starts[start:stop]
-        # The position of a sample without elements does not matter: it does not widen the window.
-        full = (shapes > 0).all(axis=1, keepdims=True)
-        old = np.asarray(self.padded_shape, dtype=np.int64)
-        first = np.where(full, starts, old).min(axis=0)
-        last = np.where(full, starts + shapes, 0).max(axis=0)
-        first = np.minimum(first, last)
-        # But it may be the longest sample on another axis than its empty one.
-        size = np.maximum(last - first, shapes.max(axis=0))
+        first = starts.min(axis=0)
+        size = (starts + shapes).max(axis=0) - first
         size = -(-size // self.multiples) * self.multiples
-        first = np.minimum(first, old - size)
+        first = np.minimum(first, self.padded_shape - size)
         layout = replace(
             self,
             shapes=shapes,
-            starts=np.clip(starts - first, 0, size - shapes),
+            starts=starts - first,
             padded_shape=tuple(size.tolist()),
         )
         window = zip(first.tolist(), layout.padded_shape, strict=True)

@@ -7,9 +7,10 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -335,9 +336,7 @@ def _load_sizes(path: Path, fingerprint: dict[str, Any]) -> Sizes | None:
 
 
 def _save_sizes(path: Path, fingerprint: dict[str, Any], sizes: Sizes) -> None:
-    def write(file: IO[bytes]) -> None:
-        np.savez(file, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
-
+    write = partial(np.savez, sizes=sizes, fingerprint=np.array(json.dumps(fingerprint)))
     try:
         write_whole(path, write, by_several=True)  # other processes never see half of it
     except OSError as error:  # a full disk must not cost hours of measuring

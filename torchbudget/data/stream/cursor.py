@@ -1,4 +1,4 @@
-"""Where a stream stands: in each process the plan's cursor, and where the source stands."""
+"""The position of a stream: a cursor for each process, with the source's own state."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StreamCursor(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StreamState:
-    """Where the processes stand that read a stream on one rank.
+    """The places of the processes that read a stream on one rank.
 
     Not frozen, which would double the time of a tracked loop's step. Nothing changes one.
 

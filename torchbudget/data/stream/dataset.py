@@ -290,7 +290,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     @property
     def skipped_samples(self) -> SkippedSamples:
-        """How many samples were skipped."""
+        """Numbers of samples that were skipped."""
         oversize, failed = self._progress.skipped()
         return SkippedSamples(oversize=oversize, failed=failed)
 

@@ -29,7 +29,7 @@ _Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
 
 @dataclass(slots=True)
 class Standing:
-    """Where a process stands. Not frozen, since each batch moves it.
+    """The place of a process. Not frozen, since each batch moves it.
 
     Attributes:
         slot: of the process.
@@ -183,9 +183,9 @@ class _Rounds:
     def read(self, start: StreamCursor) -> Generator[_Found]:
         """Yield this rank's micro-batches, each with the place after it.
 
-        That is where the samples begin that are cut together, and how many of their rounds are
-        done. With several ranks the last round of the buffered samples waits for the next ones: at
-        the end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
+        A place is the beginning of the samples that are cut together, and the number of their
+        rounds that are done. With several ranks the last round waits for the next samples: at the
+        end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
 
         Raises:
             StateMismatchError: samples whose first rounds are done are cut in other places.
@@ -258,7 +258,7 @@ class _Rounds:
             yield start.next_pass(), 0, last[rank]
 
     def _cut(self, buffered: BufferedSamples) -> tuple[bytes, list[_MicroBatch]]:
-        """Where the samples are cut, and a round's micro-batches, then those of the next round.
+        """Return the cuts, and the micro-batches of one round after the other.
 
         Raises:
             UnevenRanksError: they cannot be dealt evenly.

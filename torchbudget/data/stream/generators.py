@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -28,7 +27,7 @@ _SAMPLES: Final = np.random.MT19937(0)  # NumPy's generator for samples, seeded 
 
 
 class Place(NamedTuple):
-    """Where the global generators stand.
+    """The places of the global generators.
 
     NumPy's is exchanged, in 0.2 µs, which loses the second normal number that `numpy.random.randn`
     keeps: its state has that one.
@@ -53,7 +52,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of_source(cls, *key: int) -> Place:
-        """Where a source begins to draw: a function of `key`."""
+        """Return the place at which a source begins to draw: a function of `key`."""
         [word] = shuffled_keys(*key, Stream.SHARDS, numbers=np.array([0])).tolist()
         return cls(
             random.Random(word).getstate(),
@@ -80,35 +79,18 @@ def seed_generators(word: int) -> None:
     torch.default_generator.manual_seed(word)
 
 
-class _OfProcess:
-    """While a stream reads and transforms, the numbers of the process are put aside.
-
-    Streams that threads of one process read at a time have the generators together: the process
-    gets its numbers back, but theirs depend on timing.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            place = Place.put_aside()
-            if not self._inside:
-                self._place = place
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._place.restore()
-
-
-numbers_put_aside: Final = _OfProcess()
+@contextmanager
+def numbers_put_aside() -> Iterator[None]:
+    """Keep the process's own numbers while a stream reads and transforms inside."""
+    place = Place.put_aside()
+    try:
+        yield
+    finally:
+        place.restore()
 
 
 def sample_seed(shard: int, place: int, *key: int) -> int:
-    """A random word for an item: a function of the seed, the epoch and the pass, and of its place.
+    """Return a random word for an item: a function of its place, the seed, the epoch and the pass.
 
     Args:
         shard: of the item.

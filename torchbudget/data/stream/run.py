@@ -119,6 +119,9 @@ class StreamRun(Run[StreamState]):
         stream._sending = sending
         try:
             super().__init__(stream, loader)
+        except BaseException:
+            stream._run_closed(self, broken_off=False)
+            raise
         finally:
             loader.collate_fn, stream._sending = collate_fn, None
 

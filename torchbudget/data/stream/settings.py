@@ -81,7 +81,7 @@ class Settings:
 
     @property
     def ranks(self) -> int:
-        """How many of them share each window."""
+        """Number of ranks that share each window."""
         return 1 if self.source.split == "ranks" else self.num_replicas
 
     @property
@@ -91,12 +91,12 @@ class Settings:
 
     @property
     def sized(self) -> bool:
-        """Whether sizes are taken."""
+        """True if sizes are taken."""
         return isinstance(self.grouping, ByCost) or self.size is not None
 
     @property
     def order(self) -> Plain:
-        """What must be the same for positions to mean the same samples."""
+        """The options that must be the same for positions to mean the same samples."""
         source = self.source
         read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
         number = self.batches_per_epoch
@@ -104,12 +104,12 @@ class Settings:
 
     @property
     def shared(self) -> Plain:
-        """What must be the same on all ranks that plan from one source; not: the source itself."""
+        """The options that must be the same on all ranks that plan from one source."""
         waiting: Plain = {"look_ahead": self.look_ahead, "budget.host": self.host_bytes}
         return self.order | self.rules | waiting
 
     def for_ranks(self, num_replicas: int, *, begun: bool, loaded: bool) -> Settings:
-        """The same options, for the ranks that there are now.
+        """Return the same options for the ranks that there are now.
 
         Args:
             num_replicas: number of ranks.
@@ -145,7 +145,7 @@ class Settings:
         return max(self.host_bytes // _HOST_SHARE // slot.workers, 1)
 
     def dealing(self, slot: WorkerSlot) -> Plain:
-        """What must be the same for the samples in memory to be cut and dealt the same way."""
+        """The options that must be the same for samples to be cut and dealt the same way."""
         split = self.source.split
         place: Plain = asdict(slot)
         if split != "ranks":

@@ -105,7 +105,7 @@ class Windows:
         parts, readers = None, list[Reader]()
         try:
             while True:
-                with numbers_put_aside:
+                with numbers_put_aside():
                     if parts is None or (readers and readers[-1].was_moved):
                         parts = self._parts(cursor, readers)
                     buffered = next(parts, None)
@@ -223,7 +223,7 @@ class Windows:
             _log.warning(text)
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
-        """The boundary at which a reader stands."""
+        """Return the boundary at which a reader stands."""
         if reader.ended:
             return cursor.next_pass()
         return cursor._replace(start=reader.position, rounds=0)
