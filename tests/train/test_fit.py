@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,12 @@ def test_stopped_and_resumed_is_uninterrupted(at: list[int], workers: int, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("snapshots", [1, 4])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_is_saved_as_it_is(workers: int, tmp_path: Path) -> None:
-    """The loader of torchdata keeps the position, with workers that run ahead too."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+def test_a_stateful_loader_goes_on(workers: int, snapshots: int, tmp_path: Path) -> None:
+    """From every step, the last one of an epoch too, whatever its own state would be."""
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    stateful = partial(loader, snapshot_every_n_steps=snapshots)
     torch.manual_seed(11)
     whole = Training(workers, stateful)
     expected = whole.fit(epochs=3)

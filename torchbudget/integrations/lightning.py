@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
@@ -14,15 +14,11 @@ from torch.utils.data import DataLoader
 from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.hosted import HostedLoader, check_dealt, of_each_rank, of_this_rank
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule as _DataModule
-else:
-    _DataModule = object
-
+_DataModule: Any = object  # the data module comes after the mixin
 _KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
 
 
-class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module comes after it
+class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     """Goes before `LightningDataModule`: override `budget_loader`, not `train_dataloader`.
 
     Lightning sees no `DataLoader`, so that it rebuilds none, whatever `use_distributed_sampler`
@@ -92,13 +88,14 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]  # the data module com
         """Begin Lightning's epoch, or go to the positions of the checkpoint."""
         loop = self.trainer.fit_loop
         loaded, self._loaded = self._loaded, None
+        self._goes_on = loaded is not None
         self._epoch = loop.epoch_progress.current.processed
         self._offset = min(self._offset, self._epoch)
         states: list[Any] = [None] * len(loaders)
         if loaded is not None:
             saved = of_this_rank(loaded)
             states, self._offset = saved["loaders"], saved["offset"]
-            self._epoch, self._goes_on = saved["epoch"] + saved["is_over"], True
+            self._epoch = saved["epoch"] + saved["is_over"]
             if len(states) != len(loaders):
                 raise StateError(
                     f"the checkpoint has the positions of {len(states)} loaders, and budget_loader "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice, repeat
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,12 @@ from torchbudget.integrations.hosted import (
 from torchbudget.integrations.kept_apart import check_kept_apart
 from torchbudget.train.batches import num_samples
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
+_Trainer: Any = object  # the Trainer comes after the mixin
 _KEY: Final = "torchbudget"  # in trainer_state.json
 _IGNORED: Final = -100  # a label that does not count
 
 
-class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]  # the Trainer comes after it
+class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     """Goes before `Trainer`: override `budget_loader`, not `get_train_dataloader`.
 
     Each item of the loader that the Trainer sees is a list of micro-batches. With a sampler it is
