@@ -284,6 +284,7 @@ class Column(NamedTuple):
         dtype: the dtype of the batch's tensor.
         device: of the samples' tensors; the CPU for everything else.
         values: n tensors, or n NumPy arrays or numbers.
+        joined: all values in one tensor, where they were read so; see `join`.
     """
 
     field: Field
@@ -291,6 +292,7 @@ class Column(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     values: Any
+    joined: Tensor | None = None
 
     def join(self, out: Tensor | None = None) -> Tensor:
         """All samples in one tensor: concatenated along axis 0, or stacked if d is 0.
@@ -300,11 +302,13 @@ class Column(NamedTuple):
         Args:
             out: where to write them; contiguous, `(total, …)` or `(n,)`.
         """
+        if self.joined is not None:
+            return self.joined if out is None else out.copy_(self.joined)
         stacked = self.shapes.shape[1] == 0
         if isinstance(self.values[0], Tensor):
             return (torch.stack if stacked else torch.cat)(self.values, out=out)
-        joined = torch.from_numpy((np.array if stacked else np.concatenate)(self.values))
-        return joined if out is None else out.copy_(joined)
+        array = None if out is None else out.numpy()
+        return torch.from_numpy((np.stack if stacked else np.concatenate)(self.values, out=array))
 
     def write(self, out: Tensor, places: Iterable[Any]) -> None:
         """Write each sample into its place, an index of the tensor."""
@@ -329,7 +333,7 @@ def read_column(field: Field) -> Column:
     too_large = (i for i, v in enumerate(field.values) if not -(2**63) <= v < 2**63)
     numbers = _tensor(field, next(too_large, 0), field.values, "a number of 64 bits")
     no_axes = np.empty((len(numbers), 0), np.int64)
-    return Column(field, no_axes, numbers.dtype, _CPU, numbers.numpy())
+    return Column(field, no_axes, numbers.dtype, _CPU, (), numbers)
 
 
 def _shapes(field: Field, values: Sequence[Any]) -> IntArray:
@@ -392,9 +396,10 @@ def _read_flat_lists(field: Field) -> Column | None:
     with suppress(TypeError, OverflowError):
         flat = np.asarray(array(code, list(chain.from_iterable(field.values))))
         flat = flat.astype(torch.empty(0, dtype=dtype).numpy().dtype, copy=False)
-        bounds = pairwise(accumulate(map(len, field.values), initial=0))
-        arrays = [flat[start:stop] for start, stop in bounds]
-        return Column(field, _shapes(field, arrays), dtype, _CPU, arrays)
+        lengths = list(map(len, field.values))
+        arrays = [flat[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+        shapes = np.array(lengths, np.int64)[:, None]
+        return Column(field, shapes, dtype, _CPU, arrays, torch.from_numpy(flat))
     return None
 
 
