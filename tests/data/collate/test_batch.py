@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -48,8 +48,7 @@ class TestReading:
         assert s == row[-1] == ["a", "bc", ""]
         assert type(collate(bare)) is kinds[collate]
         assert isinstance(collate(bare).data, Tensor)
-        with pytest.raises(CollateError, match="only texts"):
-            _ = collate(["a", "b"]).lengths
+        assert collate(["a", "b"]).lengths.shape == (2, 0)
 
     def test_it_is_an_immutable_value_of_its_own(self, collate: Any) -> None:
         batch, other = collate(dicts), collate(dicts)
@@ -221,7 +220,6 @@ class TestRebuilt:
         both = tree_map(torch.add, batch, tree_map(torch.neg, batch))
         assert not both["x"].any()
         assert both.lengths.tolist() == [2, 1]
-        assert [leaf for _, leaf in tree_flatten_with_path(batch)[0]] == tree_leaves(batch)
         for change in (lambda t: t[:1], lambda t: t[None], lambda t: t.shape):
             changed = tree_map_only(Tensor, change, collate(dicts))
             assert set(changed) == {"x", "y", "s"}
