@@ -230,19 +230,13 @@ class StreamState:
             part |= {"rank", "ranks"}
         changed = [name for name in dealing if saved[name] != dealing[name]]
         if not self.is_beginning and changed and (cursor.rounds or part & {*changed}):
-            if cursor.rounds:
-                needs = (
-                    f"{cursor.rounds} micro-batches of a window are done, and other rules, ranks "
-                    "or workers need a window's boundary"
-                )
-            else:
-                needs = (
-                    f"the state is that of worker {saved['worker']} of {workers}, here is worker "
-                    f"{slot.worker} of {slot.workers}; it goes on with num_workers={workers}, in "
-                    "the same part of the source"
-                )
             differs = (f"{one}: saved {saved[one]!r}, now {dealing[one]!r}" for one in changed)
-            raise StateMismatchError(f"{needs}: {'; '.join(differs)}")
+            raise StateMismatchError(
+                f"worker {slot.worker} of {slot.workers} cannot go on from a state of worker "
+                f"{saved['worker']} of {workers} after {cursor.rounds} micro-batches of a window: "
+                "other rules, ranks or workers need a window's boundary, and the same part of the "
+                f"source needs num_workers={workers}: {'; '.join(differs)}"
+            )
         if cursor.to_come is None or workers == slot.workers:
             return cursor
         to_come = sum(each.to_come or 0 for each in self.cursors)

@@ -24,7 +24,7 @@ from torchbudget.data.sizes.key import SizeKey, field_of
 from torchbudget.data.stream.cursor import Split, StreamCursor, StreamState, WorkerSlot, share_of
 from torchbudget.data.stream.epoch_reader import EpochReader, Standing, raising
 from torchbudget.data.stream.progress import Progress
-from torchbudget.data.stream.run import Sending, StreamRun, check_loader
+from torchbudget.data.stream.run import Sending, StreamRun
 from torchbudget.data.stream.settings import Settings
 from torchbudget.data.stream.source import source_of
 from torchbudget.data.stream.transforms import Transform
@@ -375,7 +375,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if loaded:
             reader, counts = self._begin_at_loaded(reader, state)
         elif not inside:
-            self._warn_of_start_over(reader.standing.began, slot)
+            self._warn_of_start_over(reader.standing.cursor, slot)
         if counts:
             progress.ahead, progress.chosen = int(info is not None), 0
             reader.present = self._present
@@ -429,7 +429,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if kept is not None:
             # Without the source's own state, which need not be compared.
             if kept.standing.cursor.following(cursor.to_come)[:7] == cursor[:7]:
-                kept.go_on(cursor)
+                kept.go_on(slot, cursor)
                 return kept
             kept.close()
         compare = partial(check_same_samples, self._ranks)
@@ -499,10 +499,14 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 batch, in the samples that they read; or one does not come within its process
                 group's timeout. Untracked workers cannot know.
         """
-        check_loader(loader, self)
-        Caller.find().check_loader(self.num_replicas)
+        if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
+            raise OptionError(
+                f"tracked needs a DataLoader(stream, batch_size=None), got {loader!r}"
+            )
+        if hasattr(loader, "state_dict"):
+            raise OptionError(f"{loader!r} saves its position itself: call its own state_dict()")
         self._notice()
-        self._check_facts()
+        self.check_ranks()
         return StreamRun(self, loader)
 
     def _begin_run(self, number: int, workers: int) -> StreamState:

@@ -77,8 +77,8 @@ class Progress:
             if epoch == self.begun:
                 return epoch + done
 
-    def advance(self) -> int:
-        """Begin a loop in a process, and return the epoch that it reads.
+    def advance(self) -> None:
+        """Begin a loop in a process.
 
         Nothing is written but for the step from one epoch to the next, at once: a late worker of an
         old loop must not undo what `set_epoch` has chosen meanwhile.
@@ -86,7 +86,6 @@ class Progress:
         epoch = self.epoch
         if epoch > self.begun:
             self.begun = epoch
-        return epoch
 
     def was_read(self, epoch: int, worker: int) -> bool:
         """True if this worker, or an earlier one of its number, was done with an epoch."""

@@ -62,7 +62,7 @@ class Reader:
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         source: that has a state of its own, the only shard.
-        moved: what moves with it: itself, or the parts that it shares with others.
+        seeks: the state is used.
 
     Attributes:
         state: of the source where the present window begins, its position there, and a fingerprint
@@ -71,7 +71,7 @@ class Reader:
         read_bytes: of the items that were counted.
     """
 
-    _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source
+    _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source's id
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Reader:
         *,
         worker: int | None = None,
         source: Any = None,
-        moved: Sequence[Any] = (),
+        seeks: bool = True,
     ) -> None:
-        self._shards, self._generators, self._source = shards, generators, source
+        self._shards, self._generators, self._source = shards, generators, source if seeks else None
         # The result of `torch.utils.data.get_worker_info()` in the source.
         self._worker_info = None if worker is None else copy.copy(torch_worker._worker_info)
         if self._worker_info is not None:  # its own `__setattr__` raises
@@ -94,13 +94,14 @@ class Reader:
         self.state: dict[str, Any] | None = None
         self.sought = False
         self.read_bytes = 0
-        self._moved = moved
-        self._last.update((id(part), self) for part in moved)
+        self._moved = None if source is None else id(source)
+        if self._moved is not None:
+            self._last[self._moved] = self
 
     @property
     def was_moved(self) -> bool:
         """True if another reader has opened the source since."""
-        return any(self._last.get(id(part)) is not self for part in self._moved)
+        return self._moved is not None and self._last.get(self._moved) is not self
 
     @property
     def position(self) -> int:

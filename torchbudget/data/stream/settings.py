@@ -10,7 +10,7 @@ from torchbudget.data.sizes.key import SizeKey, check_key
 from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.data.stream.source import Source
 from torchbudget.data.stream.transforms import Transform
-from torchbudget.errors import OptionError, StateMismatchError
+from torchbudget.errors import OptionError
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.plan.grouping import ByCost, Grouping
 from torchbudget.plan.solver import default_window
@@ -117,24 +117,18 @@ class Settings:
             loaded: a state was loaded under them.
 
         Raises:
-            OptionError: there are others, and an iteration has begun; or an option does not go with
-                them.
-            StateMismatchError: there are others, so that the loaded position means other samples.
+            OptionError: there are others, so that the position means other samples; or an option
+                does not go with them.
         """
         if num_replicas == self.num_replicas:
             return self
         settings = replace(self, num_replicas=num_replicas)
-        if begun:
+        if begun or (loaded and settings.order != self.order):
             raise OptionError(
-                f"a loop over this stream began on num_replicas={self.num_replicas}, and "
-                f"torch.distributed has {num_replicas} ranks now, which would take other samples: "
-                "start it before the first loop, or choose another epoch by set_epoch() after it"
-            )
-        if loaded and settings.order != self.order:
-            raise StateMismatchError(
-                f"the state was loaded on {self.num_replicas} ranks, with a default window of "
-                f"{self.window}, and {num_replicas} have one of {settings.window}: give window=…, "
-                "or load it after torch.distributed started"
+                "a state was loaded or a loop over this stream began on num_replicas="
+                f"{self.num_replicas}, and torch.distributed has {num_replicas} ranks now, which "
+                f"take other samples (window={self.window}, now {settings.window}): start it "
+                "before, or choose another epoch by set_epoch() after it"
             )
         return settings
 

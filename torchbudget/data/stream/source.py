@@ -60,8 +60,8 @@ class Source:
             [(slot.part(self.split)[0], self.samples(slot, sum(key)))],
             generators,
             worker=None if self.split == "none" else slot.worker,
-            source=self.data if self.may_seek else None,
-            moved=self.stages if self.has_states else (),
+            source=self.data if self.has_states else None,
+            seeks=self.seeks,
         )
 
     @property
@@ -73,11 +73,6 @@ class Source:
     def has_states(self) -> bool:
         """True if it has states that say where it stands."""
         return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
-
-    @property
-    def stages(self) -> list[Any]:
-        """The objects that have its state: itself, or the parts that it may share with others."""
-        return [self.data]
 
     def beginning(self) -> Any:
         """Return a state that makes it start over."""
@@ -105,9 +100,7 @@ class Source:
             name: its shard, and its place there.
             item: the item itself.
         """
-        shard, place = name
-        several = isinstance(self.data, (list, tuple)) or self.split != "none"
-        return f"item {place} of shard {shard}" if several else f"item {place}"
+        return f"item {name[1]} of shard {name[0]}"
 
 
 class ShardFunction(Source):
@@ -173,15 +166,6 @@ class DatasetsSource(Source):
     def default_split(self) -> Split:  # type: ignore[override]  # of its data
         """By rank after `split_dataset_by_node`."""
         return "workers" if getattr(self.data, "_distributed", None) is None else "ranks"
-
-    @property
-    def stages(self) -> list[Any]:
-        """See `Source.stages`: the result of `map` or `take` shares those of its data set."""
-        stages = [getattr(self.data, "_ex_iterable", None)]
-        for stage in stages:  # it grows meanwhile
-            one = getattr(stage, "ex_iterable", None)
-            stages += getattr(stage, "ex_iterables", []) if one is None else [one]
-        return stages
 
     def samples(self, slot: WorkerSlot, epoch: int) -> Any:
         """Return the iterable of a pass.
@@ -308,17 +292,10 @@ def _kind_of(name: str, data: Any, *, is_shard: bool = False) -> type[Source]:
                     return kind
         if can_open:
             return Source if isinstance(data, Iterable) else ShardFunction
-    if is_shard:
-        raise OptionError(
-            f"{name} is a {type(data).__name__}: a list is read as shards, each an iterable of "
-            "samples or a function without arguments that returns one. Samples in a list have an "
-            "index: use MemoryBudgetBatchSampler"
-        )
     raise OptionError(
         f"{name} is a {type(data).__name__}: expected an iterable of samples, a map-style data "
         "set, a function (shard, num_shards) that returns an iterator, or a list of shards, each "
-        "an iterable or a function without arguments. What iterates over characters, keys or "
-        "columns is none: pass what reads a file, one value of a mapping, such as one split of a "
-        "data set, or the rows of a table, such as to_dict('records') of pandas. Samples in a "
-        "list have an index: use MemoryBudgetBatchSampler"
+        "an iterable or a function without arguments. Not its characters, keys or columns: pass "
+        "one split of a data set, or the rows of a table. Samples in a list have an index: use "
+        "MemoryBudgetBatchSampler"
     )
