@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
-from torchbudget.data.stream.progress import Progress
-from torchbudget.data.stream.settings import Settings
+from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
+from torchbudget.data.stream.source import Settings
 from torchbudget.data.stream.windows import Found, Windows
 from torchbudget.errors import SampleError
 

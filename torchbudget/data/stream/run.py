@@ -95,15 +95,16 @@ class StreamRun(Run[StreamState]):
     Args:
         stream: the stream.
         loader: of it, with `batch_size=None`.
+
+    Attributes:
+        number: of the run that has started its workers.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
         self._stream, self._loader, self._settings = stream, loader, stream._settings
         grouping = self._settings.grouping
         packed = isinstance(grouping, ByCost) and grouping.rules.packing is not None
-        self._check = SizeCheck(
-            size_multiple=self._settings.size_multiple, packed=packed, sizes=None
-        )
+        self._check = SizeCheck(size_multiple=stream.size_multiple, packed=packed, sizes=None)
         self._compared, self._has_ended = self._settings.ranks == 1, False
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -114,6 +115,7 @@ class StreamRun(Run[StreamState]):
             sending.first = 0 if start is None else start.turn
         begins = stream._begin_run(sending.number, max(loader.num_workers, 1))
         self._sending, self._start = sending, replace(begins, turn=sending.first)
+        self.number: int = sending.number
         collate_fn, loader.collate_fn = loader.collate_fn, sending
         stream._sending = sending
         try:
@@ -123,12 +125,6 @@ class StreamRun(Run[StreamState]):
             raise
         finally:
             loader.collate_fn, stream._sending = collate_fn, None
-
-    @property
-    def number(self) -> int:
-        """Number of the run that has started its workers."""
-        number: int = self._sending.number
-        return number
 
     def _began(self) -> StreamState:
         return self._start

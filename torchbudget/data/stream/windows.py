@@ -18,18 +18,17 @@ from torch.utils.data import get_worker_info
 
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis_of
-from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
+from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import (
     numbers_put_aside,
     refuse_draws,
     sample_seed,
     seed_generators,
 )
-from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
-from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.transforms import Expanded, SampleRandom, sample_random
+from torchbudget.data.stream.source import Settings
+from torchbudget.data.stream.transforms import Expanded, sample_random
 from torchbudget.errors import SampleError, SizesError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 from torchbudget.plan.dealing import Ranks
@@ -112,6 +111,7 @@ class Windows:
         self.first_sizes: int | None = None
         self._endless = settings.batches_per_epoch is not None
         self._look_ahead = settings.look_ahead_of(slot)
+        self._run_bytes = None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
         # Items that a window needs; 1 finds out where a pass ends, of which the last batch drops.
         self._fewest = settings.ranks if settings.ranks > 1 or settings.drop_last else 0
         self._warned = False
@@ -345,10 +345,6 @@ class Windows:
             return cursor.next_pass()
         return cursor._replace(start=reader.position, rounds=0)
 
-    @property
-    def _run_bytes(self) -> int | None:
-        return None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
-
     def _window(
         self, reader: Reader, cursor: StreamCursor, stop: int, pipeline: Callable[..., Any]
     ) -> Iterator[BufferedSamples]:
@@ -498,7 +494,7 @@ def transformed(
 
 def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
     name, seed, value = item
-    token = sample_random.set(SampleRandom(seed))
+    token = sample_random.set(seed)
     samples = [value]
     try:
         for transform in settings.transforms:
