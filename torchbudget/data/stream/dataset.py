@@ -118,7 +118,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         size_multiple: likewise.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted in `skipped_samples`, logged) or `"alone"`.
-        on_error: what becomes of a sample whose transform or size raises: `"raise"` an error that
+        on_error: what becomes of an item whose transform or size raises: `"raise"` an error that
             names it, or `"skip"` it (counted, logged once). A source that raises ends the epoch.
         split: how the processes share the source; see above.
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
@@ -196,12 +196,14 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         grouping = _grouping_of(cost, self.budget, oversize, rules)
         rules |= {
             "budget": getattr(self.budget, "device", None),
-            "cost": _fingerprint_of(cost),
+            "cost": "a predicate",  # its cuts are compared
             "oversize": oversize,
             "size": None if callable(size) else repr(size),
             "drop_last": drop_last,
             "on_error": on_error,
         }
+        if isinstance(cost, CostModel):
+            rules["cost"] = fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))
         checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
         self._settings_now = Settings(
@@ -231,18 +233,12 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """Make the next loop of this process begin at a state; `None`: at its epoch's beginning."""
         self._start = start
         self._kept = kept  # at the end of the last epoch, with samples in memory
-        self._slot: WorkerSlot | None = None  # of this process, whose own place the state is
         # The epoch that the next loop reads, if no loop has begun here since a state was loaded.
         self._loaded: int | None = None
         self._present: list[Standing | None] = [None]  # of the untracked loop that drew last
         self._runs: WeakSet[StreamRun] = WeakSet()  # those that are open
         self._beginning: StreamRun | None = None  # the run whose `iter(loader)` is under way
         self._changes, self._process = self._progress.changes, os.getpid()
-
-    def _change(self, epoch: int, start: StreamState | None) -> None:
-        """Make all processes begin an epoch, or at a state."""
-        self._progress.change(epoch, loaded=start is not None)
-        self._begin_at(start)
 
     def _notice(self) -> None:
         """Drop what is not of this process, or was before another one has chosen an epoch."""
@@ -320,7 +316,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         else:
             if state is not None and loaded is not None and not progress.ahead:
                 warn_of_discarded_state(state.epoch, epoch, within=not state.is_beginning)
-            self._change(epoch, None)
+            progress.change(epoch, loaded=False)
+            self._begin_at(None)
         progress.chosen = 1
         progress.forget_skipped()
 
@@ -370,7 +367,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             state = self._begins if inside or first else self._where()
         goes_on, state = state is not None, state or self._beginning_of_epoch()
         # A loader takes from its first worker first, which reads for the one whose turn it was.
-        slot = self._slot or self._slots(workers)[(number + state.turn) % workers]
+        slot = self._slots(workers)[(number + state.turn) % workers]
         reader, later = self._reader_of(slot, state), loaded not in (None, state.epoch)
         ended = goes_on and (info is not None or later) and reader.find_end()
         if loaded is None:
@@ -427,8 +424,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         share = share_of(settings.batches_per_epoch, slot.worker, slot.workers)
         follows = epoch == at.cursor.epoch + 1
         cursor = at.cursor.following(share) if follows else StreamCursor.beginning(epoch, share)
-        self._start = state = StreamState(cursors=[cursor], dealing=settings.dealing(slot))
-        self._slot = slot
+        info = get_worker_info()
+        turn = 0 if info is None else (slot.worker - info.id) % slot.workers
+        dealing = settings.dealing(slot)
+        self._start = state = StreamState(cursors=[cursor], dealing=dealing, turn=turn)
         return state
 
     def _ended(self, reader: EpochReader) -> None:
@@ -573,9 +572,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if get_worker_info() is None:
             if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended
                 state = state.following(self._settings.batches_per_epoch)
-            self._change(state.epoch, state)
-        else:  # of a StatefulDataLoader: each of its workers has a state of its own
-            self._begin_at(state)
+            self._progress.change(state.epoch, loaded=True)
+        # In a worker: of a StatefulDataLoader, each of whose workers has a state of its own.
+        self._begin_at(state)
         self._loaded = max(chosen, state.epoch)
 
     def close(self) -> None:
@@ -594,7 +593,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Caller.find().check_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         kept: Any = {"_present": [None], "_progress": copy.copy(self._progress)}
-        kept |= dict.fromkeys(["_kept", "_slot", "_loaded", "_runs", "_readers", "_beginning"])
+        kept |= dict.fromkeys(["_kept", "_loaded", "_runs", "_readers", "_beginning"])
         return {**vars(self), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -634,9 +633,3 @@ def _grouping_of(
             f"batches otherwise, got {options}, {budget!r}, oversize={oversize!r}"
         )
     return ByPredicate(cost)
-
-
-def _fingerprint_of(cost: CostModel | ShouldAdd) -> str:
-    if not isinstance(cost, CostModel):
-        return "a predicate"  # its cuts are compared
-    return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice, repeat
@@ -29,7 +29,7 @@ from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.data.stream.source import Settings
 from torchbudget.data.stream.transforms import Expanded, sample_random
-from torchbudget.errors import SampleError, SizesError, StateMismatchError, UnevenRanksError
+from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.solver import WindowKey
@@ -309,8 +309,7 @@ class Windows:
                 if not self._settings.skip_failed:
                     raise samples
             elif samples:
-                with suppress(SizesError):
-                    checksum = self._checksum(samples, self._sizes(samples, place), checksum)
+                checksum = self._checksum(samples, self._sizes(samples, place), checksum)
         if checksum != cursor.checksum:
             samples = f"the window from item {cursor.checked} to {stop} has"
             raise StateMismatchError(_OTHER.format(samples))
@@ -350,7 +349,7 @@ class Windows:
     ) -> Iterator[BufferedSamples]:
         """Yield the samples of one window, all at once or as many as the bytes allow."""
         begun, waiting, look_ahead, state = cursor, list[Any](), self._look_ahead, reader.state
-        if not self._settings.transforms and look_ahead is None:
+        if look_ahead is None and not (self._settings.transforms or self._settings.skip_failed):
             waiting = reader.take(stop - reader.position)
             waiting += reader.tail(self._fewest)
         else:
@@ -363,7 +362,7 @@ class Windows:
             for samples in made:  # not enumerated, which would keep what copies were made of
                 position += 1
                 if isinstance(samples, SampleError):
-                    self._skip_failed(1, samples)
+                    self._skip_failed(samples)
                     continue
                 if look_ahead is not None:
                     found = [kept.without_rest(sample) for sample in samples]
@@ -407,20 +406,9 @@ class Windows:
         return crc32(bytes(len(samples)) if sizes is None else sizes.tobytes(), before)
 
     def _measured(self, part: BufferedSamples) -> BufferedSamples:
-        """Samples with sizes and checksum, without those that have no size or are too large."""
+        """Samples with sizes and checksum, without those that are too large."""
         settings, samples, first = self._settings, part.samples, part.cursor.start
-        try:
-            sizes = self._sizes(samples, first) if samples else None
-        except SizesError as error:
-            sized = []
-            for sample in samples:
-                with suppress(SizesError):
-                    size_of(sample, settings.size, 0)
-                    sized.append(sample)
-            if len(sized) == len(samples):
-                raise  # each has one, but of other axes
-            self._skip_failed(len(samples) - len(sized), error)
-            return self._measured(replace(part, samples=sized))
+        sizes = self._sizes(samples, first) if samples else None
         checksum, following = self._checksum(samples, sizes), part.following
         if following.start:  # else another pass begins
             following = following._replace(source=part.source, checked=first, checksum=checksum)
@@ -436,14 +424,14 @@ class Windows:
                 samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
         return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
 
-    def _skip_failed(self, number: int, error: Exception) -> None:
-        """Count samples that failed, or raise where none may be skipped."""
+    def _skip_failed(self, error: SampleError) -> None:
+        """Count an item that failed, or raise where none may be skipped."""
         if not self._settings.skip_failed:
             raise error
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", error)
             self._warned = True
-        self._progress.count_skipped(self._slot.worker, failed=number)
+        self._progress.count_skipped(self._slot.worker, failed=1)
 
 
 def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[Found]:
@@ -502,6 +490,9 @@ def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
                 samples = [one for sample in samples for one in transform(sample)]
             else:
                 samples = [transform(sample) for sample in samples]
+        if settings.skip_failed and settings.sized:
+            for sample in samples:
+                size_of(sample, settings.size, name[1])
     except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
         described = settings.source.describe(name, value)
         failure = SampleError(f"{described} cannot be made: {type(error).__name__}: {error}")
