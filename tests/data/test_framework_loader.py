@@ -1,4 +1,4 @@
-"""Batches that are dealt to ranks, under loaders of Accelerate that deal batches to processes again.
+"""Batches that are dealt to ranks, under loaders of Accelerate that deal them again.
 
 Its other settings are rows of `tests/integrations/test_accelerate.py`.
 """
@@ -51,7 +51,7 @@ def outcome(workers, batch_size=None, context=None, **options):
         return str(error)
 
 
-several = 1 if ranks > 1 else None  # of several processes, Accelerate needs it; alone, it is refused
+several = 1 if ranks > 1 else None  # Accelerate needs it of several processes only
 outcomes = [outcome(workers, size, dispatch_batches=False)
             for workers in (0, 2) for size in (several, None)]
 if ranks > 1:  # every process raises, before a worker starts, which would run this script again

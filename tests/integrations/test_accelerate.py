@@ -89,7 +89,8 @@ def check_a_loop_that_is_broken_off():
     first = next(ids(loader))
     assert next(ids(loader)) == first
     whole = [*ids(loader)]
-    assert whole[0] == first and sorted(sum(whole, [])) == [*range(len(LENGTHS))]
+    assert whole == [*ids(prepare(accelerator_of(), loader_of("sampler", 0)))]
+    assert whole[0] == first
     second = next(ids(loader))
     loader.set_epoch(0)
     assert [*ids(loader)] == whole
@@ -135,14 +136,6 @@ def watched(accelerator, skipping):
         yield batch
 
 
-def check_saved(path, source, workers):
-    \"\"\"The fourth epoch of a run that was saved after three.\"\"\"
-    accelerator = accelerator_of()
-    loader = prepare(accelerator, loader_of(source, workers))
-    accelerator.load_state(path)
-    return [*ids(loader)]
-
-
 def skipping(source, workers):
     \"\"\"The idiom of Accelerate's examples.\"\"\"
     accelerator = accelerator_of()
@@ -155,9 +148,6 @@ def skipping(source, workers):
         loader.set_epoch(epoch)
         active = accelerator.skip_first_batches(loader, STOP) if epoch == 1 else loader
         resumed += watched(accelerator, active) if epoch == 1 else ids(active)
-    path = folder / name_of("skipping", source, workers)
-    save(accelerator, path)  # between epochs
-    assert [*ids(loader)] == check_saved(path, source, workers)
     return {"whole": whole, "in_parts": [resumed]}
 
 

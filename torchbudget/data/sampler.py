@@ -575,7 +575,7 @@ class _Iteration(Iterator[list[int]]):
             self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
             raise
         self.last = record
-        if self._counts():
+        if self._sampler._present is not self and self._counts():
             self._sampler._present = self
         if record.window is not self._window:
             self._window, self._last_place = record.window, record.window.last
