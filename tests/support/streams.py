@@ -120,7 +120,7 @@ class OneProcess:
 
     def _new_reader(self) -> EpochReader:
         stream = self.stream
-        stream._loaded = False
+        stream._loaded = None
         return stream._reader_of(self.slot, stream._where() or stream._beginning_of_epoch())
 
     def state_dict(self) -> dict[str, Any]:

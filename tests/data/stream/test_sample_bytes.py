@@ -9,7 +9,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -40,7 +39,6 @@ HOLDERS: dict[str, tuple[Any, int]] = {
     "mapping": (MappingProxyType({"x": np.zeros(100_000)}), 800_000),
     "the program's": ({"module": np, "kind": Picture, "method": logging.info}, 0),
     "readers": ([iter([LARGE]), partial(len, LARGE), (x for x in [LARGE])], 0),
-    "a row of a table": (pd.DataFrame({"x": np.zeros(10**6), "y": 1.0}).iloc[3], 0),
 }
 
 

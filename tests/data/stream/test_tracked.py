@@ -117,9 +117,9 @@ def test_another_number_of_workers() -> None:
 def test_other_loaders() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     stream = make()
-    with pytest.raises(OptionError, match="of this stream"):
+    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
         stream.tracked(loader_of(make(), 2))
-    with pytest.raises(OptionError, match="batch_size=None"):
+    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
         stream.tracked(DataLoader(stream))
     with pytest.raises(OptionError, match="saves its position itself"):
         stream.tracked(stateful(stream, batch_size=None))

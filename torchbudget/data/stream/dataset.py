@@ -21,12 +21,17 @@ from torchbudget.data.frameworks import Caller
 from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
 from torchbudget.data.sizes.key import SizeKey, field_of
-from torchbudget.data.stream.cursor import Split, StreamCursor, StreamState, WorkerSlot, share_of
+from torchbudget.data.stream.cursor import (
+    Progress,
+    Split,
+    StreamCursor,
+    StreamState,
+    WorkerSlot,
+    share_of,
+)
 from torchbudget.data.stream.epoch_reader import EpochReader, Standing, raising
-from torchbudget.data.stream.progress import Progress
-from torchbudget.data.stream.run import Sending, StreamRun, check_loader
-from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.source import source_of
+from torchbudget.data.stream.run import Sending, StreamRun
+from torchbudget.data.stream.source import Settings, source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
 from torchbudget.errors import BudgetError, OptionError, RepeatedSamplesWarning, StateError
@@ -113,7 +118,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         size_multiple: likewise.
         oversize: what becomes of a sample that alone is over the budget: `"raise"`, `"skip"`
             (counted in `skipped_samples`, logged) or `"alone"`.
-        on_error: what becomes of a sample whose transform or size raises: `"raise"` an error that
+        on_error: what becomes of an item whose transform or size raises: `"raise"` an error that
             names it, or `"skip"` it (counted, logged once). A source that raises ends the epoch.
         split: how the processes share the source; see above.
         num_replicas: ranks. Default: those of `torch.distributed`, asked whenever they are needed,
@@ -177,7 +182,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     ) -> None:
         super().__init__()
         check_flags(shuffle=shuffle, drop_last=drop_last, uneven=uneven)
-        asked = AskedRanks(num_replicas, rank)
+        self._ranks = AskedRanks(num_replicas, rank)
         self.budget = None if budget is None else MemoryBudget.of(budget)
         if on_error not in ("raise", "skip"):
             raise OptionError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
@@ -191,12 +196,14 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         grouping = _grouping_of(cost, self.budget, oversize, rules)
         rules |= {
             "budget": getattr(self.budget, "device", None),
-            "cost": _fingerprint_of(cost),
+            "cost": "a predicate",  # its cuts are compared
             "oversize": oversize,
             "size": None if callable(size) else repr(size),
             "drop_last": drop_last,
             "on_error": on_error,
         }
+        if isinstance(cost, CostModel):
+            rules["cost"] = fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))
         checked = source_of(source, split, shuffle=shuffle, seed=natural("seed", seed))
         collate = collate_fn or PadCollate(size_multiple=self.size_multiple)
         self._settings_now = Settings(
@@ -208,16 +215,14 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
             host_bytes=getattr(self.budget, "host", None) if look_ahead is None else None,
             given_window=optional("window", window),
-            num_replicas=asked.now()[0],
+            num_replicas=self.num_replicas,
             uneven=uneven,
             drop_last=drop_last,
             skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
             collate_fn=sized_by(collate, field_of(size)),
-            size_multiple=self.size_multiple,
             rules=rules,
         )
-        self._ranks = asked
         self._progress = Progress()
         self._sending: Sending | None = None  # in the processes that a tracked loop has started
         self._readers: WeakSet[EpochReader] = WeakSet()
@@ -228,20 +233,12 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """Make the next loop of this process begin at a state; `None`: at its epoch's beginning."""
         self._start = start
         self._kept = kept  # at the end of the last epoch, with samples in memory
-        self._slot: WorkerSlot | None = None  # of this process, whose own place the state is
-        self._loaded = False  # no loop has begun here since a state was loaded
-        self._later: int | None = (
-            None  # the epoch that was chosen before that, if it is a later one
-        )
+        # The epoch that the next loop reads, if no loop has begun here since a state was loaded.
+        self._loaded: int | None = None
         self._present: list[Standing | None] = [None]  # of the untracked loop that drew last
         self._runs: WeakSet[StreamRun] = WeakSet()  # those that are open
         self._beginning: StreamRun | None = None  # the run whose `iter(loader)` is under way
         self._changes, self._process = self._progress.changes, os.getpid()
-
-    def _change(self, epoch: int, start: StreamState | None) -> None:
-        """Make all processes begin an epoch, or at a state."""
-        self._progress.change(epoch, loaded=start is not None)
-        self._begin_at(start)
 
     def _notice(self) -> None:
         """Drop what is not of this process, or was before another one has chosen an epoch."""
@@ -314,12 +311,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         state, progress, loaded = self._where(), self._progress, self._loaded
         if natural("epoch", epoch) == progress.epoch:
             self._begin_at(self._start, self._kept)
-            self._loaded = loaded
+            self._loaded = None if loaded is None else epoch
             progress.ahead = progress.run = 0
         else:
-            if state is not None and loaded and not progress.ahead:
+            if state is not None and loaded is not None and not progress.ahead:
                 warn_of_discarded_state(state.epoch, epoch, within=not state.is_beginning)
-            self._change(epoch, None)
+            progress.change(epoch, loaded=False)
+            self._begin_at(None)
         progress.chosen = 1
         progress.forget_skipped()
 
@@ -333,9 +331,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             ShardedTwiceError: a framework deals the batches of this rank to its processes again.
             RankError: as in `tracked`.
         """
-        caller = Caller.find()
         try:
-            caller.check_loader(self.num_replicas)
+            self.check_ranks()
             return self._begin_loop()
         except Exception as error:
             if get_worker_info() is None:
@@ -350,8 +347,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             StateError: another process loaded a state, which this one does not have; or `set_epoch`
                 chose another epoch than that within which a loaded state stands.
         """
-        self._notice()
-        self._check_facts()
         progress, info, sending = self._progress, get_worker_info(), self._sending
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
         first = sending is not None and not sending.has_begun
@@ -362,20 +357,36 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "these workers had started before a state was loaded, or a tracked loop was broken "
                 "off: load it before the first loop over the DataLoader, or begin a tracked loop"
             )
-        if not (tracked or inside):
+        counts = not (tracked or inside)
+        if counts:
             progress.advance()
-        loaded, state = self._loaded and not inside, self._where()
-        if loaded or inside or first:  # a run may be over before a slow worker begins
-            state = self._start if loaded else self._begins
+        loaded = None if inside else self._loaded
+        if loaded is not None:
+            state = self._start
+        else:  # a run may be over before a slow worker begins
+            state = self._begins if inside or first else self._where()
         goes_on, state = state is not None, state or self._beginning_of_epoch()
         # A loader takes from its first worker first, which reads for the one whose turn it was.
-        slot = self._slot or self._slots(workers)[(number + state.turn) % workers]
-        reader = self._reader_of(slot, state)
-        counts = not (tracked or inside)
-        if loaded:
-            reader, counts = self._begin_at_loaded(reader, state)
-        elif not inside:
-            self._warn_of_start_over(reader.standing.began, slot)
+        slot = self._slots(workers)[(number + state.turn) % workers]
+        reader, later = self._reader_of(slot, state), loaded not in (None, state.epoch)
+        ended = goes_on and (info is not None or later) and reader.find_end()
+        if loaded is None:
+            if not inside:
+                self._warn_of_start_over(reader.standing.cursor, slot)
+        else:
+            self._loaded = None
+            if later and not ended:
+                raise StateError(
+                    f"set_epoch({loaded}) was called, and then a state was loaded that stands "
+                    f"within epoch {state.epoch}: choose that epoch, or do not load the state"
+                )
+            if later:
+                # `StatefulDataLoader` loads a state into workers, and at an epoch's end begins
+                # twice: workers of the first loop read ahead for nobody, which does not count.
+                reader = self._reader_of(slot, self._go_on(reader.standing, loaded))
+                ended, counts = False, info is None
+            if later or info is not None:
+                progress.begun = loaded
         if counts:
             progress.ahead, progress.chosen = int(info is not None), 0
             reader.present = self._present
@@ -385,37 +396,9 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if sending is not None:
             sending.send(reader if tracked else None)
         self._readers.add(reader)
-        if goes_on and info is not None and reader.find_end():
+        if ended:
             reader.end()
         return reader
-
-    def _begin_at_loaded(self, reader: EpochReader, state: StreamState) -> tuple[EpochReader, bool]:
-        """Begin at a state that was loaded, and return whether the loop counts.
-
-        `StatefulDataLoader` loads a state into workers, and at an epoch's end begins twice: workers
-        of the first loop read ahead for nobody. So a loop does not count in which they go on to a
-        later epoch.
-        """
-        self._loaded, (later, self._later) = False, (self._later, None)
-        in_worker, at = get_worker_info() is not None, reader.standing
-        ended = (in_worker or later is not None) and reader.find_end()
-        if later is None:
-            if in_worker:
-                self._progress.begun = state.epoch
-            return reader, True
-        if not ended:
-            raise StateError(
-                f"set_epoch({later}) was called, and then a state was loaded that stands within "
-                f"epoch {state.epoch}: choose that epoch, or do not load the state"
-            )
-        settings, slot = self._settings, at.slot
-        share = share_of(settings.batches_per_epoch, slot.worker, slot.workers)
-        cursor = StreamCursor.beginning(later, share)
-        if share is not None and later == state.epoch + 1:
-            cursor = at.cursor.following(share)
-        state = StreamState(cursors=[cursor], dealing=settings.dealing(slot))
-        self._progress.begun, self._start, self._slot = later, state, slot
-        return self._reader_of(slot, state), not in_worker
 
     def _reader_of(self, slot: WorkerSlot, state: StreamState) -> EpochReader:
         """Return the reader of one process from a state on.
@@ -429,27 +412,34 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if kept is not None:
             # Without the source's own state, which need not be compared.
             if kept.standing.cursor.following(cursor.to_come)[:7] == cursor[:7]:
-                kept.go_on(cursor)
+                kept.go_on(slot, cursor)
                 return kept
             kept.close()
         compare = partial(check_same_samples, self._ranks)
         return EpochReader(settings, slot, cursor, self._progress, compare)
 
+    def _go_on(self, at: Standing, epoch: int) -> StreamState:
+        """Make this process begin an epoch after a place at another one's end."""
+        settings, slot = self._settings_now, at.slot
+        share = share_of(settings.batches_per_epoch, slot.worker, slot.workers)
+        follows = epoch == at.cursor.epoch + 1
+        cursor = at.cursor.following(share) if follows else StreamCursor.beginning(epoch, share)
+        info = get_worker_info()
+        turn = 0 if info is None else (slot.worker - info.id) % slot.workers
+        dealing = settings.dealing(slot)
+        self._start = state = StreamState(cursors=[cursor], dealing=dealing, turn=turn)
+        return state
+
     def _ended(self, reader: EpochReader) -> None:
         """Note where a reader has ended an epoch: with `batches_per_epoch` the next one goes on."""
-        settings, at = self._settings_now, reader.standing
-        if settings.batches_per_epoch is not None:
-            share = share_of(settings.batches_per_epoch, at.slot.worker, at.slot.workers)
-            cursors = [at.cursor.following(share)]
-            self._start = StreamState(cursors=cursors, dealing=settings.dealing(at.slot))
-            self._slot, self._kept = at.slot, reader
+        if self._settings_now.batches_per_epoch is not None:
+            self._go_on(reader.standing, reader.standing.cursor.epoch + 1)
+            self._kept = reader
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
         Caller.find().check_loader(self.num_replicas)
-        self._check_facts()
-
-    def _check_facts(self) -> None:
+        self._notice()
         settings, cursor = self._settings, (self._where() or self._beginning_of_epoch()).cursors[0]
         at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
@@ -499,10 +489,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 batch, in the samples that they read; or one does not come within its process
                 group's timeout. Untracked workers cannot know.
         """
-        check_loader(loader, self)
-        Caller.find().check_loader(self.num_replicas)
-        self._notice()
-        self._check_facts()
+        if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
+            raise OptionError(
+                f"tracked needs a DataLoader(stream, batch_size=None), got {loader!r}"
+            )
+        if hasattr(loader, "state_dict"):
+            raise OptionError(f"{loader!r} saves its position itself: call its own state_dict()")
+        self.check_ranks()
         return StreamRun(self, loader)
 
     def _begin_run(self, number: int, workers: int) -> StreamState:
@@ -514,7 +507,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         dealings = [settings.dealing(slot) for slot in slots]
         cursors = [begins.cursor_of(*of) for of in zip(slots, dealings, strict=True)]
         self._warn_of_start_over(cursors[0], slots[0])
-        self._loaded, self._later, self._present = False, None, [None]
+        self._loaded, self._present = None, [None]
         progress.runs, progress.run = progress.runs + 1, number
         progress.ahead = progress.chosen = 0
         return StreamState(cursors=cursors, dealing=dealings[0], turn=begins.turn)
@@ -579,10 +572,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if get_worker_info() is None:
             if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended
                 state = state.following(self._settings.batches_per_epoch)
-            self._change(state.epoch, state)
-        else:  # of a StatefulDataLoader: each of its workers has a state of its own
-            self._begin_at(state)
-        self._loaded, self._later = True, chosen if chosen > state.epoch else None
+            self._progress.change(state.epoch, loaded=True)
+        # In a worker: of a StatefulDataLoader, each of whose workers has a state of its own.
+        self._begin_at(state)
+        self._loaded = max(chosen, state.epoch)
 
     def close(self) -> None:
         """End all iterations of this process, their threads, and the files of their sources."""
@@ -600,8 +593,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Caller.find().check_loader(self.num_replicas)
         # A copy begins where `iter()` would; an iteration stays with the process that iterates.
         kept: Any = {"_present": [None], "_progress": copy.copy(self._progress)}
-        kept |= dict.fromkeys(["_kept", "_slot", "_later", "_runs", "_readers", "_beginning"])
-        return {**vars(self), **kept, "_loaded": False}
+        kept |= dict.fromkeys(["_kept", "_loaded", "_runs", "_readers", "_beginning"])
+        return {**vars(self), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _runs=WeakSet(), _readers=WeakSet(), _process=os.getpid())
@@ -640,9 +633,3 @@ def _grouping_of(
             f"batches otherwise, got {options}, {budget!r}, oversize={oversize!r}"
         )
     return ByPredicate(cost)
-
-
-def _fingerprint_of(cost: CostModel | ShouldAdd) -> str:
-    if not isinstance(cost, CostModel):
-        return "a predicate"  # its cuts are compared
-    return fingerprint(*(cost_fingerprint(cost, largest) for largest in _LARGEST))

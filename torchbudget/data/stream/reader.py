@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count, islice
-from types import WrapperDescriptorType
+from itertools import repeat
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -62,7 +60,7 @@ class Reader:
         worker: a source that splits itself by worker yields the part of this worker. `None`: all
             parts, since it does not see that it is in a worker.
         source: that has a state of its own, the only shard.
-        moved: what moves with it: itself, or the parts that it shares with others.
+        seeks: the state is used.
 
     Attributes:
         state: of the source where the present window begins, its position there, and a fingerprint
@@ -71,7 +69,7 @@ class Reader:
         read_bytes: of the items that were counted.
     """
 
-    _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source
+    _last: ClassVar[WeakValueDictionary[int, Reader]] = WeakValueDictionary()  # of each source's id
 
     def __init__(
         self,
@@ -80,27 +78,28 @@ class Reader:
         *,
         worker: int | None = None,
         source: Any = None,
-        moved: Sequence[Any] = (),
+        seeks: bool = True,
     ) -> None:
-        self._shards, self._generators, self._source = shards, generators, source
+        self._shards, self._generators, self._source = shards, generators, source if seeks else None
         # The result of `torch.utils.data.get_worker_info()` in the source.
         self._worker_info = None if worker is None else copy.copy(torch_worker._worker_info)
         if self._worker_info is not None:  # its own `__setattr__` raises
             object.__setattr__(self._worker_info, "id", worker)
         self._starts = [0]  # positions at which shards begin, up to the one that is read next
         self._read = 0  # items that were read or skipped
-        self._items: Iterator[Any] | None = None
+        self._opened: Iterator[Any] | None = None  # of the shard that is read
         self._ahead: list[Any] = []  # of the next window
         self.state: dict[str, Any] | None = None
         self.sought = False
         self.read_bytes = 0
-        self._moved = moved
-        self._last.update((id(part), self) for part in moved)
+        self._moved = None if source is None else id(source)
+        if self._moved is not None:
+            self._last[self._moved] = self
 
     @property
     def was_moved(self) -> bool:
         """True if another reader has opened the source since."""
-        return any(self._last.get(id(part)) is not self for part in self._moved)
+        return self._moved is not None and self._last.get(self._moved) is not self
 
     @property
     def position(self) -> int:
@@ -118,9 +117,9 @@ class Reader:
 
     def close(self) -> None:
         """Let the source go: its generator ends, with the files that it has open."""
-        items, self._items = self._items, None
+        opened, self._opened = self._opened, None
         with suppress(AttributeError):
-            items.close()  # type: ignore[union-attr]  # a generator's
+            opened.close()  # type: ignore[union-attr]  # a generator's
 
     def take(self, n: int) -> list[Any]:
         """Return the next n items, or those that are left.
@@ -168,7 +167,7 @@ class Reader:
                 self._read = begun + len(shard)
                 self._next_shard()
             elif isinstance(shard, (range, Shuffled)):
-                self._read, self._items = stop, iter(shard[stop - begun :])
+                self._read, self._opened = stop, iter(shard[stop - begun :])
             else:
                 self._some(stop - self._read, keep=False)
 
@@ -211,14 +210,15 @@ class Reader:
         before, torch_worker._worker_info = torch_worker._worker_info, self._worker_info
         self._generators.restore()
         items: list[Any] = []
-        held, kept, counted = 0, KeptBytes(), count()
+        number, held, kept = 0, 0, KeptBytes()
         try:
-            if self._items is None:
+            if self._opened is None:
                 opens = callable(shard) and not hasattr(shard, "__iter__")
-                self._items = _begun(shard() if opens else shard)
-            some = islice(self._items, n)
+                self._opened = iter(shard() if opens else shard)
+            # `islice` would call its `iter`, which may start it over.
+            some = map(next, repeat(self._opened, n))
             if not keep:
-                deque(zip(some, counted), maxlen=0)  # noqa: B905  (there are more numbers)
+                number = sum(1 for _ in some)
             elif most_bytes is None:
                 items = list(some)
             else:
@@ -235,7 +235,7 @@ class Reader:
             torch_worker._worker_info = before
         if items and self.state is not None and self.state["position"] == self._read:
             self.state.setdefault("item", _digest(items[0]))
-        number = len(items) if keep else next(counted)
+        number += len(items)
         self._read += number
         self.read_bytes += held
         if number < n and (most_bytes is None or held < most_bytes):
@@ -252,23 +252,6 @@ class Reader:
     def _next_shard(self) -> None:
         self.close()
         self._starts.append(self._read)
-
-
-def _begun(iterable: Any) -> Iterator[Any]:
-    """An iterator that `iter` leaves as it is: an object's own `__iter__` may start it over."""
-    items: Iterator[Any] = iter(iterable)
-    is_own = isinstance(getattr(type(items), "__iter__", None), WrapperDescriptorType)
-    return items if is_own else _drawn(items)
-
-
-def _drawn(items: Iterator[Any]) -> Iterator[Any]:
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        yield item
-        del item  # nothing keeps it here while the next one is read
 
 
 def _digest(item: Any) -> int:

@@ -17,7 +17,7 @@ from torchbudget.data.size_check import SizeCheck
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, collated
 from torchbudget.distributed import host_group, is_distributed, keep
-from torchbudget.errors import OptionError, StateError
+from torchbudget.errors import StateError
 from torchbudget.plan.grouping import ByCost
 
 if TYPE_CHECKING:
@@ -95,26 +95,27 @@ class StreamRun(Run[StreamState]):
     Args:
         stream: the stream.
         loader: of it, with `batch_size=None`.
+
+    Attributes:
+        number: of the run that has started its workers.
     """
 
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
         self._stream, self._loader, self._settings = stream, loader, stream._settings
         grouping = self._settings.grouping
         packed = isinstance(grouping, ByCost) and grouping.rules.packing is not None
-        self._check = SizeCheck(
-            size_multiple=self._settings.size_multiple, packed=packed, sizes=None
-        )
+        self._check = SizeCheck(size_multiple=stream.size_multiple, packed=packed, sizes=None)
         self._compared, self._has_ended = self._settings.ranks == 1, False
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
-        fresh = start is None and self._settings.batches_per_epoch is None
-        stays = isinstance(sending, Sending) and (fresh or start is sending.ended is not None)
-        if not stays:  # workers that persist stand elsewhere, or send no places
+        # Else workers that persist stand elsewhere, or send no places.
+        if not isinstance(sending, Sending) or start is None or start is not sending.ended:
             loader._iterator = None
             sending = Sending(loader.collate_fn, stream._progress.runs + 1)
             sending.first = 0 if start is None else start.turn
         begins = stream._begin_run(sending.number, max(loader.num_workers, 1))
         self._sending, self._start = sending, replace(begins, turn=sending.first)
+        self.number: int = sending.number
         collate_fn, loader.collate_fn = loader.collate_fn, sending
         stream._sending = sending
         try:
@@ -124,12 +125,6 @@ class StreamRun(Run[StreamState]):
             raise
         finally:
             loader.collate_fn, stream._sending = collate_fn, None
-
-    @property
-    def number(self) -> int:
-        """Number of the run that has started its workers."""
-        number: int = self._sending.number
-        return number
 
     def _began(self) -> StreamState:
         return self._start
@@ -176,20 +171,6 @@ class StreamRun(Run[StreamState]):
     def __del__(self) -> None:
         self._batches = getattr(self, "_batches", None)
         self.close()
-
-
-def check_loader(loader: Any, stream: Any) -> None:
-    """Raise an `OptionError` unless a loop over a loader can be tracked."""
-    if getattr(loader, "dataset", None) is not stream or loader.batch_size is not None:
-        raise OptionError(
-            "tracked needs a DataLoader of this stream, with batch_size=None, got "
-            f"{type(loader).__name__}"
-        )
-    if hasattr(loader, "state_dict"):
-        raise OptionError(
-            f"a {type(loader).__name__} saves its position itself: loop over it, and call its "
-            "state_dict()"
-        )
 
 
 def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:

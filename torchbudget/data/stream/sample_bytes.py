@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from mmap import mmap
 from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, Final
@@ -19,10 +19,8 @@ _NUMBER_BYTES: Final = 28
 _OBJECT_BYTES: Final = 100
 _MUCH_LARGER: Final = 2
 _SHARED_BYTES: Final = 256  # an entry in a set takes a quarter of that at the most
-# Pillow's pixels are no Python objects. Several bands, and wide ones, are stored in 4 bytes.
-_BYTES_OF_PIXELS: Final = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
 # These refer to what is the program's, not the sample's.
-_OF_PROGRAM: Final = (type, ModuleType, FunctionType, MethodType, TracebackType)
+_OF_PROGRAM: Final = (type, ModuleType, FunctionType, MethodType, TracebackType, partial)
 
 
 class KeptBytes:
@@ -88,15 +86,14 @@ class KeptBytes:
                     referents = value.ravel().tolist()
             else:
                 own = sys.getsizeof(value, _OBJECT_BYTES)
-                kind = type(value)
                 if isinstance(value, dict):
                     waiting += value  # its keys: those that are text are no referents
-                elif hasattr(kind, "getbands"):
-                    own += value.width * value.height * _BYTES_OF_PIXELS.get(value.mode, 4)
+                elif hasattr(type(value), "getbands"):  # Pillow's pixels are no Python objects
+                    own += 4 * value.width * value.height
                 total += own
                 if own >= _SHARED_BYTES:
                     shared.add(number)
-                if not _is_closed(kind):  # type: ignore[arg-type]  # types are hashable
+                if not hasattr(type(value), "__next__"):  # iterators read what is not theirs
                     referents = gc.get_referents(value)
             if _NUMBERS.issuperset(map(type, referents)):  # a text's tokens: not one by one
                 total += _NUMBER_BYTES * len(referents)
@@ -107,12 +104,6 @@ class KeptBytes:
 
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value.clone()
-
-
-@lru_cache(maxsize=256)
-def _is_closed(kind: Any) -> bool:
-    """True if nothing else counts: pandas' own size says all; others read what is not theirs."""
-    return issubclass(kind, partial) or hasattr(kind, "memory_usage") or hasattr(kind, "__next__")
 
 
 def _whole(value: Any) -> tuple[int, int]:

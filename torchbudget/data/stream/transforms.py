@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,23 +28,8 @@ from torchbudget.errors import OptionError
 Transform: TypeAlias = Callable[[Any], Any]
 
 
-class SampleRandom:
-    """The random generator of one sample.
-
-    Args:
-        seed: its numbers are a function of it.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    @cached_property
-    def generator(self) -> np.random.Generator:
-        """Made at its first use, since most samples use no random numbers."""
-        return np.random.Generator(np.random.Philox(self._seed))
-
-
-sample_random: ContextVar[SampleRandom] = ContextVar("sample_random")
+# The seed of the sample that is being transformed; its generator, once it was used.
+sample_random: ContextVar[int | np.random.Generator] = ContextVar("sample_random")
 
 
 def rng() -> np.random.Generator:
@@ -56,9 +41,13 @@ def rng() -> np.random.Generator:
         OptionError: called outside a stream's transforms.
     """
     try:
-        return sample_random.get().generator
+        found = sample_random.get()
     except LookupError:
         raise OptionError("transforms.rng() works only inside a stream's transforms") from None
+    if isinstance(found, int):
+        found = np.random.Generator(np.random.Philox(found))
+        sample_random.set(found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

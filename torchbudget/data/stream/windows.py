@@ -1,14 +1,14 @@
-"""The samples that a process keeps in memory together: a window, or as much as the bytes allow."""
+"""The windows of one process, as much of each as the bytes allow, cut and dealt to the ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, Final, TypeAlias
 from zlib import crc32
 
@@ -18,20 +18,22 @@ from torch.utils.data import get_worker_info
 
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis_of
-from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
+from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import (
     numbers_put_aside,
     refuse_draws,
     sample_seed,
     seed_generators,
 )
-from torchbudget.data.stream.progress import Progress
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
-from torchbudget.data.stream.settings import Settings
-from torchbudget.data.stream.transforms import Expanded, SampleRandom, sample_random
-from torchbudget.errors import SampleError, SizesError, StateMismatchError
+from torchbudget.data.stream.source import Settings
+from torchbudget.data.stream.transforms import Expanded, sample_random
+from torchbudget.errors import SampleError, StateMismatchError, UnevenRanksError
 from torchbudget.machine.allocators import map_large_blocks, return_free_pages
+from torchbudget.plan.dealing import Ranks
+from torchbudget.plan.solver import WindowKey
+from torchbudget.units import format_bytes
 
 _log: Final = logging.getLogger("torchbudget")
 _FEWEST: Final = 8  # samples of one size: fewer may be alike by chance
@@ -42,9 +44,19 @@ _PART_AT_ONCE: Final = 32
 _FOR_A_THREAD: Final = (2, 64)
 _KEPT_BLOCK_BYTES: Final = 2**25  # glibc's M_MMAP_THRESHOLD_MAX: it may keep blocks up to that size
 
+_OTHER: Final = (
+    "{} other sizes, or is cut in other places, than when the state was saved: the source, its "
+    "transforms, size= or the predicate changed, or the source gives other items each time; go on "
+    "with what it was, or start over"
+)
+
 # Its shard and its place there, the same in every process; the seed of its transforms' generators;
 # and the item itself.
 Item: TypeAlias = tuple[tuple[int, int], int, Any]
+# Samples of one batch, and the padded size that was planned; `None` where none was.
+_MicroBatch: TypeAlias = tuple[list[Any], list[int] | None]
+# With the place after it: samples cut together, and the number of their rounds that are done.
+Found: TypeAlias = tuple[StreamCursor, int, _MicroBatch]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,33 +81,151 @@ class BufferedSamples:
 
 
 class Windows:
-    """The windows of one process, one after the other.
+    """The windows of one process, one after the other, cut and dealt to the ranks.
 
     A window is a fixed run of `window` items of the reading order. If fewer items than ranks follow
     it, they belong to it. It is cut in parts where the bytes of the look-ahead are spent.
 
+    Nothing here refers to an iteration: one that is dropped closes its source.
+
     Args:
         settings: of the stream.
         slot: of this process.
-        progress: counts skipped samples.
+        progress: where samples that are skipped are counted.
+        compare: with other ranks: the worker's number and a digest of the sizes in its first
+            window.
 
     Attributes:
-        empty_passes: passes that were read since a micro-batch came, which the reader notes.
+        first_sizes: that digest, where ranks share the window.
     """
 
-    def __init__(self, settings: Settings, slot: WorkerSlot, progress: Progress) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        slot: WorkerSlot,
+        progress: Progress,
+        compare: Callable[[int, int], object],
+    ) -> None:
         self._settings, self._slot, self._progress = settings, slot, progress
+        self._compare = compare
+        self.first_sizes: int | None = None
         self._endless = settings.batches_per_epoch is not None
         self._look_ahead = settings.look_ahead_of(slot)
+        self._run_bytes = None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
         # Items that a window needs; 1 finds out where a pass ends, of which the last batch drops.
         self._fewest = settings.ranks if settings.ranks > 1 or settings.drop_last else 0
         self._warned = False
         self._has_checked_axes = False  # that sizes are of the ragged one
-        self.empty_passes = 0
+        self._empty_passes = 0  # that were read since samples were dealt
         if self._look_ahead is not None and get_worker_info() is not None:
             map_large_blocks()
 
-    def read(self, cursor: StreamCursor) -> Iterator[BufferedSamples]:
+    def micro_batches(self, start: StreamCursor) -> Generator[Found]:
+        """Yield this rank's micro-batches, each with the place after it.
+
+        A place is the beginning of the samples that are cut together, and the number of their
+        rounds that are done. With several ranks the last round waits for the next samples: at the
+        end of the stream it is cut anew, with samples that cannot be dealt evenly alone.
+
+        Raises:
+            StateMismatchError: samples whose first rounds are done are cut in other places.
+        """
+        ranks, rank = self._settings.ranks, self._slot.rank % self._settings.ranks
+        uneven: BufferedSamples | None = None  # cannot be dealt evenly alone
+        last: list[_MicroBatch] = []  # the round that waits
+        expected = start.checksum if start.rounds else None
+        begun, before = start, 0
+        parts = self._read(start)
+        for buffered in parts:
+            if uneven is not None:
+                buffered = self._joined(uneven, buffered)
+            try:
+                cuts, rounds = self._cut(buffered)
+            except UnevenRanksError:
+                uneven = buffered
+                continue
+            uneven, at = None, buffered.cursor
+            checksum = crc32(cuts, buffered.checksum)
+            if expected not in (None, checksum):
+                if not self._settings.source.may_seek:
+                    raise StateMismatchError(_OTHER.format(f"the window at item {at.start} has"))
+                self._settings.source.seeks = False  # it is skipped through from now on
+                parts.close()
+                yield from self.micro_batches(start)
+                return
+            expected = None
+            # Nothing of these may be in memory while the next samples are read.
+            buffered.samples.clear()
+            if not rounds:
+                continue
+            self._empty_passes = 0
+            if last:
+                yield at, 0, last[rank]
+            before, last = len(rounds) // ranks - 1, rounds[-ranks:]
+            begun = at._replace(source=buffered.source, checked=at.start, checksum=checksum)
+            yield from _rest(begun, 0, rounds[rank:-ranks:ranks])
+            if ranks == 1:
+                yield buffered.following, 0, last.pop()
+            rounds.clear()
+        if uneven is not None and not self._settings.drop_last:
+            if not last:
+                begun = uneven.cursor
+            samples = [sample for batch, _ in last for sample in batch] + uneven.samples
+            _, rounds = self._cut(BufferedSamples(begun, samples, start))
+            yield from _rest(begun, before, rounds[rank::ranks])
+        elif last:
+            yield start.next_pass(), 0, last[rank]
+
+    def _joined(self, uneven: BufferedSamples, buffered: BufferedSamples) -> BufferedSamples:
+        """Return samples that cannot be dealt evenly alone with those after them.
+
+        Raises:
+            UnevenRanksError: they are more than the look-ahead.
+        """
+        kept, samples = KeptBytes(), uneven.samples + buffered.samples
+        if self._look_ahead is not None and sum(map(kept.add, samples)) > self._look_ahead:
+            raise UnevenRanksError(
+                f"{len(uneven.samples)} samples fill the look-ahead of "
+                f"{format_bytes(self._look_ahead)}, and cannot be dealt evenly to "
+                f"{self._settings.ranks} ranks: allow more bytes, or use fewer ranks"
+            )
+        return replace(uneven, samples=samples, following=buffered.following, sizes=None)
+
+    def _cut(self, buffered: BufferedSamples) -> tuple[bytes, list[_MicroBatch]]:
+        """Return the cuts, and the micro-batches of one round after the other.
+
+        Raises:
+            UnevenRanksError: they cannot be dealt evenly.
+        """
+        settings, samples, cursor = self._settings, buffered.samples, buffered.cursor
+        sizes = buffered.sizes
+        if sizes is None:
+            sizes = self._sizes(samples, cursor.start)
+        if settings.ranks > 1 and self.first_sizes is None:
+            self.first_sizes = len(samples) if sizes is None else crc32(sizes.tobytes())
+            self._compare(self._slot.worker, self.first_sizes)
+        key = WindowKey(
+            seed=settings.source.seed,
+            path=(cursor.first_epoch, cursor.number),
+            places=np.array([cursor.start]),
+            numbers=np.array([cursor.first_epoch + cursor.window(settings.window)]),
+            shuffle=settings.source.shuffle,
+        )
+        rounds = settings.grouping.rounds(
+            samples,
+            sizes,
+            Ranks(number=settings.ranks),
+            key=key,
+            drop_last=settings.drop_last and not buffered.following.start,
+        )
+        # An array of objects picks several times as fast as a list.
+        arranged = np.fromiter(samples, dtype=object, count=len(samples))[rounds.places]
+        padded: Iterable[list[int] | None] = rounds.padded_sizes or repeat(None)
+        cuts = map(slice, rounds.starts, rounds.stops)
+        batches = map(np.ndarray.tolist, map(arranged.__getitem__, cuts))
+        return np.array(rounds.stops).tobytes(), list(zip(batches, padded, strict=False))
+
+    def _read(self, cursor: StreamCursor) -> Generator[BufferedSamples]:
         """Yield the samples that are in memory together: a window, or as many as the bytes allow.
 
         Raises:
@@ -125,7 +255,7 @@ class Windows:
         with ThreadPoolExecutor(settings.threads or 1, "torchbudget") as threads:
             pipeline = partial(transformed, settings=settings, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
-                following, mine, left = cursor.next_pass(), 0, int(cursor.start > 0)
+                following = cursor.next_pass()
                 with closing(self._opened(cursor, pipeline)) as reader:
                     readers[:] = [reader]
                     while not reader.ended:
@@ -137,11 +267,10 @@ class Windows:
                             cursor = self._after(reader, cursor)
                             continue
                         for buffered in self._window(reader, cursor, stop, pipeline):
-                            cursor, mine = buffered.following, mine + 1
+                            cursor = buffered.following
                             if buffered.samples:
-                                left += 1
                                 yield buffered
-                    self._check_pass(reader.position, none_left=mine > 0 and not left)
+                    self._check_pass(reader.position)
                 cursor = following
 
     def _opened(self, cursor: StreamCursor, pipeline: Callable[..., Any]) -> Reader:
@@ -180,31 +309,27 @@ class Windows:
                 if not self._settings.skip_failed:
                     raise samples
             elif samples:
-                with suppress(SizesError):
-                    checksum = self._checksum(samples, self._sizes(samples, place), checksum)
+                checksum = self._checksum(samples, self._sizes(samples, place), checksum)
         if checksum != cursor.checksum:
-            raise StateMismatchError(
-                f"the samples from item {cursor.checked} to {stop} have other sizes than "
-                "when the state was saved: the source, its transforms or size= changed, or the "
-                "source gives other items each time; go on with what it was, or start over"
-            )
+            samples = f"the window from item {cursor.checked} to {stop} has"
+            raise StateMismatchError(_OTHER.format(samples))
         reader.skip_to(cursor.start)
         reader.note_state()
 
-    def _check_pass(self, items: int, *, none_left: bool) -> None:
+    def _check_pass(self, items: int) -> None:
         """Note that a pass over so many items has ended.
 
         Raises:
-            SampleError: there were none, or none of them became a sample, and nobody else reads.
+            SampleError: there were none, or too many passes gave no sample.
         """
         slot = self._slot
         parts = slot.part(self._settings.source.split)[1]
-        self.empty_passes += 1
+        self._empty_passes += 1
         # The same number of micro-batches in each pass can be dealt to so many ranks after as many
         # passes. Until a batch comes, that may be needed three times: a state has done the first
         # ones already, and the last round of the next ones waits for those after them.
         most_empty = 3 * slot.workers * (self._settings.ranks + 1) + 1
-        missing = self._endless and self.empty_passes > most_empty
+        missing = self._endless and self._empty_passes > most_empty
         if missing or (not items and (self._endless or parts == 1)):
             raise SampleError(
                 f"the source has no samples for worker {slot.worker} of {slot.workers}: use fewer "
@@ -212,15 +337,6 @@ class Windows:
                 "is an iterator inside it used up after one epoch? Open it in __iter__, or in the "
                 "function"
             )
-        if none_left and not self._endless:
-            text = (
-                f"none of the items that were read by worker {slot.worker} of {slot.workers} on "
-                f"rank {slot.rank} became a sample: transforms dropped them, or they were skipped; "
-                "see skipped_samples, oversize= and on_error="
-            )
-            if parts == slot.workers == 1:
-                raise SampleError(text)
-            _log.warning(text)
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
         """Return the boundary at which a reader stands."""
@@ -228,16 +344,12 @@ class Windows:
             return cursor.next_pass()
         return cursor._replace(start=reader.position, rounds=0)
 
-    @property
-    def _run_bytes(self) -> int | None:
-        return None if self._look_ahead is None else self._look_ahead // _PART_AT_ONCE
-
     def _window(
         self, reader: Reader, cursor: StreamCursor, stop: int, pipeline: Callable[..., Any]
     ) -> Iterator[BufferedSamples]:
         """Yield the samples of one window, all at once or as many as the bytes allow."""
         begun, waiting, look_ahead, state = cursor, list[Any](), self._look_ahead, reader.state
-        if not self._settings.transforms and look_ahead is None:
+        if look_ahead is None and not (self._settings.transforms or self._settings.skip_failed):
             waiting = reader.take(stop - reader.position)
             waiting += reader.tail(self._fewest)
         else:
@@ -250,7 +362,7 @@ class Windows:
             for samples in made:  # not enumerated, which would keep what copies were made of
                 position += 1
                 if isinstance(samples, SampleError):
-                    self._skip_failed(1, samples)
+                    self._skip_failed(samples)
                     continue
                 if look_ahead is not None:
                     found = [kept.without_rest(sample) for sample in samples]
@@ -294,20 +406,9 @@ class Windows:
         return crc32(bytes(len(samples)) if sizes is None else sizes.tobytes(), before)
 
     def _measured(self, part: BufferedSamples) -> BufferedSamples:
-        """Samples with sizes and checksum, without those that have no size or are too large."""
+        """Samples with sizes and checksum, without those that are too large."""
         settings, samples, first = self._settings, part.samples, part.cursor.start
-        try:
-            sizes = self._sizes(samples, first) if samples else None
-        except SizesError as error:
-            sized = []
-            for sample in samples:
-                with suppress(SizesError):
-                    size_of(sample, settings.size, 0)
-                    sized.append(sample)
-            if len(sized) == len(samples):
-                raise  # each has one, but of other axes
-            self._skip_failed(len(samples) - len(sized), error)
-            return self._measured(replace(part, samples=sized))
+        sizes = self._sizes(samples, first) if samples else None
         checksum, following = self._checksum(samples, sizes), part.following
         if following.start:  # else another pass begins
             following = following._replace(source=part.source, checked=first, checksum=checksum)
@@ -323,14 +424,26 @@ class Windows:
                 samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
         return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
 
-    def _skip_failed(self, number: int, error: Exception) -> None:
-        """Count samples that failed, or raise where none may be skipped."""
+    def _skip_failed(self, error: SampleError) -> None:
+        """Count an item that failed, or raise where none may be skipped."""
         if not self._settings.skip_failed:
             raise error
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", error)
             self._warned = True
-        self._progress.count_skipped(self._slot.worker, failed=number)
+        self._progress.count_skipped(self._slot.worker, failed=1)
+
+
+def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[Found]:
+    """One rank's micro-batches of samples that begin at a cursor, of which some rounds are done.
+
+    Args:
+        begun: the cursor.
+        before: rounds of the samples before these.
+        batches: of the rounds after them.
+    """
+    done = max(begun.rounds, before)
+    return zip(repeat(begun), count(done + 1), batches[done - before :])
 
 
 def transformed(
@@ -369,7 +482,7 @@ def transformed(
 
 def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
     name, seed, value = item
-    token = sample_random.set(SampleRandom(seed))
+    token = sample_random.set(seed)
     samples = [value]
     try:
         for transform in settings.transforms:
@@ -377,6 +490,9 @@ def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
                 samples = [one for sample in samples for one in transform(sample)]
             else:
                 samples = [transform(sample) for sample in samples]
+        if settings.skip_failed and settings.sized:
+            for sample in samples:
+                size_of(sample, settings.size, name[1])
     except Exception as error:  # noqa: BLE001  (a user's transform may raise anything)
         described = settings.source.describe(name, value)
         failure = SampleError(f"{described} cannot be made: {type(error).__name__}: {error}")
