@@ -377,11 +377,10 @@ class PaddedLayout(Layout):
 
     def own(self) -> BoolArray:
         """False where axis 0 is padding: bool, `(n, L)`."""
-        first = self.starts[:, :1].astype(np.int16)  # fewer bytes are compared faster
-        last = first + self.shapes[:, :1].astype(np.int16)
-        positions = np.arange(self.padded_shape[0], dtype=np.int16)
-        own: BoolArray = positions < last
-        return own & (positions >= first) if first.any() else own
+        first, last = self.starts[:, :1], self.starts[:, :1] + self.shapes[:, :1]
+        positions = np.arange(self.padded_shape[0], dtype=np.int16)  # fewer bytes are faster
+        own: BoolArray = positions < last.astype(np.int16)
+        return own & (positions >= first.astype(np.int16)) if first.any() else own
 
     @property
     def places(self) -> list[tuple[int | slice, ...]]:
