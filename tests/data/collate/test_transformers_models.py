@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -111,21 +109,6 @@ def test_flex_attention_with_the_batch_s_mask(kind: str, options: dict[str, Any]
     for sample, logits in zip(samples(), of_each(batch, ours), strict=True):
         alone = peer(input_ids=sample["input_ids"][None]).logits[0]
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
-
-
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 20))
-def test_transformers_finds_the_segments(lengths: list[int], multiple: int, more: int) -> None:
-    """It reads `seq_idx` from `position_ids`, padding included; with a cache it does not."""
-    from transformers.masking_utils import find_packed_sequence_indices
-
-    total = sum(-(-length // multiple) * multiple for length in lengths) + more
-    collate = PackCollate(
-        layout="transformers", size_multiple=multiple, total=total, position_ids_start=more % 4
-    )
-    batch = collate([{"input_ids": [1] * length} for length in lengths])
-    found = find_packed_sequence_indices(batch["position_ids"])
-    assert found.tolist() == batch["seq_idx"].tolist()
-    assert batch["use_cache"] is False
 
 
 @pytest.mark.parametrize("labelled", [False, True])
