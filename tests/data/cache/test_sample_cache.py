@@ -68,14 +68,8 @@ def test_workers_share_it(context: str) -> None:
     cache = SampleCache(data, 4 * int(sizes.sum()) // 2)
     for _ in range(2):
         hits = cache.hits
-        loader = DataLoader(
-            cache,
-            batch_size=1,
-            shuffle=True,
-            num_workers=2,
-            collate_fn=first,
-            multiprocessing_context=context,
-        )
+        options: Any = {"num_workers": 2, "multiprocessing_context": context}
+        loader = DataLoader(cache, batch_size=1, shuffle=True, collate_fn=first, **options)
         check(list(loader), sizes)
         assert cache.nbytes <= cache.budget
     assert cache.hits - hits == cache.kept

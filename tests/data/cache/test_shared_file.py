@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,16 +25,6 @@ def test_processes_see_the_same_bytes(context: str) -> None:
     process.join()
     assert process.exitcode == 0
     assert file.memory[:5] == b"child"
-
-
-def test_no_descriptor_is_left() -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = descriptors()
-    for _ in range(20):
-        SharedFile(4096)
-    assert descriptors() == before
 
 
 def write_page_and_wait(file: SharedFile, at: int, told: Any, written: Any, done: Any) -> None:
