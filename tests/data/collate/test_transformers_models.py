@@ -147,23 +147,21 @@ def test_models_that_let_samples_see_each_other_are_refused(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def trained(tmp_path: Any, cost: Any, collate: Any, kind: str = "llama", **options: Any) -> Tensor:
+def trained(tmp_path: Any, cost: Any, collate: Any, kind: str = "llama", **own: Any) -> Tensor:
     """The parameters after two steps of the trainer, of the same samples whatever the cost."""
-    model, checks = model_of(kind, "sdpa"), options.pop("checks_rows", True)
-    data = [{**sample, "labels": sample["input_ids"]} for sample in samples() + samples()]
-    sampler = MemoryBudgetBatchSampler(LENGTHS * 2, cost, 64, samples_per_step=5, **options)
+    model = model_of(kind, "sdpa")
+    data: Any = [{**sample, "labels": sample["input_ids"]} for sample in samples() + samples()]
+    sampler = MemoryBudgetBatchSampler(LENGTHS * 2, cost, 64, samples_per_step=5)
 
     class Trainer(BudgetTrainerMixin, hf.Trainer):  # type: ignore[misc,name-defined]  # untyped
-        checks_rows = checks
-
         def budget_loader(self) -> DataLoader[Any]:
-            return DataLoader(data, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+            return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
 
     arguments = hf.TrainingArguments(
         tmp_path, report_to=[], use_cpu=True, num_train_epochs=1, optim="sgd", learning_rate=0.1,
         max_grad_norm=0, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    Trainer(model, arguments).train()
+    type("Own", (Trainer,), own)(model, arguments).train()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -172,11 +170,7 @@ def test_a_run_with_rows_is_one_with_padding(tmp_path: Any) -> None:
     padded = trained(tmp_path, PaddedCost(unit_bytes=1), PadCollate(mask="attention_mask"))
     packed = trained(tmp_path, PackedCost(unit_bytes=1), PackCollate(layout="transformers"))
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-6)
-
-
-def test_the_trainer_refuses_other_models_before_its_first_step(tmp_path: Any) -> None:
-    row = PackCollate(layout="transformers")
-    trained(tmp_path, PackedCost(unit_bytes=1), row, "opt", max_batch_size=1)  # sees no other
-    trained(tmp_path, PackedCost(unit_bytes=1), row, "opt", checks_rows=False)
+    rows = tmp_path, PackedCost(unit_bytes=1), PackCollate(layout="transformers"), "opt"
+    trained(*rows, checks_rows=False)
     with pytest.raises(OptionError, match="see each other"):
-        trained(tmp_path, PackedCost(unit_bytes=1), row, "opt")
+        trained(*rows)
