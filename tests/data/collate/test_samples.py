@@ -64,17 +64,13 @@ def test_structures() -> None:
         ({"x": [1.5], "y": 1}, "sample 2 of the batch, field 'x': expected dtype torch.int64 as"),
         ({"x": [[1]], "y": 1}, "sample 2 .*field 'x': expected 1 axes .*got 2 axes"),
         ({"x": [1], "y": 1.0}, "sample 2 .*field 'y': expected an int .*got a float"),
-        ({"x": [1], "y": [1]}, "sample 2 .*field 'y': expected an int .*got a list"),
         ({"x": [1], "y": 2**63}, "sample 2 .*field 'y': expected a number of 64 bits"),
         ({"x": [2**63], "y": 1}, "sample 2 .*field 'x': .* list of bools, 64-bit ints"),
-        ({"x": [2**63, -1], "y": 1}, "sample 2 .*field 'x': .*64-bit ints .*Overflow"),
         ({"x": [1, None], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
         ({"x": [1, [2]], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
-        ({"x": torch.ones(1), "y": 1}, "sample 2 .*field 'x': expected a list .*got a tensor"),
         ({"x": [1], "z": 1}, "sample 2 .*missing: \\['y'\\], unexpected: \\['z'\\]"),
         (defaultdict(int, x=[1], z=2), "sample 2 .*missing: \\['y'\\], unexpected: \\['z'\\]"),
         (([1], 1), "sample 2 of the batch, the sample: expected a mapping .*got a tuple"),
-        ({"x": None, "y": 1}, "sample 2 .*field 'x'.*got an object of another type"),
     ],
 )  # fmt: skip
 def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -> None:
@@ -90,7 +86,6 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([(1,), (1, 2)], "sample 1 .*expected 1 fields .*got 2 fields"),
         ([{"a": {"b": None}}], "sample 0 .*field \\('a', 'b'\\).*got NoneType; convert it"),
         ([{"a": {"b": 1}}, {"a": {"c": 1}}], "sample 1 .*field 'a'.*missing: \\['b'\\]"),
-        ([[2**63, -1], [-1, 2**64]], "sample 0 .*64-bit ints or floats, .*Overflow"),
         ([1j], "sample 0 .*got complex; convert it"),
         ([[], []], "the sample: all 2 lists .* are empty.*make tensors in the data set"),
         ([np.array(["a"])], "an array of numbers"),
@@ -98,10 +93,8 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([np.ones(1), np.ones(1, np.float32)], "sample 1 .*dtype float64.*got dtype float32"),
         ([torch.ones(1), torch.ones(1, 1)], "sample 1 .*expected 1 axes"),
         ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
-        ([torch.ones(9999), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
         ([torch.ones(2).to_sparse(), torch.ones(1).to_sparse()], "sample 0 .*expected a dense"),
         ([torch.ones(1), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
-        ([torch.tensor(1), torch.tensor(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
     ],
 )
 def test_what_forms_no_batch(samples: list[Any], match: str) -> None:

@@ -500,8 +500,8 @@ class PackedBatch(Batch):
 
     @property
     def max_seqlen(self) -> int:
-        """The length of the longest sample."""
-        return int(self._host_lengths.max(initial=0))
+        """The length of the longest sample, and so of the longest segment."""
+        return int(np.diff(self._bounds()).max(initial=0))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -521,13 +521,13 @@ class PackedBatch(Batch):
 
     @property
     def position_ids(self) -> Tensor:
-        """The position of each element in its own sample: int64, `(total,)`.
+        """The position of each element in its own segment: int64, `(total,)`.
 
         On the batch's device. Computed at each access, without waiting for the device.
         """
-        ends, total = self.cu_seqlens.long(), self._measured(JoinedLayout).total
-        firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=total)
-        return torch.arange(total, device=ends.device) - firsts
+        bounds = self._bounds()
+        positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+        return on_device(positions, self._device)
 
     def block_mask(self, *, causal: bool = True) -> BlockMask:
         """The mask for `flex_attention` in which no position sees those of another sample.

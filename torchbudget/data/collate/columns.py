@@ -371,13 +371,19 @@ def check_dense(field: Field) -> None:
         field.fail_at_odd_one([t.device for t in values], "a tensor on {}".format)
 
 
+@functools.lru_cache(maxsize=128)
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    with suppress(TypeError):
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    return None
+
+
 def _read_arrays(field: Field) -> Column:
     arrays = [np.asarray(value) for value in field.values]
     if len({a.dtype for a in arrays}) > 1:
         field.fail_at_odd_one([a.dtype for a in arrays], "dtype {}".format)
-    try:
-        dtype = torch.from_numpy(np.empty(0, arrays[0].dtype.newbyteorder("="))).dtype
-    except TypeError:
+    dtype = _torch_dtype(arrays[0].dtype)
+    if dtype is None:
         field.fail(0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
     return Column(field, _shapes(field, arrays), dtype, _CPU, arrays)
 

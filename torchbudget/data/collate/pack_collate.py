@@ -165,22 +165,10 @@ class TransformersBatch(PackedMapping):
     """
 
     @property
-    def max_seqlen(self) -> int:
-        """The length of the longest segment."""
-        longest: int = self.data["max_length_q"]
-        return longest
-
-    @property
     def cu_seqlens(self) -> Tensor:
         """0 and the end of each segment: int32, `(segments + 1,)`."""
         offsets: Tensor = self.data["cu_seq_lens_q"]
         return offsets
-
-    @property
-    def position_ids(self) -> Tensor:
-        """The position of each element in its own segment: int64, `(total,)`."""
-        positions: Tensor = self.data["position_ids"][0]
-        return positions
 
     @property
     def _device(self) -> torch.device:

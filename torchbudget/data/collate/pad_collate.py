@@ -305,10 +305,10 @@ class PadCollate(FieldCollate):
                 f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
             )
         for (path, layout), value in zip(paths.items(), batch._fields, strict=True):
-            if path in ids and value.ndim > 2 and value.shape[1] == 1:
+            if path in ids and value.ndim > 2:
                 raise CollateError(
-                    f"{show(path)} of each sample is a batch of one text, of shape "
-                    f"{(1, *value.shape[2:])}, as return_tensors='pt' gives: tokenize without it, "
+                    f"{show(path)} of each sample has several axes, of shape "
+                    f"{tuple(value.shape[1:])}, as return_tensors='pt' gives: tokenize without it, "
                     "or take the first of each field"
                 )
             # Of three, the second is most often the mask, which -100 would turn on at padding.
@@ -323,10 +323,6 @@ class PadCollate(FieldCollate):
                 )
         if not rules.adds_mask or (rules.ids,) not in ids or ATTENTION_MASK in data:
             return batch
-        if batch[rules.ids].ndim > 2:
-            raise CollateError(
-                f"field {rules.ids!r} has several axes: give samples their own {ATTENTION_MASK!r}"
-            )
         return _add_mask(batch, ATTENTION_MASK, (rules.ids,))
 
 
