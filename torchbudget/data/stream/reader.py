@@ -7,7 +7,8 @@ import pickle
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import repeat
+from itertools import islice, repeat
+from types import WrapperDescriptorType
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -215,8 +216,10 @@ class Reader:
             if self._opened is None:
                 opens = callable(shard) and not hasattr(shard, "__iter__")
                 self._opened = iter(shard() if opens else shard)
-            # `islice` would call its `iter`, which may start it over.
-            some = map(next, repeat(self._opened, n))
+            # `islice` calls its `__iter__`, which may start an object of a user's class over.
+            method = getattr(type(self._opened), "__iter__", None)
+            is_own = isinstance(method, WrapperDescriptorType)
+            some = islice(self._opened, n) if is_own else map(next, repeat(self._opened, n))
             if not keep:
                 number = sum(1 for _ in some)
             elif most_bytes is None:
