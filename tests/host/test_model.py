@@ -86,7 +86,7 @@ shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 900)), min_size=4,
 
 @given(shapes, st.integers(2, 40), st.randoms(use_true_random=False))
 def test_a_planned_peak_is_that_of_consecutive_batches(pairs, batches, random) -> None:
-    """By a trial of a few of them, exactly; epochs follow each other."""
+    """By a trial of a few of them, to a page for each tensor; epochs follow each other."""
     n, lengths = np.array(pairs).T
     places = random.sample(range(len(pairs)), 3)
     found = replace(
@@ -104,7 +104,8 @@ def test_a_planned_peak_is_that_of_consecutive_batches(pairs, batches, random) -
     repeated = range(-(-batches // len(pairs)) * len(pairs))
     runs = [[at % len(pairs) for at in repeated[start:][:batches]] for start in repeated]
     runs = [run for run in runs if len(run) == batches]
-    assert flight.peak_shared(batches) == max(sum(pages[at] for at in run) for run in runs)
+    most = max(sum(pages[at] for at in run) for run in runs)
+    assert most <= flight.peak_shared(batches) <= most + 2 * batches * PAGE
     assert flight.peak(batches) == flight.peak_shared(batches) + 500 * batches
     assert flight.peak_pinned(batches) >= max(sum(sum(blocks[at]) for at in run) for run in runs)
 

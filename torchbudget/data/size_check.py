@@ -89,7 +89,7 @@ class SizeCheck:
             return
         if came == planned and self._is_judged:
             return
-        if came:
+        if came and (own and hasattr(batch, "padded_total")) == self._packed:
             lengths = (batch.lengths if mask is None else (mask != 0).sum(1)).numpy()
             lengths = lengths[:, None] if lengths.ndim == 1 else lengths
             self._compare_padding(came, planned, lengths)
