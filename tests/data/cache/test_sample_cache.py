@@ -108,14 +108,12 @@ def test_a_killed_worker_leaves_it_right(where: str) -> None:
     data.where = where
     cache = SampleCache(data, "4MiB")
 
-    def loader() -> DataLoader[Any]:
-        return DataLoader(cache, batch_size=1, collate_fn=first, num_workers=2)
-
+    loader: Any = DataLoader(cache, batch_size=1, collate_fn=first, num_workers=2)
     # Torch's own error, or that of a connection that broke.
     with no_signals_of_workers(), pytest.raises((RuntimeError, OSError, EOFError)):
-        list(loader())
+        list(loader)
     for _ in range(2):
-        found = list(loader())
+        found = list(loader)
         check(found, sizes)
         assert [sample["number"] for sample in found] == list(range(100))
     assert cache.kept == 100
@@ -174,9 +172,8 @@ def test_errors_name_the_sample() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(BudgetError, match="table of contents"):
         SampleCache(Reads([1] * 1000), 8000)
-    for budget in ("100000TiB", 2**62):
-        with pytest.raises(BudgetError, match=r"this system has no .* for a cache"):
-            SampleCache(Reads([1]), budget)
+    with pytest.raises(BudgetError, match=r"this system has no .* for a cache"):
+        SampleCache(Reads([1]), 2**62)
     with pytest.raises(OptionError, match="map-style"):
         SampleCache(iter([1]), "1MiB")  # type: ignore[arg-type]
     cache = SampleCache(Reads([1, 2]), "1MiB")
