@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,9 +11,6 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-
-from torchbudget import PackedBatch
-from torchbudget.errors import CollateError
 
 
 class Pair(NamedTuple):
@@ -184,22 +180,8 @@ def left_share(side: str | float) -> float:
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """Every tensor that a batch keeps once, offsets included."""
-    found = [leaf for leaf in tree_leaves(batch.data) if isinstance(leaf, torch.Tensor)]
-    if isinstance(batch, PackedBatch):
-        for path in _paths(batch.data):
-            with contextlib.suppress(CollateError):  # numbers and texts have no offsets
-                found.append(batch.measured_by(path).cu_seqlens)
-    return list({id(tensor): tensor for tensor in found}.values())
-
-
-def _paths(data: Any) -> Iterator[tuple[Any, ...]]:
-    if isinstance(data, (dict, tuple)):
-        items = data.items() if isinstance(data, dict) else enumerate(data)
-        for key, value in items:
-            yield from ((key, *rest) for rest in _paths(value))
-    else:
-        yield ()
+    """Every tensor of a batch."""
+    return [leaf for leaf in tree_leaves(batch.data) if isinstance(leaf, torch.Tensor)]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

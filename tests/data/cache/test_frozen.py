@@ -74,10 +74,8 @@ def _image() -> torch.Tensor:
 
 PARTS = {
     "plain": lambda: torch.rand(1000, 50)[3],
-    "complex": lambda: torch.rand(1000, 50, dtype=torch.complex64)[3],
     "conjugate": lambda: torch.rand(1000, 50, dtype=torch.complex64).conj()[3],
     "negative": lambda: torch.rand(1000, 50, dtype=torch.complex64).conj().imag[3],
-    "differentiable": lambda: torch.rand(1000, 50, requires_grad=True)[3],
     "parameter": lambda: torch.nn.Parameter(torch.rand(1000, 50)[3]),
     "subclass": _image,
     "array": lambda: np.random.default_rng(0).random((1000, 50))[3],

@@ -72,15 +72,9 @@ def expected(n: int) -> Counter[int]:
 def test_an_epoch_over_identities(workers: int, tmp_path: Path) -> None:
     """Both variants of each, with their targets, in batches that fit; reads in threads."""
     files = Files(tmp_path, 40)
-    stream = BudgetedIterableDataset(
-        reader_of(files).reads,
-        TOKENS,
-        100,
-        size=0,
-        window=10,
-        transforms=[transforms.expand(list)],
-        threads=2,
-    )
+    expanded: Any = {"transforms": [transforms.expand(list)], "threads": 2}
+    reads = reader_of(files).reads
+    stream = BudgetedIterableDataset(reads, TOKENS, 100, size=0, window=10, **expanded)
     loader = DataLoader(stream, batch_size=None, num_workers=workers)
     batches = list(loader)
     assert pairs(batches) == expected(40)
@@ -119,10 +113,8 @@ def test_each_read_is_its_own(variants: int) -> None:
         crops = [{"scan": scan[i : i + 3], "more": [scan[i : i + 3].numpy()]} for i in range(2)]
         return crops if variants == 2 else crops[0]
 
-    def target(number: int) -> Any:
-        return [[number]] * 2 if variants == 2 else [number]
-
-    reader = ReaderDataset(range(2), read, read_target=target, variants_per_read=variants)
+    targets: Any = (lambda n: [[n]] * 2) if variants == 2 else (lambda n: [n])
+    reader = ReaderDataset(range(2), read, read_target=targets, variants_per_read=variants)
     for _ in range(2):
         for number in range(len(reader)):
             sample, label = reader[number]

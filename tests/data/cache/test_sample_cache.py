@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import threading
 from typing import Any
 
 import numpy as np
@@ -68,14 +66,8 @@ def test_workers_share_it(context: str) -> None:
     cache = SampleCache(data, 4 * int(sizes.sum()) // 2)
     for _ in range(2):
         hits = cache.hits
-        loader = DataLoader(
-            cache,
-            batch_size=1,
-            shuffle=True,
-            num_workers=2,
-            collate_fn=first,
-            multiprocessing_context=context,
-        )
+        options: Any = {"num_workers": 2, "multiprocessing_context": context}
+        loader = DataLoader(cache, batch_size=1, shuffle=True, collate_fn=first, **options)
         check(list(loader), sizes)
         assert cache.nbytes <= cache.budget
     assert cache.hits - hits == cache.kept
@@ -127,27 +119,6 @@ def test_a_killed_worker_leaves_it_right(where: str) -> None:
         check(found, sizes)
         assert [sample["number"] for sample in found] == list(range(100))
     assert cache.kept == 100
-
-
-def ask_for_all(cache: SampleCache) -> None:
-    for index in range(len(cache)):
-        cache[index]
-
-
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_every_process_counts(context: str) -> None:
-    """So does every thread; none is lost."""
-    cache = SampleCache(Reads([50] * 300), "2MiB")
-    ask_for_all(cache)
-    processes = multiprocessing.get_context(context)
-    others: list[Any] = [processes.Process(target=ask_for_all, args=(cache,)) for _ in range(3)]
-    others += [threading.Thread(target=ask_for_all, args=(cache,)) for _ in range(3)]
-    for other in others:
-        other.start()
-    ask_for_all(cache)
-    for other in others:
-        other.join()
-    assert (cache.hits, cache.misses) == (7 * 300, 300)
 
 
 @pytest.mark.parametrize("huge", [torch.zeros(1).expand(2**46), np.broadcast_to(0.0, 2**46)])

@@ -4,38 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from torchbudget.data.cache.shared_file import SharedFile, bytes_to_come
-
-
-def write(file: SharedFile) -> None:
-    with file.locked():
-        file.memory[:5] = b"child"
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_processes_see_the_same_bytes(context: str) -> None:
-    file = SharedFile(4096)
-    assert file.memory[:5] == bytes(5)
-    process = multiprocessing.get_context(context).Process(target=write, args=(file,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    assert file.memory[:5] == b"child"
-
-
-def test_no_descriptor_is_left() -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = descriptors()
-    for _ in range(20):
-        SharedFile(4096)
-    assert descriptors() == before
 
 
 def write_page_and_wait(file: SharedFile, at: int, told: Any, written: Any, done: Any) -> None:

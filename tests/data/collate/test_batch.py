@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -32,24 +32,18 @@ structures = pytest.mark.parametrize("samples", [dicts, tuples])
 @collates
 class TestReading:
     def test_a_mapping_a_sequence_or_neither(self, collate: Any) -> None:
-        batch = collate(dicts)
-        assert isinstance(batch, kinds[collate])
+        batch, row, plain = collate(dicts), collate(tuples), collate(bare)
+        assert {type(one).__mro__[1] for one in (batch, row)} == {kinds[collate]}
         assert isinstance(batch, Mapping)
-        assert (list(batch), len(batch)) == (["x", "y", "s"], 3)
-        assert dict(batch) == batch.data
-        assert str.format("{s}", **batch) == str(["a", "bc", ""])
-        assert batch.get("z") is None
-        row = collate(tuples)
-        assert isinstance(row, kinds[collate])
         assert isinstance(row, Sequence)
+        assert (list(batch), len(batch), batch.get("z")) == (["x", "y", "s"], 3, None)
+        assert str.format("{s}", **batch) == str(["a", "bc", ""])
         x, y, s = row
         assert x is row[0]
-        assert y.tolist() == [1, 2, 3]
-        assert s == row[-1] == ["a", "bc", ""]
-        assert type(collate(bare)) is kinds[collate]
-        assert isinstance(collate(bare).data, Tensor)
-        with pytest.raises(CollateError, match="only texts"):
-            _ = collate(["a", "b"]).lengths
+        assert (y.tolist(), s) == ([1, 2, 3], row[-1])
+        assert type(plain) is kinds[collate]
+        assert isinstance(plain.data, Tensor)
+        assert collate(["a", "b"]).lengths.shape == (2, 0)
 
     def test_it_is_an_immutable_value_of_its_own(self, collate: Any) -> None:
         batch, other = collate(dicts), collate(dicts)
@@ -77,17 +71,11 @@ class TestReading:
             assert found.lengths.tolist() == batch.lengths.tolist()
 
     def test_measured_by_another_field(self, collate: Any) -> None:
-        rule = "padded" if isinstance(collate, PadCollate) else "joined"
-        batch = type(collate)(fields={"b": rule})([{"a": [1], "b": [1, 2], "n": 1, "s": "x"}])
-        other = batch.measured_by("b")
-        assert type(other) is type(batch)
-        assert (batch.num_tokens, other.num_tokens) == (1, 2)
-        assert other["a"].data_ptr() == batch["a"].data_ptr()
-        for name in ("n", "s"):
-            with pytest.raises(CollateError, match="no ragged axis"):
+        batch = collate([{"a": [1], "s": "x"}])
+        assert batch.measured_by("a")["a"].data_ptr() == batch["a"].data_ptr()
+        for name, match in (("s", "no ragged axis"), ("z", "measured_by names field 'z'")):
+            with pytest.raises(CollateError, match=match):
                 batch.measured_by(name)
-        with pytest.raises(CollateError, match="measured_by names field 'z'"):
-            batch.measured_by("z")
 
     def test_split_copies_nothing_that_is_not_trimmed(self, collate: Any) -> None:
         batch = collate([{"x": [1, 2], "y": 0}, {"x": [3, 4], "y": 1}])
@@ -186,21 +174,15 @@ class TestRebuilt:
     """Hosts rebuild batches from their fields, and torch's trees map them."""
 
     def test_the_same_type_and_fields(self, collate: Any) -> None:
-        batch = collate(dicts)
+        batch, row, named = collate(dicts), collate(tuples), collate([Pair([1, 2], 3)])
         for fields in (dict(batch), MappingProxyType(dict(batch)), batch):
-            again = type(batch)(fields)
-            assert type(again) is type(batch)
-            assert {**again} == {**batch}
-        row = collate(tuples)
-        again = type(row)(field for field in row)
-        assert all(mine is other for mine, other in zip(again, row, strict=True))
-        named = collate([Pair([1, 2], 3)])
+            assert {**type(batch)(fields)} == {**batch}
+        assert [*type(row)(field for field in row)] == [*row]
         assert type(type(named)(named.data).data) is Pair
         with pytest.raises(CollateError, match="a mapping from field to tensor, got list"):
             type(batch)([1])
-        for fields in ({"x": 1}, torch.zeros(2), 3):
-            with pytest.raises(CollateError, match="the fields in their order"):
-                type(row)(fields)
+        with pytest.raises(CollateError, match="the fields in their order"):
+            type(row)({"x": 1})
 
     @structures
     def test_what_it_no_longer_knows_raises_and_says_why(
@@ -221,7 +203,6 @@ class TestRebuilt:
         both = tree_map(torch.add, batch, tree_map(torch.neg, batch))
         assert not both["x"].any()
         assert both.lengths.tolist() == [2, 1]
-        assert [leaf for _, leaf in tree_flatten_with_path(batch)[0]] == tree_leaves(batch)
         for change in (lambda t: t[:1], lambda t: t[None], lambda t: t.shape):
             changed = tree_map_only(Tensor, change, collate(dicts))
             assert set(changed) == {"x", "y", "s"}

@@ -22,20 +22,17 @@ ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
 
 class TestOptionsPerField:
     def test_sides_multiples_and_axes(self) -> None:
-        samples = [{"image": np.ones((3, 5, 6)), "text": [1, 2, 3], "fixed": [1] * 5}]
         collate = PadCollate(
             length_axes={"image": (1, 2)},
             size_multiple={"image": (4, 8), "text": 2},
             side={"text": "left"},
-            fields={"text": "padded", "fixed": "padded"},
+            fields={"text": "padded"},
         )
-        batch = collate(samples)
+        batch = collate([{"image": np.ones((3, 5, 6)), "text": [1, 2, 3]}])
         assert batch["image"].shape == (1, 3, 8, 8)
         assert batch["text"].tolist() == [[0, 1, 2, 3]]
-        assert batch["fixed"].shape == (1, 5)
         assert batch.lengths.tolist() == [[5, 6]]
         assert batch.measured_by("text").padded_size == (4,)
-        assert batch.measured_by("text").mask.tolist() == [[False, True, True, True]]
 
     def test_a_size_multiple_is_read_from_what_has_one(self) -> None:
         """From a sampler or a stream, whose number the collate keeps, and nothing else of it."""
@@ -51,8 +48,9 @@ class TestOptionsPerField:
     @pytest.mark.parametrize(
         "options",
         [
-            {"padding_value": "0"}, {"padding_value": {"x": None}}, {"side": "top"}, {"side": 1.5},
-            {"side": True}, {"side": float("nan")}, {"size_multiple": 0}, {"size_multiple": (2, 0)},
+            {"padding_value": "0"}, {"padding_value": 1j}, {"padding_value": {"x": None}},
+            {"side": "top"}, {"side": 1.5}, {"side": True}, {"side": float("nan")},
+            {"size_multiple": 0}, {"size_multiple": (2, 0)},
             {"size_multiple": True}, {"size_multiple": {"x": 1.5}}, {"length_axes": 0.5},
             {"length_axes": (0, 0)}, {"mask": ""}, {"mask": True},
         ],
@@ -104,19 +102,12 @@ class TestPaddingValue:
                    {"ids": [3], "labels": [3], "attention_mask": [1]}]  # fmt: skip
         batch = PadCollate(padding_value=7)(samples)
         assert [batch[k][1].tolist() for k in batch] == [[3, 7], [3, -100], [1, 0]]
-        batch = PadCollate(padding_value={"labels": -1, "ids": 5})(samples)
-        assert [batch[k][1].tolist() for k in batch] == [[3, 5], [3, -1], [1, 0]]
+        mapped = PadCollate(padding_value={"labels": -1, "ids": 5})(samples)
+        assert [mapped[k][1].tolist() for k in mapped] == [[3, 5], [3, -1], [1, 0]]
         for form in (lambda row: row, lambda row: {"tags": row}, lambda row: (row,)):
-            for sample in (Text, lambda ids, labels: {"ids": ids, "labels": labels}):
-                made = PadCollate()([sample(row, form(row)) for row in ([1, 2], [3])])
-                ids, labels = tree_leaves(made.data)
-                assert (ids[1].tolist(), labels[1].tolist()) == ([3, 0], [3, -100])
-
-    def test_nested_fields_are_named_by_tuples(self) -> None:
-        samples = [({"u": [1]}, [1]), ({"u": [1, 2]}, [1, 2])]
-        batch = PadCollate(padding_value={(0, "u"): 8, 1: 9})(samples)
-        assert batch[0]["u"][0].tolist() == [1, 8]
-        assert batch[1][0].tolist() == [1, 9]
+            made = PadCollate()([Text(row, form(row)) for row in ([1, 2], [3])])
+            ids, labels = tree_leaves(made.data)
+            assert (ids[1].tolist(), labels[1].tolist()) == ([3, 0], [3, -100])
 
     @pytest.mark.parametrize(
         ("form", "function"),
@@ -137,19 +128,12 @@ class TestPaddingValue:
     @pytest.mark.parametrize(
         ("dtype", "value"),
         [(torch.uint8, -100), (torch.uint8, 256), (torch.int64, 0.5), (torch.int32, float("nan")),
-         (torch.bool, 2), (torch.float32, 1j), (torch.int64, float("inf")),
+         (torch.bool, 2), (torch.int64, float("inf")),
          (torch.float16, -1e9)],
     )  # fmt: skip
     def test_a_value_that_the_dtype_cannot_hold(self, dtype: torch.dtype, value: complex) -> None:
         with pytest.raises(CollateError, match="the sample: the padding value"):
             PadCollate(padding_value=value)([torch.ones(1, dtype=dtype)])
-
-    @pytest.mark.parametrize("value", [float("nan"), float("-inf"), -100, True])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-    def test_any_real_number_pads_floats(self, value: float, dtype: torch.dtype) -> None:
-        batch = PadCollate(padding_value=value)([torch.ones(n, dtype=dtype) for n in (1, 2)])
-        assert batch.data.dtype == dtype
-        assert batch.data[0, 1].item() == pytest.approx(float(value), nan_ok=True)
 
 
 @pytest.mark.parametrize("length", [2, 100, 50_000])

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.sample_strategies import Pair, tensors_of
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PadCollate
-from torchbudget.errors import CollateError, OptionError
+from torchbudget.errors import CollateError
 
-collates = pytest.mark.parametrize("collate", [PadCollate, PackCollate])
 ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
 
 
@@ -25,7 +24,6 @@ ragged = [{"x": [1, 2], "y": 1}, {"x": [3], "y": 2}]
         ([1, 2], torch.tensor([1, 2])),
         ([0.5, 2.0], torch.tensor([0.5, 2.0])),
         ([True, False], torch.tensor([True, False])),
-        ([1j], torch.tensor([1j])),
         ([np.float64(1)], torch.tensor([1], dtype=torch.float64)),
         ([[1, 0.5], [0.25]], torch.tensor([[1, 0.5], [0.25, 0]])),
         ([[True], []], torch.tensor([[True], [False]])),
@@ -60,47 +58,19 @@ def test_structures() -> None:
     assert PadCollate()([defaultdict(list, x=[1])])["x"].shape == (1, 1)
 
 
-@collates
-def test_a_field_of_lists_has_one_dtype_in_every_batch(collate: Any) -> None:
-    """Where all its lists are empty it is `dtype`; without that, an error asks for it."""
-    empty = [{"a": [], "c": [[], []]}, {"a": [], "c": []}]
-    full = [{"a": [3], "c": [[True]]}, *empty]
-    named = collate(
-        dtype={"a": torch.int64, "c": torch.bool},
-        fields={"c": "padded"},
-    )
-    for samples in (empty, full):
-        assert [named(samples)[name].dtype for name in "ac"] == [torch.int64, torch.bool]
-    samples = [{"a": one["a"]} for one in empty]
-    batch = collate(dtype=torch.int64)(samples)
-    assert (batch["a"].dtype, batch.lengths.tolist()) == (torch.int64, [0, 0])
-    with pytest.raises(CollateError, match=r"field 'a': all 2 lists .* dtype=torch.int64"):
-        collate()(samples)
-    with pytest.raises(CollateError, match=r"lists of torch.int64, .* got lists of torch.fl"):
-        collate(dtype={"a": torch.int64})([{"a": [1.5]}])
-    with pytest.raises(CollateError, match="dtype names field 'z'"):
-        collate(dtype={"z": torch.int64})([{"a": [1.5]}])
-    with pytest.raises(OptionError, match="dtype must be"):
-        collate(dtype=int)
-
-
 @pytest.mark.parametrize(
     ("third", "match"),
     [
         ({"x": [1.5], "y": 1}, "sample 2 of the batch, field 'x': expected dtype torch.int64 as"),
         ({"x": [[1]], "y": 1}, "sample 2 .*field 'x': expected 1 axes .*got 2 axes"),
         ({"x": [1], "y": 1.0}, "sample 2 .*field 'y': expected an int .*got a float"),
-        ({"x": [1], "y": [1]}, "sample 2 .*field 'y': expected an int .*got a list"),
-        ({"x": [1], "y": 2**63}, "sample 2 .*field 'y': expected an int of 64 bits"),
+        ({"x": [1], "y": 2**63}, "sample 2 .*field 'y': expected a number of 64 bits"),
         ({"x": [2**63], "y": 1}, "sample 2 .*field 'x': .* list of bools, 64-bit ints"),
-        ({"x": [2**63, -1], "y": 1}, "sample 2 .*field 'x': .*64-bit ints .*Overflow"),
         ({"x": [1, None], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
         ({"x": [1, [2]], "y": 1}, "sample 2 .*field 'x': expected a rectangular list"),
-        ({"x": torch.ones(1), "y": 1}, "sample 2 .*field 'x': expected a list .*got a tensor"),
         ({"x": [1], "z": 1}, "sample 2 .*missing: \\['y'\\], unexpected: \\['z'\\]"),
         (defaultdict(int, x=[1], z=2), "sample 2 .*missing: \\['y'\\], unexpected: \\['z'\\]"),
         (([1], 1), "sample 2 of the batch, the sample: expected a mapping .*got a tuple"),
-        ({"x": None, "y": 1}, "sample 2 .*field 'x'.*got an object of another type"),
     ],
 )  # fmt: skip
 def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -> None:
@@ -116,16 +86,15 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([(1,), (1, 2)], "sample 1 .*expected 1 fields .*got 2 fields"),
         ([{"a": {"b": None}}], "sample 0 .*field \\('a', 'b'\\).*got NoneType; convert it"),
         ([{"a": {"b": 1}}, {"a": {"c": 1}}], "sample 1 .*field 'a'.*missing: \\['b'\\]"),
-        ([[2**63, -1], [-1, 2**64]], "sample 0 .*64-bit ints or floats, .*Overflow"),
+        ([1j], "sample 0 .*got complex; convert it"),
+        ([[], []], "the sample: all 2 lists .* are empty.*make tensors in the data set"),
         ([np.array(["a"])], "an array of numbers"),
         ([np.ma.masked_less(np.arange(4), 2)], "sample 0 .*got MaskedArray; convert it"),
         ([np.ones(1), np.ones(1, np.float32)], "sample 1 .*dtype float64.*got dtype float32"),
         ([torch.ones(1), torch.ones(1, 1)], "sample 1 .*expected 1 axes"),
         ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
-        ([torch.ones(9999), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
         ([torch.ones(2).to_sparse(), torch.ones(1).to_sparse()], "sample 0 .*expected a dense"),
         ([torch.ones(1), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
-        ([torch.tensor(1), torch.tensor(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
     ],
 )
 def test_what_forms_no_batch(samples: list[Any], match: str) -> None:

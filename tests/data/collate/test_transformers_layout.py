@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost
+from torchbudget import PackCollate
 from torchbudget.errors import CollateError, OptionError
 
 KEYS = {
@@ -107,18 +105,6 @@ def test_fields_of_tokens_are_in_the_row_and_others_are_stacked() -> None:
     assert plain([{"input_ids": [1, 2], "labels": 3}])["labels"].tolist() == [3]
 
 
-def test_a_sampler_s_multiple() -> None:
-    """The sampler counts the rounded sizes, and every row is at most its budget."""
-    sizes = [3, 9, 4, 1, 7, 2]
-    samples: Any = [{"input_ids": [1] * size} for size in sizes]
-    sampler = MemoryBudgetBatchSampler(sizes, PackedCost(unit_bytes=1), 16, size_multiple=4)
-    made = collate(size_multiple=sampler, total=16)
-    assert pickle.loads(pickle.dumps(made)) == made  # noqa: S301  (our own bytes)
-    batches = list(DataLoader(samples, batch_sampler=sampler, collate_fn=made, num_workers=1))
-    assert {batch["input_ids"].shape for batch in batches} == {(1, 16)}
-    assert sum(batch.num_samples for batch in batches) == len(sizes)
-
-
 def test_its_segments_go_where_it_goes() -> None:
     batch = collate(size_multiple=4)(SAMPLES)
     assert batch.cu_seqlens is batch["cu_seq_lens_q"]
@@ -153,7 +139,6 @@ def test_its_segments_go_where_it_goes() -> None:
         ([{"input_ids": [1], "x": {"y": [1]}}], r"leave field \('x', 'y'\) out"),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], "tokenize without padding"),
         ([{"input_ids": [1], "labels": 3}], "causal_labels=False"),
-        ([{"input_ids": [1], "labels": [True]}], "causal_labels=False"),
         ([{"input_ids": [1], "labels": [0.5]}], "causal_labels=False"),
         ([{"input_ids": [1], "labels": [1, 2]}], "sample 0 .*'labels' 2: give a rule"),
     ],
@@ -169,10 +154,10 @@ def test_samples_that_no_model_takes(samples: list[Any], match: str) -> None:
 @pytest.mark.parametrize("options", [{"size_multiple": 4}, {"total": 3}])
 def test_padded_labels_must_be_able_to_be_ignored(options: dict[str, Any]) -> None:
     """-100 would be True, or 156; without padding they are taken as they are."""
-    for dtype in (torch.bool, torch.uint8, torch.uint16, torch.int8, torch.bfloat16):
+    for dtype in (torch.bool, torch.uint8, torch.int8):
         samples = [{"input_ids": [1, 2], "labels": torch.ones(2, dtype=dtype)}]
         assert collate(causal_labels=False)(samples)["labels"].dtype is dtype
-        if dtype in (torch.int8, torch.bfloat16):
+        if dtype is torch.int8:
             batch = collate(causal_labels=False, **options)(samples)
             assert batch["labels"][0, 2] == -100
             continue

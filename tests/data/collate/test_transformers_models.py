@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -113,21 +111,6 @@ def test_flex_attention_with_the_batch_s_mask(kind: str, options: dict[str, Any]
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 20))
-def test_transformers_finds_the_segments(lengths: list[int], multiple: int, more: int) -> None:
-    """It reads `seq_idx` from `position_ids`, padding included; with a cache it does not."""
-    from transformers.masking_utils import find_packed_sequence_indices
-
-    total = sum(-(-length // multiple) * multiple for length in lengths) + more
-    collate = PackCollate(
-        layout="transformers", size_multiple=multiple, total=total, position_ids_start=more % 4
-    )
-    batch = collate([{"input_ids": [1] * length} for length in lengths])
-    found = find_packed_sequence_indices(batch["position_ids"])
-    assert found.tolist() == batch["seq_idx"].tolist()
-    assert batch["use_cache"] is False
-
-
 @pytest.mark.parametrize("labelled", [False, True])
 def test_it_is_what_the_collator_of_transformers_makes(labelled: bool) -> None:
     """Where nothing is padded, bit for bit; and two keys more, which isolate the samples."""
@@ -164,23 +147,21 @@ def test_models_that_let_samples_see_each_other_are_refused(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def trained(tmp_path: Any, cost: Any, collate: Any, kind: str = "llama", **options: Any) -> Tensor:
+def trained(tmp_path: Any, cost: Any, collate: Any, kind: str = "llama", **own: Any) -> Tensor:
     """The parameters after two steps of the trainer, of the same samples whatever the cost."""
-    model, checks = model_of(kind, "sdpa"), options.pop("checks_rows", True)
-    data = [{**sample, "labels": sample["input_ids"]} for sample in samples() + samples()]
-    sampler = MemoryBudgetBatchSampler(LENGTHS * 2, cost, 64, samples_per_step=5, **options)
+    model = model_of(kind, "sdpa")
+    data: Any = [{**sample, "labels": sample["input_ids"]} for sample in samples() + samples()]
+    sampler = MemoryBudgetBatchSampler(LENGTHS * 2, cost, 64, samples_per_step=5)
 
     class Trainer(BudgetTrainerMixin, hf.Trainer):  # type: ignore[misc,name-defined]  # untyped
-        checks_rows = checks
-
         def budget_loader(self) -> DataLoader[Any]:
-            return DataLoader(data, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+            return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
 
     arguments = hf.TrainingArguments(
         tmp_path, report_to=[], use_cpu=True, num_train_epochs=1, optim="sgd", learning_rate=0.1,
         max_grad_norm=0, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    Trainer(model, arguments).train()
+    type("Own", (Trainer,), own)(model, arguments).train()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -189,11 +170,7 @@ def test_a_run_with_rows_is_one_with_padding(tmp_path: Any) -> None:
     padded = trained(tmp_path, PaddedCost(unit_bytes=1), PadCollate(mask="attention_mask"))
     packed = trained(tmp_path, PackedCost(unit_bytes=1), PackCollate(layout="transformers"))
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-6)
-
-
-def test_the_trainer_refuses_other_models_before_its_first_step(tmp_path: Any) -> None:
-    row = PackCollate(layout="transformers")
-    trained(tmp_path, PackedCost(unit_bytes=1), row, "opt", max_batch_size=1)  # sees no other
-    trained(tmp_path, PackedCost(unit_bytes=1), row, "opt", checks_rows=False)
+    rows = tmp_path, PackedCost(unit_bytes=1), PackCollate(layout="transformers"), "opt"
+    trained(*rows, checks_rows=False)
     with pytest.raises(OptionError, match="see each other"):
-        trained(tmp_path, PackedCost(unit_bytes=1), row, "opt")
+        trained(*rows)

@@ -13,16 +13,16 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from operator import getitem
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
-    GetAttrKey,
     register_pytree_node,
     tree_flatten,
     tree_leaves,
@@ -34,39 +34,29 @@ from torchbudget.checks import check_flags, is_int
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.columns import (
     MISSING,
-    BoolArray,
     FieldPath,
     find_path,
     path_of,
     put_together,
 )
-from torchbudget.data.collate.layouts import JoinedLayout, Layout, PaddedLayout, own_padding
+from torchbudget.data.collate.layouts import (
+    JoinedLayout,
+    Layout,
+    PaddedLayout,
+    on_device,
+    own_padding,
+)
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.machine.cuda import may_return_early
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-T = TypeVar("T")
 BatchT = TypeVar("BatchT", bound="Batch")
 LayoutT = TypeVar("LayoutT", bound=Layout)
 
 
 _BLOCK: Final = 128  # positions in a block, as create_block_mask has it
-
-
-class Entry(NamedTuple):
-    """One field of a batch.
-
-    Attributes:
-        path: from the batch's data to the field.
-        layout: the places of the samples in the field's tensor; `None` of a list.
-        present: False for samples without the field, `(n,)`; `None`: all have it.
-    """
-
-    path: FieldPath
-    layout: Layout | None
-    present: BoolArray | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,53 +65,23 @@ class Arrangement:
 
     Attributes:
         num_samples: n.
-        entries: one per field, in the order of `put_together`.
+        layouts: of every field, by the path from the batch's data to it; in the order of
+            `put_together`. Fields share layouts.
         measured: the path of the field whose lengths are the batch's.
     """
 
     num_samples: int
-    entries: tuple[Entry, ...]
+    layouts: Mapping[FieldPath, Layout]
     measured: FieldPath
-
-    def each_layout(self, function: Callable[[Layout], T]) -> dict[int, T]:
-        """The results of a function for each layout, by `id`, since fields share layouts."""
-        layouts = {id(entry.layout): entry.layout for entry in self.entries}
-        return {key: function(layout) for key, layout in layouts.items() if layout is not None}
-
-    def layout_of(self, path: FieldPath) -> Layout | None:
-        """The layout of the field of this path."""
-        return next(layout for own, layout, _ in self.entries if own == path)
-
-    def map(self, function: Callable[[Layout], Layout]) -> Arrangement:
-        """The same samples with a function applied to the layouts."""
-        changed = self.each_layout(function)
-        entries = tuple(one._replace(layout=changed.get(id(one.layout))) for one in self.entries)
-        same = all(a.layout is b.layout for a, b in zip(entries, self.entries, strict=True))
-        return self if same else replace(self, entries=entries)
 
     def fields(self, data: Any) -> list[Any]:
         """The value of every field in a batch's data."""
-        fields = []
-        for path, _, _ in self.entries:
-            value = data
-            for key in path:
-                value = value[key]
-            fields.append(value)
-        return fields
+        return [reduce(getitem, path, data) for path in self.layouts]
 
-    def of(self, data: Any) -> Arrangement | None:
-        """The arrangement of mapped fields; `None` if the function changed their shapes.
-
-        The layouts' own tensors are moved to the fields' device. The function is not applied to
-        them: twice the ids are not at twice the offsets.
-        """
-        devices = {}
-        for field, (_, layout, _) in zip(self.fields(data), self.entries, strict=True):
-            if layout is not None:
-                if not isinstance(field, Tensor) or not layout.fits(field):
-                    return None
-                devices[id(layout)] = field.device
-        return self.map(lambda one: one.map(lambda tensor: tensor.to(devices[id(one)])))
+    def fits(self, data: Any) -> bool:
+        """Whether the samples can be in these fields, which a function may have changed."""
+        fields = zip(self.fields(data), self.layouts.values(), strict=True)
+        return all(layout.fits(field) for field, layout in fields)
 
 
 class Batch:
@@ -145,9 +105,7 @@ class Batch:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        register_pytree_node(
-            cls, _flatten, partial(_unflatten, cls), flatten_with_keys_fn=_flatten_with_keys
-        )
+        register_pytree_node(cls, _flatten, partial(_unflatten, cls))
 
     if TYPE_CHECKING:
         # Whether a batch is a mapping or a sequence depends on its samples, which no type knows:
@@ -206,13 +164,8 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors' elements, padding included, and of the texts."""
-        sizes = [
-            leaf.nbytes if isinstance(leaf, Tensor) else sys.getsizeof(leaf)
-            for leaf in tree_leaves(self.data)
-        ]
-        known = self._arrangement
-        layouts = {} if known is None else known.each_layout(lambda layout: layout.nbytes)
-        return sum(sizes) + sum(layouts.values())
+        leaves = tree_leaves(self.data)
+        return sum(x.nbytes if isinstance(x, Tensor) else sys.getsizeof(x) for x in leaves)
 
     def sample_shapes(self) -> list[IntArray]:
         """Each sample's own shape in every field: `(n, d)`, once for fields of equal shapes.
@@ -222,13 +175,8 @@ class Batch:
         knows no shapes.
         """
         known = self._arrangement
-        if known is None:
-            return []
-        shapes = list(known.each_layout(lambda layout: layout.shapes).values())
-        for field, entry in zip(self._fields, known.entries, strict=True):
-            if entry.layout is None and all(isinstance(text, str) for text in field):
-                shapes.append(np.fromiter(map(len, field), np.int64)[:, None])
-        return shapes
+        layouts = () if known is None else known.layouts.values()
+        return [layout.shapes for layout in dict.fromkeys(layouts)]
 
     def present(self, field: Any) -> Tensor:
         """Which samples have a field, which may be optional: bool, `(n,)`, on the CPU.
@@ -236,12 +184,11 @@ class Batch:
         Args:
             field: a name or a position; a tuple of those where samples are nested.
         """
-        path = path_of(field)
-        for own, _, present in self._known.entries:
-            if own == path and present is not None:
-                return torch.from_numpy(present.copy())
-        has = any(own == path for own, _, _ in self._known.entries)
-        return torch.full((self.num_samples,), has)
+        known = self._known
+        layout = known.layouts.get(path_of(field))
+        if layout is None or layout.present is None:
+            return torch.full((known.num_samples,), layout is not None)
+        return torch.from_numpy(layout.present.copy())
 
     @property
     def _known(self) -> Arrangement:
@@ -257,24 +204,23 @@ class Batch:
 
     @property
     def _host_lengths(self) -> IntArray:  # (n, k) for k ragged axes
-        layout = self._known.layout_of(self._known.measured)
-        if layout is None:
-            raise CollateError("this batch has only texts or lists, which have no lengths")
-        return layout.lengths
+        return self._known.layouts[self._known.measured].lengths
+
+    @property
+    def _device(self) -> torch.device:  # of the field whose lengths are the batch's
+        device: torch.device = reduce(getitem, self._known.measured, self.data).device
+        return device
 
     def _measured(self, kind: type[LayoutT]) -> LayoutT:
         """The layout of the field whose lengths are the batch's."""
-        known = self._known
-        layout = known.layout_of(known.measured)
+        layout = self._known.layouts[self._known.measured]
         if not isinstance(layout, kind):
             way = "padded" if kind is PaddedLayout else "joined"
             raise CollateError(f"no field whose lengths are those of the batch is {way}")
         return layout
 
     def _map(self: BatchT, function: Callable[[Tensor], Tensor]) -> BatchT:
-        known = self._arrangement
-        arrangement = None if known is None else known.map(lambda layout: layout.map(function))
-        return type(self)(tree_map_only(Tensor, function, self.data), arrangement)
+        return type(self)(tree_map_only(Tensor, function, self.data), self._arrangement)
 
     def to(
         self: BatchT,
@@ -330,9 +276,8 @@ class Batch:
             CollateError: there is no such field, or it is not ragged.
         """
         known = self._known
-        index = find_path(field, [path for path, _, _ in known.entries], "measured_by")
-        path, layout, _ = known.entries[index]
-        if layout is None or layout.lengths.shape[1] == 0:
+        path = find_path(field, known.layouts, "measured_by")
+        if not known.layouts[path].lengths.shape[1]:
             raise CollateError(f"field {field!r} has no ragged axis")
         return type(self)(self.data, replace(known, measured=path))
 
@@ -356,37 +301,28 @@ class Batch:
         Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
-        columns = []
-        for field, (_, layout, present) in zip(self._fields, self._known.entries, strict=True):
-            values = field if layout is None else layout.samples(field)
-            if present is not None:
-                pairs = zip(values, present.tolist(), strict=True)
-                values = [value if has else MISSING for value, has in pairs]
-            columns.append(values)
+        pairs = zip(self._known.layouts.values(), self._fields, strict=True)
+        columns = [layout.samples(field) for layout, field in pairs]
         return [self._structured(row) for row in zip(*columns, strict=True)]
 
     def _part(self: BatchT, start: int, stop: int) -> BatchT:
         """The batch of samples `start` to `stop`."""
         known = self._known
-        parts = known.each_layout(lambda layout: layout.part(start, stop))
-        values, entries = [], []
-        for field, (path, layout, present) in zip(self._fields, known.entries, strict=True):
-            here = None if present is None else present[start:stop]
-            if here is not None and not here.any() and path != known.measured:
+        values, layouts = [], {}
+        for (path, whole), field in zip(known.layouts.items(), self._fields, strict=True):
+            index, layout = whole.part(start, stop)
+            if layout.present is not None and not layout.present.any() and path != known.measured:
                 values.append(MISSING)  # as if these samples were collated by themselves
                 continue
             # What is trimmed is copied, since some models need contiguous input; the rest are
             # views.
-            if layout is None:
-                value, its = field[start:stop], None
-            else:
-                index, its = parts[id(layout)]
-                value = field[index].contiguous()
-                if isinstance(its, JoinedLayout):
-                    value = its.filled(value, own_padding(path) or 0)
+            value = field[index]
+            value = value.contiguous() if isinstance(value, Tensor) else value
+            if isinstance(layout, JoinedLayout):
+                value = layout.filled(value, own_padding(path) or 0)
             values.append(value)
-            entries.append(Entry(path, its, here))
-        part = replace(known, num_samples=stop - start, entries=tuple(entries))
+            layouts[path] = layout
+        part = replace(known, num_samples=stop - start, layouts=layouts)
         return self._of_fields(values, part)
 
     def _of_fields(self: BatchT, values: Sequence[Any], arrangement: Arrangement) -> BatchT:
@@ -398,7 +334,7 @@ class Batch:
         return put_together(self.data, iter(values))
 
     @property
-    def _fields(self) -> list[Any]:  # in the order of the arrangement's entries
+    def _fields(self) -> list[Any]:  # in the order of the layouts
         return self._known.fields(self.data)
 
     def __repr__(self) -> str:
@@ -421,15 +357,11 @@ def _flatten(batch: Batch) -> tuple[list[Any], Arrangement | None]:
     return [batch.data], batch._arrangement
 
 
-def _flatten_with_keys(batch: Batch) -> tuple[list[tuple[Any, Any]], Arrangement | None]:
-    return [(GetAttrKey("data"), batch.data)], batch._arrangement
-
-
 def _unflatten(
     kind: type[BatchT], children: Iterable[Any], arrangement: Arrangement | None
 ) -> BatchT:
     [data] = children
-    return kind(data, None if arrangement is None else arrangement.of(data))
+    return kind(data, arrangement if arrangement is not None and arrangement.fits(data) else None)
 
 
 class MappingView(Batch, Mapping[Any, Any]):
@@ -501,7 +433,6 @@ def _accept(batch: Batch, given: Any) -> None:
         raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
     if any(mine is not leaf for mine, leaf in zip(ours, theirs, strict=True)):
         batch._data = given
-        vars(batch).update(vars(batch.pin_memory()))  # its layouts' tensors, too
 
 
 def _is_same(mine: Any, given: Any) -> bool:
@@ -534,8 +465,7 @@ class PaddedBatch(Batch):
     @property
     def padded_size(self) -> tuple[int, ...]:
         """The padded lengths of the ragged axes; `()` if no field is ragged."""
-        layout = self._known.layout_of(self._known.measured)
-        if not isinstance(layout, PaddedLayout) and not self._host_lengths.shape[1]:
+        if not self._host_lengths.shape[1]:
             return ()
         layout = self._measured(PaddedLayout)
         return tuple([layout.padded_shape[axis] for axis in layout.length_axes])
@@ -548,10 +478,7 @@ class PaddedBatch(Batch):
         lengths are the batch's. Computed at each access, so that a batch does not keep it in
         memory.
         """
-        layout, known = self._measured(PaddedLayout), self._known
-        fields = zip(self._fields, known.entries, strict=True)
-        field = next(field for field, entry in fields if entry.path == known.measured)
-        return layout.mask(field.device)
+        return self._measured(PaddedLayout).mask(self._device)
 
 
 class PackedBatch(Batch):
@@ -573,19 +500,19 @@ class PackedBatch(Batch):
 
     @property
     def max_seqlen(self) -> int:
-        """The length of the longest sample."""
-        return int(self._host_lengths.max(initial=0))
+        """The length of the longest sample, and so of the longest segment."""
+        return int(np.diff(self._bounds()).max(initial=0))
 
     @property
     def cu_seqlens(self) -> Tensor:
         """0 and the end of each sample: int32, `(n + 1,)`, on the batch's device.
 
+        Made at each access, without waiting for the device: read it once a batch.
+
         Raises:
             CollateError: no field is ragged.
         """
-        offsets = self._measured(JoinedLayout).offsets
-        assert offsets is not None  # noqa: S101  (rows have their own)
-        return offsets
+        return on_device(self._bounds().astype(np.int32), self._device)
 
     @property
     def padded_total(self) -> int:
@@ -594,13 +521,13 @@ class PackedBatch(Batch):
 
     @property
     def position_ids(self) -> Tensor:
-        """The position of each element in its own sample: int64, `(total,)`.
+        """The position of each element in its own segment: int64, `(total,)`.
 
         On the batch's device. Computed at each access, without waiting for the device.
         """
-        ends, total = self.cu_seqlens.long(), self._measured(JoinedLayout).total
-        firsts = torch.repeat_interleave(ends[:-1], ends.diff(), output_size=total)
-        return torch.arange(total, device=ends.device) - firsts
+        bounds = self._bounds()
+        positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+        return on_device(positions, self._device)
 
     def block_mask(self, *, causal: bool = True) -> BlockMask:
         """The mask for `flex_attention` in which no position sees those of another sample.
@@ -621,7 +548,7 @@ class PackedBatch(Batch):
         ((1, 1, 300, 300), [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
         """
         check_flags(causal=causal)
-        return _block_mask(self._bounds(), self.cu_seqlens.device, causal=causal)
+        return _block_mask(self._bounds(), self._device, causal=causal)
 
     def _bounds(self) -> IntArray:  # the elements of cu_seqlens, on the host
         return self._measured(JoinedLayout).bounds
@@ -705,7 +632,7 @@ def _ordered(blocks: npt.NDArray[Any], device: torch.device) -> dict[str, Tensor
     counts = blocks.sum(axis=1, dtype=np.int32)
     columns = np.argsort(unseen, axis=1, kind="stable").astype(np.int32)
     return {
-        name: torch.from_numpy(part)[None, None].to(device)
+        name: on_device(part[None, None], device)
         for name, part in (("num_blocks", counts), ("indices", columns))
     }
 
@@ -715,8 +642,7 @@ def _mask_mod(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The mask of one pair of positions, which is evaluated where a block is not full."""
     lengths = np.diff(bounds)
-    segments = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-    segment = segments.to(device)
+    segment = on_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), device)
 
     def same_segment(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return segment[query] == segment[key]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -27,8 +27,9 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 MISSING: Final = object()
 """Stands for an optional field in a sample that does not have the field."""
 
+OPTIONAL: Final = "optional"
+
 _CPU: Final = torch.device("cpu")
-_TYPECODES: Final = {"int": "q", "float": "d"}
 
 # The types of each kind, and its name. In this order, since np.float64 is a float, np.str_ a str,
 # and bool an int.
@@ -39,7 +40,6 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "bool": (bool, "a bool"),
     "int": (int, "an int"),
     "float": (float, "a float"),
-    "complex": (complex, "a complex number"),
     "mapping": (Mapping, "a mapping"),
     "tuple": (tuple, "a tuple"),
     "list": (list, "a list"),
@@ -110,28 +110,23 @@ def path_of(name: Any) -> FieldPath:
     return name if isinstance(name, tuple) else (name,)
 
 
-def find_path(name: Any, paths: Sequence[FieldPath], option: str) -> int:
-    """The index in `paths` of the field that an option names.
+def find_path(name: Any, paths: Collection[FieldPath], option: str) -> FieldPath:
+    """The path of the field that an option names.
 
     Raises:
         CollateError: there is no such field.
     """
-    try:
-        return paths.index(path_of(name))
-    except ValueError:
-        known = ", ".join(repr(key_of(path)) for path in paths)
+    path = path_of(name)
+    if path not in paths:
         raise CollateError(
-            f"{option} names {show(path_of(name))}, which the samples do not have; their fields: "
-            f"{known}"
-        ) from None
-
-
-def _kind_of(cls: Any) -> str:
-    return _kind_of_type(cls)
+            f"{option} names {show(path)}, which the samples do not have; their fields: "
+            f"{', '.join(repr(key_of(path)) for path in paths)}"
+        )
+    return path
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind_of_type(cls: Any) -> str:
+def _kind_of(cls: Any) -> str:
     if issubclass(cls, np.ma.MaskedArray):  # a tensor would lose its mask
         return "unknown"
     return next(kind for kind, (bases, _) in _KINDS.items() if issubclass(cls, bases))
@@ -140,15 +135,13 @@ def _kind_of_type(cls: Any) -> str:
 def _holds_numbers(values: list[Any]) -> bool:
     """Whether a list is one field, of numbers or of lists of numbers, not a list of fields."""
     types = set(map(type, values))
-    if all(issubclass(t, (int, float, complex, np.generic)) for t in types):
+    if all(issubclass(t, (int, float, np.integer, np.floating, np.bool_)) for t in types):
         return True
     return types == {list} and all(map(_holds_numbers, values))
 
 
 def take_apart(
-    samples: Sequence[Any],
-    listed: Collection[FieldPath] = (),
-    optional: Collection[FieldPath] = (),
+    samples: Sequence[Any], rules: Mapping[FieldPath, Collection[str]]
 ) -> tuple[Any, list[Field]]:
     """Turn samples into one column per field.
 
@@ -157,8 +150,8 @@ def take_apart(
 
     Args:
         samples: n samples, n ≥ 1.
-        listed: paths whose values are one field each, whatever they are.
-        optional: paths of fields that samples may lack. A field that all samples lack is left out.
+        rules: of fields. The values of a "listed" one are one field, whatever they are. Samples may
+            lack an "optional" one; a field that all samples lack is left out.
 
     Returns:
         The structure of a batch, as dicts and tuples with None in each field's place, and the
@@ -167,54 +160,48 @@ def take_apart(
     Raises:
         CollateError: there is no sample or no field, or the samples' structures differ.
 
-    >>> take_apart([{"x": 1, "y": (2.0, "a")}, {"y": (3.0, "b"), "x": 4}])[0]
+    >>> take_apart([{"x": 1, "y": (2.0, "a")}, {"y": (3.0, "b"), "x": 4}], {})[0]
     {'x': None, 'y': (None, None)}
     """
     if not samples:
         raise CollateError("expected at least one sample, got an empty batch")
     fields: list[Field] = []
-    structure = _walk(Field((), (), "", samples), listed, optional, fields)
+    structure = _walk(Field((), (), "", samples), rules, fields)
     if not fields:
         raise CollateError(f"expected samples with at least one field, got {samples[0]!r}")
     return structure, fields
 
 
-def _walk(
-    node: Field,
-    listed: Collection[FieldPath],
-    optional: Collection[FieldPath],
-    fields: list[Field],
-) -> Any:
+def _walk(node: Field, rules: Mapping[FieldPath, Collection[str]], fields: list[Field]) -> Any:
     path, names, _, column, _ = node
-    first = column[0]
-    if path in listed:
+    first, rule = column[0], rules.get(path, ())
+    if "listed" in rule:
         fields.append(node._replace(kind="listed"))
         return None
-    types = set(map(type, column))
+    types: set[Any] = set(map(type, column))
     kinds = set(map(_kind_of, types))
     if len(kinds) > 1:
-        node.fail_at_odd_one([_KINDS[_kind_of(type(value))][1] for value in column])
+        column_types: list[Any] = list(map(type, column))
+        node.fail_at_odd_one([_KINDS[_kind_of(t)][1] for t in column_types])
     (kind,) = kinds
     is_structure = kind in ("mapping", "tuple") or (kind == "list" and not _holds_numbers(first))
-    if is_structure and path in optional:
+    if is_structure and OPTIONAL in rule:
         raise CollateError(
             f"an optional field is a tensor, an array, a list of numbers, a number or a text, and "
             f'{show(path)} is {_KINDS[kind][1]} of fields: name each of these, or make it "listed"'
         )
     if kind == "mapping":
-        structure = {}
-        for part in _parts_of_mappings(node, types, optional):
-            structure[part.path[-1]] = _walk(part, listed, optional, fields)
-        return structure
+        parts = _parts_of_mappings(node, rules)
+        return {part.path[-1]: _walk(part, rules, fields) for part in parts}
     if is_structure:
         if set(map(len, column)) != {len(first)}:
             node.fail_at_odd_one([f"{len(value)} fields" for value in column])
         own = getattr(first, "_fields", range(len(first)))
-        parts = [
-            _walk(Field((*path, i), (*names, name), "", part), listed, optional, fields)
+        values = [
+            _walk(Field((*path, i), (*names, name), "", part), rules, fields)
             for i, (name, part) in enumerate(zip(own, zip(*column, strict=True), strict=True))
         ]
-        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+        return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
     if kind == "unknown":
         node.fail(
             0,
@@ -227,47 +214,39 @@ def _walk(
     return None
 
 
-def _parts_of_mappings(
-    node: Field, types: set[type], optional: Collection[FieldPath]
-) -> Iterator[Field]:
+def _parts_of_mappings(node: Field, rules: Mapping[FieldPath, Collection[str]]) -> Iterator[Field]:
     """The column of each key; of an optional one, the samples that have it."""
     path, names, _, column, _ = node
-    lacking = [own[-1] for own in optional if own[:-1] == path and own]
-    keys = [key for key in column[0] if key not in lacking]
-    # Dicts have the same keys if they have as many as the first and none of its keys is missing,
-    # which the lookup finds. A defaultdict would make up a missing key.
-    if types == {dict} and not lacking:
-        alike = set(map(len, column)) == {len(keys)}
-    else:
-        alike = all(sample.keys() - set(lacking) == set(keys) for sample in column)
-    try:
-        columns = [(key, [sample[key] for sample in column]) for key in keys] if alike else []
-    except KeyError:
-        alike = False
-    if not alike:
-        _fail_at_keys(node, set(lacking))
-    for key, values in columns:
-        yield Field((*path, key), (*names, key), "", values)
-    for key in lacking:
+    own = {one[-1]: rule for one, rule in rules.items() if one and one[:-1] == path}
+    optional = [key for key, rule in own.items() if OPTIONAL in rule]
+    # As many keys as the first sample, and no others: faster than a look at each sample.
+    alike = set(map(len, column)) == {len(column[0])} and set().union(*column) == set(column[0])
+    if optional or not alike:
+        _check_keys(node, set(optional))
+    for key in column[0]:
+        if key not in optional:
+            yield Field((*path, key), (*names, key), "", [sample[key] for sample in column])
+    for key in optional:
         values = [sample.get(key) for sample in column]
         present = np.array([value is not None for value in values])
-        own = [value for value in values if value is not None]
-        if own:
-            yield Field((*path, key), (*names, key), "", own, None if present.all() else present)
+        if present.any():
+            found = [value for value in values if value is not None]
+            yield Field((*path, key), (*names, key), "", found, None if present.all() else present)
 
 
-def _fail_at_keys(node: Field, optional: set[Any]) -> NoReturn:
-    keys, *others = (sample.keys() - optional for sample in node.values)
-    index = next(i for i, other in enumerate(others) if other != keys)
-    came = others[index]
-    expected = [key for key in node.values[0] if key in keys]
-    node.fail(
-        index + 1,
-        f"the keys {expected} as in sample 0",
-        f"{list(node.values[index + 1])}; missing: {[k for k in expected if k not in came]}, "
-        f"unexpected: {[k for k in node.values[index + 1] if k in came - keys]}; a field that "
-        'samples may lack is one of fields={name: "optional"}',
-    )
+def _check_keys(node: Field, optional: set[Any]) -> None:
+    keys = node.values[0].keys() - optional
+    for index, sample in enumerate(node.values):
+        came = sample.keys() - optional
+        if came != keys:
+            expected = [key for key in node.values[0] if key in keys]
+            node.fail(
+                index,
+                f"the keys {expected} as in sample 0",
+                f"{list(sample)}; missing: {[k for k in expected if k not in came]}, unexpected: "
+                f"{[k for k in sample if k in came - keys]}; a field that samples may lack is one "
+                'of fields={name: "optional"}',
+            )
 
 
 def put_together(structure: Any, fields: Iterator[Any]) -> Any:
@@ -304,25 +283,16 @@ class Column(NamedTuple):
         shapes: the shape of each value, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
         device: of the samples' tensors; the CPU for everything else.
-        values: n tensors, or n NumPy arrays; `None` if there is `flat`.
-        flat: the values of all samples, concatenated, `(total,)`; only for d ≤ 1.
+        values: n tensors, or n NumPy arrays or numbers.
+        joined: all values in one tensor, where they were read so; see `join`.
     """
 
     field: Field
     shapes: IntArray
     dtype: torch.dtype
-    device: torch.device = _CPU
-    values: Sequence[Tensor] | Sequence[npt.NDArray[Any]] | None = None
-    flat: Tensor | None = None
-
-    def each(self) -> Sequence[Tensor] | Sequence[npt.NDArray[Any]]:
-        """The value of each sample, as tensors or as NumPy arrays."""
-        if self.flat is not None:
-            if self.shapes.shape[1] == 0:
-                return self.flat.unbind()
-            return torch.split(self.flat, self.shapes[:, 0].tolist())
-        assert self.values is not None  # noqa: S101  (a column has one of the two)
-        return self.values
+    device: torch.device
+    values: Any
+    joined: Tensor | None = None
 
     def join(self, out: Tensor | None = None) -> Tensor:
         """All samples in one tensor: concatenated along axis 0, or stacked if d is 0.
@@ -330,38 +300,47 @@ class Column(NamedTuple):
         The samples must agree in every other axis.
 
         Args:
-            out: where to write them; contiguous, `(total, …)` or `(n,)`. Without it, the result
-                may share memory with the samples: do not write to it.
+            out: where to write them; contiguous, `(total, …)` or `(n,)`.
         """
-        if self.flat is not None:
-            return self.flat if out is None else out.copy_(self.flat)
-        values: Any = self.values
+        if self.joined is not None:
+            return self.joined if out is None else out.copy_(self.joined)
         stacked = self.shapes.shape[1] == 0
-        if isinstance(values[0], np.ndarray):
-            join = np.stack if stacked else np.concatenate
-            if out is None:
-                return torch.from_numpy(join(values))
-            join(values, out=out.numpy())
-            return out
-        return (torch.stack if stacked else torch.cat)(values, out=out)
+        if isinstance(self.values[0], Tensor):
+            return (torch.stack if stacked else torch.cat)(self.values, out=out)
+        array = None if out is None else out.numpy()
+        return torch.from_numpy((np.stack if stacked else np.concatenate)(self.values, out=array))
+
+    def write(self, out: Tensor, places: Iterable[Any]) -> None:
+        """Write each sample into its place, an index of the tensor."""
+        target: Any = out if isinstance(self.values[0], Tensor) else out.numpy()
+        for place, value in zip(places, self.values, strict=True):
+            target[place] = value
 
 
-def read_column(field: Field, list_dtype: torch.dtype | None = None) -> Column:
+def read_column(field: Field) -> Column:
     """Read one field; every value must have the dtype, axes and device of the first.
-
-    Args:
-        field: of all samples.
-        list_dtype: of a field of lists, where all of them may be empty.
 
     Raises:
         CollateError: a value differs, a list is ragged or not of numbers, torch has no such
-            dtype, or all lists are empty and nothing says of which dtype they are.
+            dtype, or all lists are empty, which says nothing of their dtype.
     """
+    if field.kind == "array":
+        return _read_arrays(field)
     if field.kind == "list":
-        return _read_lists(field, list_dtype)
+        return _read_flat_lists(field) or _read_tensors(field, _lists_to_tensors(field))
     if field.kind == "tensor":
         return _read_tensors(field, field.values)
-    return _read_arrays(field) if field.kind == "array" else _read_numbers(field)
+    too_large = (i for i, v in enumerate(field.values) if not -(2**63) <= v < 2**63)
+    numbers = _tensor(field, next(too_large, 0), field.values, "a number of 64 bits")
+    no_axes = np.empty((len(numbers), 0), np.int64)
+    return Column(field, no_axes, numbers.dtype, _CPU, (), numbers)
+
+
+def _shapes(field: Field, values: Sequence[Any]) -> IntArray:
+    shapes = tuple([value.shape for value in values])
+    if len(set(map(len, shapes))) > 1:
+        field.fail_at_odd_one([f"{len(shape)} axes" for shape in shapes])
+    return _shape_array(shapes)
 
 
 @functools.lru_cache(maxsize=16)  # the fields of a batch often agree in their shapes
@@ -371,17 +350,11 @@ def _shape_array(shapes: tuple[tuple[int, ...], ...]) -> IntArray:
     return flat.reshape(len(shapes), len(shapes[0]))
 
 
-def _shapes(field: Field, shapes: Sequence[tuple[int, ...]]) -> IntArray:
-    if len(set(map(len, shapes))) > 1:
-        field.fail_at_odd_one([f"{len(shape)} axes" for shape in shapes])
-    return _shape_array(tuple(shapes))
-
-
 def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
+    dtype = values[0].dtype
     if len({t.dtype for t in values}) > 1:
         field.fail_at_odd_one([t.dtype for t in values], "dtype {}".format)
-    shapes = _shapes(field, [t.shape for t in values])
-    return Column(field, shapes, values[0].dtype, values[0].device, values)
+    return Column(field, _shapes(field, values), dtype, values[0].device, values)
 
 
 def check_dense(field: Field) -> None:
@@ -392,20 +365,17 @@ def check_dense(field: Field) -> None:
     """
     values = field.values if field.kind == "tensor" else ()
     for index, tensor in enumerate(values):
-        if tensor.is_nested:
-            field.fail(index, "a dense tensor", "a nested one")
-        if tensor.layout is not torch.strided:
-            field.fail(index, "a dense tensor", f"one of layout {tensor.layout}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            field.fail(index, "a dense tensor", f"a nested one, or one of {tensor.layout}")
     if len({t.device for t in values}) > 1:
         field.fail_at_odd_one([t.device for t in values], "a tensor on {}".format)
 
 
 @functools.lru_cache(maxsize=128)
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    try:
+    with suppress(TypeError):
         return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
-    except TypeError:
-        return None
+    return None
 
 
 def _read_arrays(field: Field) -> Column:
@@ -415,85 +385,57 @@ def _read_arrays(field: Field) -> Column:
     dtype = _torch_dtype(arrays[0].dtype)
     if dtype is None:
         field.fail(0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
-    return Column(field, _shapes(field, [a.shape for a in arrays]), dtype, values=arrays)
-
-
-def _read_numbers(field: Field) -> Column:
-    values = field.values
-    try:
-        flat = _numbers(field.kind, values)
-    except OverflowError:
-        index = next(i for i, v in enumerate(values) if not -(2**63) <= v < 2**63)
-        field.fail(index, "an int of 64 bits", str(values[index]))
-    return Column(field, np.empty((len(values), 0), np.int64), flat.dtype, flat=flat)
-
-
-def _numbers(kind: str, values: Sequence[Any]) -> Tensor:
-    """Numbers as one tensor; ints and floats an order of magnitude faster than `torch.tensor`.
-
-    Raises:
-        TypeError: a value is not a number of this kind.
-        OverflowError: an int exceeds 64 bits.
-    """
-    if kind not in _TYPECODES:
-        return torch.tensor(values)
-    flat = torch.from_numpy(np.asarray(array(_TYPECODES[kind], values)))
-    return flat if kind == "int" else flat.to(torch.get_default_dtype())
-
-
-def _read_lists(field: Field, dtype: torch.dtype | None) -> Column:
-    """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
-
-    An empty list has no dtype of its own and takes the others'. If all are empty it is `dtype`,
-    which the others must have.
-    """
-    column = _read_flat_lists(field) or _read_tensors(field, _lists_to_tensors(field, dtype))
-    if dtype not in (None, column.dtype):
-        raise CollateError(
-            f"{show(field.path)}: expected lists of {dtype}, as the collate's dtype says, got "
-            f"lists of {column.dtype}; convert them in the data set, or leave dtype out"
-        )
-    return column
+    return Column(field, _shapes(field, arrays), dtype, _CPU, arrays)
 
 
 def _read_flat_lists(field: Field) -> Column | None:
-    """The column of lists of ints or of floats alone; `None` of others."""
-    values = field.values
-    kinds = {_kind_of(type(v[0])) for v in values if v}
-    if len(kinds) == 1 and (kind := min(kinds)) in _TYPECODES:
-        # [1, 0.5] or a mistake: the slow way reads the one, explains the other.
-        with suppress(TypeError, OverflowError):
-            flat = _numbers(kind, list(chain.from_iterable(values)))
-            lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
-            return Column(field, lengths[:, None], flat.dtype, flat=flat)
+    """The column of lists of ints or of floats alone; `None` of others.
+
+    It takes a tenth of the time of `torch.tensor` for each list.
+    """
+    types: set[Any] = {type(value[0]) for value in field.values if value}
+    kinds = set(map(_kind_of, types))
+    if kinds not in ({"int"}, {"float"}):
+        return None
+    code, dtype = ("q", torch.int64) if kinds == {"int"} else ("d", torch.get_default_dtype())
+    # [1, 0.5] or a mistake: the slow way reads the one, and explains the other.
+    with suppress(TypeError, OverflowError):
+        flat = np.asarray(array(code, list(chain.from_iterable(field.values))))
+        flat = flat.astype(torch.empty(0, dtype=dtype).numpy().dtype, copy=False)
+        lengths = list(map(len, field.values))
+        arrays = [flat[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+        shapes = np.array(lengths, np.int64)[:, None]
+        return Column(field, shapes, dtype, _CPU, arrays, torch.from_numpy(flat))
     return None
 
 
-def _lists_to_tensors(field: Field, dtype: torch.dtype | None) -> list[Tensor]:
-    tensors = [_list_to_tensor(field, i, value) for i, value in enumerate(field.values)]
+def _lists_to_tensors(field: Field) -> list[Tensor]:
+    """Lists of numbers: int64, the default dtype or bool, as `torch.tensor` gives.
+
+    An empty list has no dtype of its own and takes that of the others.
+    """
+    values = field.values
+    expected = "a rectangular list of bools, 64-bit ints or floats"
+    tensors = [_tensor(field, i, value, expected) for i, value in enumerate(values)]
     model = next((t for t in tensors if t.numel()), None)
-    if model is None and dtype is None:
+    if model is None:
         raise CollateError(
             f"{show(field.path)}: all {len(tensors)} lists of this batch are empty, and so have no "
-            "dtype: give the collate that of other batches, as in dtype=torch.int64 or "
-            "dtype={field: torch.int64}, or make tensors in the data set"
+            "dtype: make tensors in the data set, such as torch.tensor(ids, dtype=torch.int64)"
         )
-    if model is None:
-        model = max(tensors, key=Tensor.dim).to(dtype)
     for index, tensor in enumerate(tensors):
         if not tensor.numel():
-            shape = (0, *model.shape[1:]) if not field.values[index] else tensor.shape
+            shape = tensor.shape if values[index] else (0, *model.shape[1:])
             tensors[index] = torch.empty(shape, dtype=model.dtype)
     return tensors
 
 
-def _list_to_tensor(field: Field, index: int, values: list[Any]) -> Tensor:
+def _tensor(field: Field, index: int, values: Any, expected: str) -> Tensor:
     try:
         tensor = torch.tensor(values)
     except (ValueError, TypeError, RuntimeError) as error:
-        expected = "a rectangular list of bools, 64-bit ints or floats"
         field.fail(index, expected, f"one that torch cannot read: {error}")
-    if tensor.dtype is torch.bool or tensor.is_complex():
+    if tensor.dtype is torch.bool:
         return tensor
     # NumPy's numbers in a list are read as Python's are.
     return tensor.to(torch.get_default_dtype() if tensor.is_floating_point() else torch.int64)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from torchbudget.cost.models.protocol import IntArray
-from torchbudget.data.collate.batch import Arrangement, Batch, Entry
+from torchbudget.data.collate.batch import Arrangement, Batch
 from torchbudget.data.collate.columns import (
+    OPTIONAL,
     Column,
     Field,
     FieldPath,
@@ -24,14 +25,13 @@ from torchbudget.data.collate.columns import (
     show,
     take_apart,
 )
-from torchbudget.data.collate.layouts import Layout, stack
+from torchbudget.data.collate.layouts import Layout, StackedLayout, stack
 from torchbudget.errors import CollateError, OptionError
 
 Rule: TypeAlias = str | tuple[str, ...]
 BatchT = TypeVar("BatchT", bound=Batch)
 CollateT = TypeVar("CollateT", bound="FieldCollate")
 
-OPTIONAL: Final = "optional"
 RULES: Final = ("padded", "joined", "stacked", "listed")
 
 
@@ -40,7 +40,6 @@ class FieldCollate:
     """The base of `PadCollate` and `PackCollate`, which explain the options."""
 
     fields: Mapping[Any, Rule] | None = None
-    dtype: torch.dtype | Mapping[Any, torch.dtype] | None = None
     # The field that a stream's sizes are taken of. An argument, for replace() to keep.
     _sized_field: Any | None = field(default=None, repr=False)
 
@@ -60,7 +59,7 @@ class FieldCollate:
 
     def _readers(self) -> dict[str, Callable[[Any], Any]]:
         rules = {} if self.fields is None else {"fields": _read_rule}
-        return {**rules, "dtype": _read_dtype, **self._per_field}
+        return {**rules, **self._per_field}
 
     def of_sized_field(self: CollateT, name: Any | None) -> CollateT:
         """The same collate for samples whose sizes are those of a field, as a stream's are."""
@@ -79,10 +78,9 @@ class FieldCollate:
             CollateError: the samples cannot form one batch; or an option names a field that the
                 samples do not have.
         """
-        rules = {path_of(name): rule for name, rule in (self.fields or {}).items()}
-        listed = {path for path, rule in rules.items() if "listed" in rule}
-        optional = {path for path, rule in rules.items() if OPTIONAL in rule}
-        structure, fields = take_apart(samples, listed, optional)
+        rules: dict[FieldPath, Any] = {path_of(n): rule for n, rule in (self.fields or {}).items()}
+        structure, fields = take_apart(samples, rules)
+        optional = [path for path, rule in rules.items() if OPTIONAL in rule]
         self._check_names([*(one.path for one in fields), *optional])
         shared: dict[Any, Any] = {}
         try:
@@ -92,31 +90,34 @@ class FieldCollate:
             for one in fields:
                 check_dense(one)
             raise
-        entries = tuple(
-            Entry(one.path, layout, one.present)
+        layouts = {
+            one.path: layout if one.present is None else replace(layout, present=one.present)
             for one, (_, layout) in zip(fields, written, strict=True)
-        )
+        }
         data = put_together(structure, iter([value for value, _ in written]))
         arrangement = Arrangement(
-            num_samples=len(samples), entries=entries, measured=self._measured(entries, rules)
+            num_samples=len(samples), layouts=layouts, measured=self._measured(layouts, rules)
         )
         plain, mapping, sequence = kinds
         kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
         return kind(data, arrangement)
 
     def _write(
-        self, field: Field, rule: Rule | None, shared: dict[Any, Any]
-    ) -> tuple[Any, Layout | None]:
-        """The value of a field in the batch, and the places of the samples in a tensor."""
+        self, field: Field, rule: tuple[str, ...] | None, shared: dict[Any, Any]
+    ) -> tuple[Any, Layout]:
+        """The value of a field in the batch, and the places of the samples in it."""
         kind = next((word for word in rule or () if word != OPTIONAL), None)
         if field.kind in ("text", "listed"):
             if kind not in (None, "listed"):
                 field.fail(0, f"numbers, since the field is {kind}", "a string")
-            return _filled(field, None), None
+            values = _filled(field, None)
+            has_lengths = field.kind == "text" and field.present is None
+            lengths = [(len(text),) for text in values] if has_lengths else [()] * len(values)
+            return values, StackedLayout(shapes=np.array(lengths, np.int64), is_list=True)
         if field.present is not None and kind != "stacked" and np.ndim(field.values[0]):
             # A sample without the field is an empty one, of length 0.
             field = field._replace(values=_filled(field, field.values[0][:0]))
-        column = read_column(field, of_field(self.dtype, field.path, None))
+        column = read_column(field)
         if kind == "stacked" or not column.shapes.shape[1]:
             return stack(column)
         return self._write_ragged(column, kind, is_own=rule is not None, shared=shared)
@@ -133,7 +134,9 @@ class FieldCollate:
             for name in given if isinstance(given, dict) else ():
                 find_path(name, paths, option)
 
-    def _measured(self, entries: Sequence[Entry], rules: Mapping[FieldPath, Rule]) -> FieldPath:
+    def _measured(
+        self, layouts: Mapping[FieldPath, Layout], rules: Mapping[FieldPath, Any]
+    ) -> FieldPath:
         """The path of the field whose lengths are the batch's.
 
         It is the field that sizes are taken of; else the first ragged field without a rule, if all
@@ -142,27 +145,28 @@ class FieldCollate:
         Raises:
             CollateError: the lengths of these fields differ.
         """
-        ragged = {path: one for path, one, _ in entries if one is not None and one.ragged_axes}
+        lengths = {layout: layout.lengths for layout in set(layouts.values())}
+        ragged = {p: lengths[layout] for p, layout in layouts.items() if lengths[layout].shape[1]}
         if (self._sized_field,) in ragged:
             return (self._sized_field,)
-        alike = [path for path in ragged if path not in rules] or list(ragged)
-        for other in alike[1:]:
-            if ragged[other] is not ragged[alike[0]]:
-                self._check_alike(ragged, alike[0], other)
-        tensors = (path for path, one, _ in entries if one is not None)
-        return alike[0] if alike else next(tensors, entries[0].path)
+        one, *others = [path for path in ragged if path not in rules] or ragged or layouts
+        for other in others:
+            if layouts[other] is not layouts[one] and ragged:
+                self._check_alike(ragged, one, other)
+        return one
 
     def _check_alike(
-        self, layouts: Mapping[FieldPath, Layout], one: FieldPath, other: FieldPath
+        self, lengths: Mapping[FieldPath, IntArray], one: FieldPath, other: FieldPath
     ) -> None:
-        axes = min(layouts[one].ragged_axes, layouts[other].ragged_axes)
-        ours, theirs = layouts[one].lengths[:, :axes], layouts[other].lengths[:, :axes]
-        for i in np.flatnonzero((ours != theirs).any(axis=1))[:1].tolist():
+        ours, theirs = lengths[one], lengths[other]
+        axes = min(ours.shape[1], theirs.shape[1])
+        differ = (ours[:, :axes] != theirs[:, :axes]).any(axis=1)
+        for i in np.flatnonzero(differ)[:1].tolist():
             raise CollateError(
-                f"sample {i} of the batch: {show(one)} has the length {_by(ours[i])}, and "
-                f"{show(other)} {_by(theirs[i])}: give a rule to the one whose lengths are not the "
-                f'batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or "stacked" for '
-                "a field of one fixed shape"
+                f"sample {i} of the batch: {show(one)} has the length {_by(ours[i, :axes])}, and "
+                f"{show(other)} {_by(theirs[i, :axes])}: give a rule to the one whose lengths are "
+                f'not the batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or '
+                '"stacked" for a field of one fixed shape'
             )
 
     _ragged: ClassVar[str] = ""
@@ -195,6 +199,49 @@ def sized_by(
     return collate_fn if of_sized_field is None else of_sized_field(name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookedCollate:
+    """A collate with hooks on the batch of inputs and on the batch of targets.
+
+    Args:
+        collate_fn: makes a batch of a list of samples.
+        on_input: applied to the batch, or to its first field if samples are pairs; its result is
+            used instead.
+        on_target: applied to the second field of pairs.
+
+    Raises:
+        CollateError: when called with samples that are no pairs, if there is `on_target`.
+
+    >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
+    >>> collate([([1.0, 2.0], 3)])
+    (tensor([[0.1000, 0.2000]]), tensor([3]))
+    """
+
+    collate_fn: Callable[[list[Any]], Any]
+    on_input: Callable[[Any], Any] | None = None
+    on_target: Callable[[Any], Any] | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch after the hooks: a pair if samples are pairs."""
+        batch = self.collate_fn(samples)
+        if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
+            if self.on_target is not None:
+                raise CollateError(
+                    "on_target is for samples that are pairs, tuples of an input and a target; got "
+                    f"samples of type {type(samples[0]).__name__}"
+                )
+            return batch if self.on_input is None else self.on_input(batch)
+        inputs, targets = batch
+        return (
+            inputs if self.on_input is None else self.on_input(inputs),
+            targets if self.on_target is None else self.on_target(targets),
+        )
+
+    def of_sized_field(self, name: Any | None) -> HookedCollate:
+        """The same collate for samples whose sizes are those of a field."""
+        return replace(self, collate_fn=sized_by(self.collate_fn, name))
+
+
 def _read_rule(rule: Any) -> tuple[str, ...]:
     words = rule if isinstance(rule, tuple) else (rule,)
     layouts = [word for word in words if word in RULES]
@@ -204,9 +251,3 @@ def _read_rule(rule: Any) -> tuple[str, ...]:
             f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
         )
     return words
-
-
-def _read_dtype(dtype: Any) -> torch.dtype | None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise OptionError(f"dtype must be a torch.dtype or a mapping of those, got {dtype!r}")
-    return dtype

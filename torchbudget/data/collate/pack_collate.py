@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, TypeGuard
 
@@ -21,7 +21,6 @@ from torchbudget.checks import (
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.data.collate.batch import (
     Arrangement,
-    Entry,
     PackedBatch,
     PackedMapping,
     PackedSequence,
@@ -37,6 +36,7 @@ from torchbudget.data.collate.layouts import (
     PaddingRule,
     RowRule,
     join,
+    on_device,
     own_padding,
     pad,
 )
@@ -61,7 +61,6 @@ class PackCollate(FieldCollate):
             or "optional". Fields with a rule have their own lengths; all others must be equally
             long in each sample, and `lengths`, `cu_seqlens` and `max_seqlen` are theirs. A padded
             field is padded on the right with 0, labels with -100.
-        dtype: as in `PadCollate`.
         layout: `"transformers"` makes a `TransformersBatch` of dict samples: `input_ids`, `labels`
             and other fields of one value per token in one row, `(1, total)`; `position_ids`,
             `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx` of its
@@ -166,29 +165,21 @@ class TransformersBatch(PackedMapping):
     """
 
     @property
-    def max_seqlen(self) -> int:
-        """The length of the longest segment."""
-        longest: int = self.data["max_length_q"]
-        return longest
-
-    @property
     def cu_seqlens(self) -> Tensor:
         """0 and the end of each segment: int32, `(segments + 1,)`."""
         offsets: Tensor = self.data["cu_seq_lens_q"]
         return offsets
 
     @property
-    def position_ids(self) -> Tensor:
-        """The position of each element in its own segment: int64, `(total,)`."""
-        positions: Tensor = self.data["position_ids"][0]
-        return positions
+    def _device(self) -> torch.device:
+        return self.cu_seqlens.device
 
     def _bounds(self) -> IntArray:
         return self.cu_seqlens.cpu().numpy() if self._arrangement is None else super()._bounds()
 
     def _structured(self, values: Iterable[Any]) -> dict[str, Any]:
-        named = zip(self._known.entries, values, strict=True)
-        return {entry.path[0]: value for entry, value in named if value is not MISSING}
+        named = zip(self._known.layouts, values, strict=True)
+        return {path[0]: value for path, value in named if value is not MISSING}
 
     def _of_fields(self, values: Sequence[Any], arrangement: Arrangement) -> TransformersBatch:
         return _with_inputs(self._structured(values), arrangement)
@@ -205,41 +196,38 @@ def _in_one_row(packed: PackedBatch, *, causal_labels: bool) -> TransformersBatc
         CollateError: the samples are not of fields that a model takes.
     """
     known = packed._known
-    entries = {entry.path: entry for entry in known.entries}
-    _check(packed, entries)
+    _check(packed, known.layouts)
+    layouts = {path: own for path, own in known.layouts.items() if path != (ATTENTION_MASK,)}
     fields = dict(packed)
-    ids = entries[(IDS,)]
-    if fields.pop(ATTENTION_MASK, None) is not None:
-        del entries[(ATTENTION_MASK,)]
     if causal_labels:
-        entries.setdefault((LABELS,), Entry((LABELS,), ids.layout, None))
-        fields[LABELS] = _causal(fields, entries[(LABELS,)].layout)
-    arrangement = replace(known, entries=tuple(entries.values()), measured=ids.path)
-    return _with_inputs({path[0]: fields[path[0]] for path in entries}, arrangement)
+        layouts.setdefault((LABELS,), layouts[(IDS,)])
+        fields[LABELS] = _causal(fields, layouts[(LABELS,)])
+    arrangement = replace(known, layouts=layouts, measured=(IDS,))
+    return _with_inputs({path[0]: fields[path[0]] for path in layouts}, arrangement)
 
 
-def _check(packed: PackedBatch, entries: dict[FieldPath, Entry]) -> None:
+def _check(packed: PackedBatch, layouts: Mapping[FieldPath, Layout]) -> None:
     """Raise a `CollateError` for fields that no model takes."""
-    ids = entries.get((IDS,))
-    if ids is None or not _is_in_row(ids.layout) or packed[IDS].ndim != 2:
-        axes = f" of shape {list(packed[IDS].shape)}" if ids is not None and ids.layout else ""
+    ids = layouts.get((IDS,))
+    if not _is_in_row(ids) or packed[IDS].ndim != 2:
+        axes = f" of shape {list(packed[IDS].shape)}" if _is_in_row(ids) else ""
         raise CollateError(
             f'layout="transformers" takes dict samples with a field {IDS!r} of one token id per '
-            f"position, got samples of {', '.join(map(show, entries))}{axes}"
+            f"position, got samples of {', '.join(map(show, layouts))}{axes}"
         )
-    for path, layout, _ in entries.values():
+    for path, layout in layouts.items():
         if len(path) > 1 or path[0] in _MADE:
             raise CollateError(
                 f'layout="transformers" makes {", ".join(_MADE)} itself, and its models take no '
                 f"nested fields: leave {show(path)} out of the samples"
             )
-        if _is_in_row(layout) and layout.lengths.tolist() != ids.layout.lengths.tolist():
+        if _is_in_row(layout) and layout.lengths.tolist() != ids.lengths.tolist():
             raise CollateError(
                 f"{show(path)} is not as long as {show((IDS,))} in each sample, with which it "
                 'would be in one row: give it a rule, as in fields={name: "joined"}'
             )
     mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
-    if mask is not None and int(torch.count_nonzero(mask)) != ids.layout.lengths.sum():
+    if mask is not None and int(torch.count_nonzero(mask)) != ids.lengths.sum():
         raise CollateError(
             f"field {ATTENTION_MASK!r} masks positions of the samples, and a packed batch has no "
             "such mask: tokenize without padding"
@@ -259,17 +247,17 @@ def _causal(fields: dict[str, Tensor], layout: Layout | None) -> Tensor:
             "nothing is predicted; causal_labels=False takes labels as they are"
         )
     ignored = np.ones(layout.total, np.bool_)  # padding, and the first position of each sample
-    ignored[layout.own] = False
-    ignored[layout.starts[layout.lengths[:, 0] > 0]] = True
+    for place in layout.places:
+        ignored[place.start + 1 : place.stop] = False
     if labels is None:
         ids = fields[IDS]
         labels = new_tensor((*ids.shape,), ids.dtype, ids.device).copy_(ids)
-    return labels.masked_fill_(torch.from_numpy(ignored).to(labels.device), IGNORED_LABEL)
+    return labels.masked_fill_(on_device(ignored, labels.device), IGNORED_LABEL)
 
 
 def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
     """The fields of a row, and the ends of its segments as a model takes them."""
-    layout: Any = arrangement.layout_of((IDS,))
+    layout: Any = arrangement.layouts[(IDS,)]
     bounds = layout.bounds
     lengths = np.diff(bounds)
     device = fields[IDS].device

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 
 from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
-from torchbudget.data.collate.batch import Entry, PaddedBatch, PaddedMapping, PaddedSequence
+from torchbudget.data.collate.batch import PaddedBatch, PaddedMapping, PaddedSequence
 from torchbudget.data.collate.columns import Column, FieldPath, new_tensor, show
 from torchbudget.data.collate.fields import FieldCollate, of_field
 from torchbudget.data.collate.layouts import (
@@ -49,7 +49,7 @@ class TokenizerRules(NamedTuple):
 
 
 def _read_value(value: Any) -> Any:
-    if not callable(value) and not isinstance(value, (int, float, complex)):
+    if not callable(value) and not isinstance(value, (int, float)):
         raise OptionError(
             f"padding_value must be a number, a function or a mapping of those, got {value!r}"
         )
@@ -129,8 +129,6 @@ class PadCollate(FieldCollate):
         size_multiple: padded lengths are rounded up to a multiple of it. It must be that of the
             sampler or stream: give an int for all of `length_axes`, a tuple of one per axis, or
             the sampler or stream itself, from which the int is read once.
-        dtype: of fields that are lists, for batches in which all of a field's lists are empty and
-            so have none of their own. Lists of another dtype raise an error.
         mask: the name, such as "attention_mask", of a field that is added to a batch of dict
             samples: the batch's mask as int64 ones and zeros, as Hugging Face models take it.
             `PaddedBatch.mask` is the same as bool.
@@ -163,7 +161,7 @@ class PadCollate(FieldCollate):
     size_multiple: Multiple | Mapping[Any, Multiple] = 1
     mask: str | None = None
     _tokenizer: TokenizerRules | None = field(default=None, repr=False)  # see _sized_field
-    _paddings: dict[tuple[FieldPath, FieldPath, int], PaddingRule] = field(
+    _paddings: dict[Any, PaddingRule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -256,11 +254,10 @@ class PadCollate(FieldCollate):
         path, names, *_ = column.field
         if kind == "joined":
             return join(column, RowRule(), 0, shared)
-        ndim = column.shapes.shape[1]
-        rule = self._paddings.get((path, names, ndim))
-        if rule is None:
-            rule = self._paddings[path, names, ndim] = self._padding(path, names, ndim)
-        return pad(column, rule, shared)
+        key = (path, names, column.shapes.shape[1])
+        if key not in self._paddings:
+            self._paddings[key] = self._padding(*key)
+        return pad(column, self._paddings[key], shared)
 
     def _padding(self, path: FieldPath, names: FieldPath, ndim: int) -> PaddingRule:
         """How the options apply to a field."""
@@ -300,19 +297,18 @@ class PadCollate(FieldCollate):
         Raises:
             CollateError: see `for_tokenizer`.
         """
-        data, entries = batch.data, batch._known.entries
-        paths = [path for path, _, _ in entries]
+        data, paths = batch.data, batch._known.layouts
         ids = [path for path in paths if path in ((), (0,)) or path[-1] == rules.ids]
         if not ids:
             raise CollateError(
                 f"the tokenizer pads samples with a field {rules.ids!r}, pairs of ids and labels, "
                 f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
             )
-        for (path, layout, _), value in zip(entries, batch._fields, strict=True):
-            if path in ids and value.ndim > 2 and value.shape[1] == 1:
+        for (path, layout), value in zip(paths.items(), batch._fields, strict=True):
+            if path in ids and value.ndim > 2:
                 raise CollateError(
-                    f"{show(path)} of each sample is a batch of one text, of shape "
-                    f"{(1, *value.shape[2:])}, as return_tensors='pt' gives: tokenize without it, "
+                    f"{show(path)} of each sample has several axes, of shape "
+                    f"{tuple(value.shape[1:])}, as return_tensors='pt' gives: tokenize without it, "
                     "or take the first of each field"
                 )
             # Of three, the second is most often the mask, which -100 would turn on at padding.
@@ -327,17 +323,13 @@ class PadCollate(FieldCollate):
                 )
         if not rules.adds_mask or (rules.ids,) not in ids or ATTENTION_MASK in data:
             return batch
-        if batch[rules.ids].ndim > 2:
-            raise CollateError(
-                f"field {rules.ids!r} has several axes: give samples their own {ATTENTION_MASK!r}"
-            )
         return _add_mask(batch, ATTENTION_MASK, (rules.ids,))
 
 
 def _add_mask(batch: PaddedBatch, name: str, path: FieldPath) -> PaddedBatch:
     """The batch with the mask of the field of this path as a further field."""
     data, known = batch.data, batch._known
-    layout = known.layout_of(path)
+    layout = known.layouts[path]
     if not isinstance(data, dict):
         raise CollateError(
             "mask= adds a field to dict samples, which these are not: use batch.mask"
@@ -348,5 +340,5 @@ def _add_mask(batch: PaddedBatch, name: str, path: FieldPath) -> PaddedBatch:
         raise CollateError(f"mask={name!r} needs a field with a ragged axis")
     mask = layout.mask(torch.device("cpu"))
     field = new_tensor(tuple(mask.shape), torch.int64).copy_(mask)
-    entries = (*known.entries, Entry((name,), layout.of_mask(), None))
-    return type(batch)(data | {name: field}, replace(known, entries=entries))
+    layouts = {**known.layouts, (name,): layout.of_mask()}
+    return type(batch)(data | {name: field}, replace(known, layouts=layouts))
