@@ -489,12 +489,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 batch, in the samples that they read; or one does not come within its process
                 group's timeout. Untracked workers cannot know.
         """
+        kind = type(loader).__name__
         if getattr(loader, "dataset", None) is not self or loader.batch_size is not None:
             raise OptionError(
-                f"tracked needs a DataLoader(stream, batch_size=None), got {loader!r}"
+                f"tracked needs a DataLoader of this stream, with batch_size=None, got a {kind}"
             )
         if hasattr(loader, "state_dict"):
-            raise OptionError(f"{loader!r} saves its position itself: call its own state_dict()")
+            raise OptionError(f"a {kind} saves its position itself: call its own state_dict()")
         self.check_ranks()
         return StreamRun(self, loader)
 

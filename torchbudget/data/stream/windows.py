@@ -311,8 +311,8 @@ class Windows:
             elif samples:
                 checksum = self._checksum(samples, self._sizes(samples, place), checksum)
         if checksum != cursor.checksum:
-            samples = f"the window from item {cursor.checked} to {stop} has"
-            raise StateMismatchError(_OTHER.format(samples))
+            window = f"the window from item {cursor.checked} to {stop} has"
+            raise StateMismatchError(_OTHER.format(window))
         reader.skip_to(cursor.start)
         reader.note_state()
 
