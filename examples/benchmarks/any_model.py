@@ -142,7 +142,7 @@ from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
 from torchbudget import MeasuredCost, measure_cost
 from torchbudget.cost.measuring.tracing import tracing
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.restoring import TrainingState
 from torchbudget.units import MAX_BYTES
 
 Size: TypeAlias = tuple[int, ...]

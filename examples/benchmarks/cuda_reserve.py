@@ -91,7 +91,7 @@ from torchbudget.cost.measuring.caching_allocator import (
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.reserving import replay_epoch, requests_at
 from torchbudget.cost.measuring.tracing import tracing
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.restoring import TrainingState
 
 Size: TypeAlias = tuple[int, ...]
 Shape: TypeAlias = tuple[int, Size]

@@ -21,8 +21,8 @@ from torchbudget import (
     PaddedCost,
     warm_up,
 )
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
+from torchbudget.restoring import TrainingState
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -85,7 +85,6 @@ def test_what_was_reserved_before_is_in_no_peak(monkeypatch: pytest.MonkeyPatch)
     device.take(9 * 2**30)
     device.free(9 * 2**30)
     monkeypatch.setattr(TrainingState, "device", property(lambda _: torch.device("cuda")))
-    monkeypatch.setattr(TrainingState, "check_parameters", lambda *_, **__: None)
     training = CASES["encoder, fused attention"]()
     sizes = [4, 8, 16] * 9
     sampler = MemoryBudgetBatchSampler(sizes, PaddedCost(unit_bytes=1), 64)

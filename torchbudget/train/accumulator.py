@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchbudget.checks import positive_number, several
-from torchbudget.cost.measuring.training_state import AccumulatesGradients
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import OptionError, StepError
 from torchbudget.protocols import SplittablePaddedBatch, StepSource
+from torchbudget.restoring import AccumulatesGradients
 from torchbudget.train.batches import check_splittable, num_samples
 from torchbudget.train.half_precision import backward_times, check_carried
 from torchbudget.train.misuse import MisuseDetector

@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from torchbudget.checks import several
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.random_state import RandomState
+from torchbudget.restoring import TrainingState
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.retry import Buffers
 

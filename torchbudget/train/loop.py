@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.progress import with_bar
 from torchbudget.protocols import BatchMonitor, SplittablePaddedBatch
+from torchbudget.restoring import reachable
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
 from torchbudget.train.epoch_loader import batches_left, loop_over

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.errors import OptionError, UnsavedStateWarning
 from torchbudget.protocols import Stateful
+from torchbudget.restoring import reachable
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.warn import warn
 

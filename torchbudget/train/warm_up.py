@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.protocols import IndexSource
+from torchbudget.restoring import TrainingState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

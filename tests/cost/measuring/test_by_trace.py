@@ -13,8 +13,8 @@ from torch import nn
 from tests.support.training_cases import BASES, CASES, VARIANTS, Training
 from torchbudget import measure_cost, trace_peak_bytes
 from torchbudget.cost.measuring.tracing import tracing
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import MeasureWarning
+from torchbudget.restoring import TrainingState
 
 # The unrolled loop of a GRU takes 70 operations for each unit of length: fewer shapes, and short.
 LOOPS = {"GRU"}

@@ -11,7 +11,7 @@ from tests.support.model_classes import CLASSES
 from tests.support.model_classes.case import Case
 from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
 from torchbudget.cost.measuring.tracing import tracing
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.restoring import TrainingState
 
 pytestmark = pytest.mark.slow
 

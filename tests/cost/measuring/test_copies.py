@@ -1,15 +1,13 @@
 """Copies of tensors in a file."""
 
 import shutil
-import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchbudget.cost.measuring import copies
-from torchbudget.cost.measuring.copies import copied
 from torchbudget.errors import CostError
+from torchbudget.restoring import copied
 
 
 def test_values_come_back():
@@ -43,17 +41,3 @@ def test_a_folder_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         copied([torch.zeros(100)]),
     ):
         pass
-
-
-@pytest.mark.parametrize("num_bytes", [2**20 - 1, 2**20])
-def test_a_large_file_is_said(
-    num_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its size and its folder, as a warning of the log, which is shown unless it is configured."""
-    monkeypatch.setattr(copies, "_LARGE", 2**20)  # not 1 GiB, which takes a disk half a minute
-    with copied([torch.zeros(num_bytes, dtype=torch.uint8)]):
-        said = [f"{one.levelname} {one.getMessage()}" for one in caplog.records]
-    assert len(said) == (num_bytes == 2**20)
-    for text in said:
-        assert text.startswith("WARNING writing the values of model and optimizer, 1 MiB, to")
-        assert tempfile.gettempdir() in text

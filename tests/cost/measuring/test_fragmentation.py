@@ -29,11 +29,12 @@ from torchbudget import (
 from torchbudget.cost.measuring import measure as measure_module
 from torchbudget.cost.measuring.describe_step import describe_step
 from torchbudget.cost.measuring.fragmentation import note_device
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.measuring.step_checks import StepChecks
 from torchbudget.cost.models.form import Form
 from torchbudget.cost.models.polynomials import Term
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.device import DeviceMemory
+from torchbudget.restoring import TrainingState
 from torchbudget.units import MiB, format_bytes
 
 BUDGET = MiB(3000)
@@ -82,7 +83,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelledDevice]:
     def make(*, expandable: bool) -> ModelledDevice:
         found = property(lambda _: torch.device("cuda", 0))
         monkeypatch.setattr(TrainingState, "device", found)
-        monkeypatch.setattr(TrainingState, "check_parameters", lambda *_, **__: None)
+        monkeypatch.setattr(StepChecks, "check_parameters", lambda *_, **__: None)
         return put_in_place(monkeypatch, ModelledDevice(expandable=expandable))
 
     return make

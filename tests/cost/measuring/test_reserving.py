@@ -19,8 +19,8 @@ from torchbudget.cost.measuring.caching_allocator import AllocatorSettings
 from torchbudget.cost.measuring.requests import Requests
 from torchbudget.cost.measuring.reserving import requests_at, reserved_in_epoch
 from torchbudget.cost.measuring.tracing import Trace, tracing
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.restoring import TrainingState
 from torchbudget.units import MiB
 
 CUDA = torch.device("cuda")

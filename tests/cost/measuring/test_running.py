@@ -17,10 +17,10 @@ import torchbudget as tb
 from tests.support.training_cases import CASES
 from torchbudget.cost.measuring.shapes import Domain, Size, Subject
 from torchbudget.cost.measuring.step_runner import StepRunner
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import MeasureWarning
 from torchbudget.machine.process_tree import process_memory
+from torchbudget.restoring import TrainingState
 
 TOO_MUCH = """
 import resource

@@ -13,8 +13,8 @@ import torch
 from tests.support.training_cases import CASES
 from torchbudget import measure_cost
 from torchbudget.cost.measuring.shapes import BatchLimit, Domain, Subject, batch_bytes
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
+from torchbudget.restoring import TrainingState
 
 
 @pytest.mark.parametrize("ignored", ["n", "size"])

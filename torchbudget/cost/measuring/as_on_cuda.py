@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  (torch's own usage)
 from torch.overrides import TorchFunctionMode
 
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.errors import CostError
+from torchbudget.restoring import TrainingState
 
 
 def check_not_recurrent(state: TrainingState) -> None:

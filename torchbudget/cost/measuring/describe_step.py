@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.machine.device import device_memory
+from torchbudget.restoring import TrainingState
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.distributed import gathered, is_distributed
 from torchbudget.dtensors import mesh_ranks
 from torchbudget.errors import CostError
+from torchbudget.restoring import TrainingState
 
 _T = TypeVar("_T")
 

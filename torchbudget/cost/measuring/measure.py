@@ -13,7 +13,6 @@ import torch
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import HasSizeMultiple, size_multiple_of
 from torchbudget.cost.measuring.assumed_device import AssumedDevice
-from torchbudget.cost.measuring.autocast import autocast_is_active
 from torchbudget.cost.measuring.describe_step import describe_step
 from torchbudget.cost.measuring.fragmentation import warn_of_kept
 from torchbudget.cost.measuring.joined import JoinedRanks
@@ -24,11 +23,11 @@ from torchbudget.cost.measuring.running import run_probes
 from torchbudget.cost.measuring.shapes import BatchError, Domain, Subject
 from torchbudget.cost.measuring.traced import Traced, trace_probes
 from torchbudget.cost.measuring.tracing import ValueDependentError, check_values, tracing
-from torchbudget.cost.measuring.training_state import TrainingState
 from torchbudget.cost.models.measured import MeasuredCost
 from torchbudget.errors import CostError
 from torchbudget.machine.device import device_memory
 from torchbudget.progress import counting
+from torchbudget.restoring import TrainingState, autocast_is_active
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
 
@@ -136,16 +135,16 @@ def measure_cost(
             "budget is needed to run the step, which must not exceed it; or pass method='trace'"
         )
     state = TrainingState(step)
-    state.check_parameters(contents=method != "trace")
     target = _target_of(device, state.device, method)
     predicted = method == "trace" and target.type == "cuda"
     subject = Subject(step, make_batch, domain, state, target)
+    subject.checks.check_parameters(contents=method != "trace")
     if autocast_is_active():
         subject.notes.append("measured inside an autocast, without its cache of casts")
     with counting(unit="shapes", description="measuring", leave=False, delay_s=2) as advance:
         subject.advance = advance
         cost = _measured(subject, method, room)
-    for idle in state.idle_optimizers():
+    for idle in subject.checks.idle_optimizers():
         subject.warn(
             f"{type(idle).__name__} did not step in any measured step, while another optimizer "
             "did: its state and the memory of its step are not in the cost; let the step step all "
@@ -156,7 +155,7 @@ def measure_cost(
         time_form=fit_time(cost.probes),
         measured_on=describe_step(step) | (_predicted_on() if predicted else {}),
         predicted_for=room if predicted else None,
-        notes=(*subject.notes, *state.notes()),
+        notes=(*subject.notes, *subject.checks.notes()),
     )
 
 
@@ -231,7 +230,7 @@ def _traced(subject: Subject, method: Method, room: int) -> Traced | None:
             traced = trace_probes(subject, room)
             cost = MeasuredCost(forms=traced.forms, margin=0, probes=traced.probes)
             return traced if fits(cost, everywhere=traced.aligned) else None
-        with tracing(subject.step, subject.state) as trace:
+        with tracing(subject.step, subject.state, checks=subject.checks) as trace:
             check_values(trace, subject.batch(2, subject.domain.smallest))
     except BatchError:
         raise

@@ -15,10 +15,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbudget.checks import is_int
-from torchbudget.cost.measuring.reachable import reachable
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.measuring.step_checks import StepChecks
 from torchbudget.errors import CostError, MeasureWarning
 from torchbudget.machine.out_of_memory import is_out_of_memory
+from torchbudget.restoring import TrainingState, reachable
 from torchbudget.warn import warn
 
 Size: TypeAlias = tuple[int, ...]
@@ -175,6 +175,7 @@ class Subject:
         notes: what the user should know; appended to while measuring.
         depends_on_values: whether the step's memory depends on the values in its batch.
         advance: is called with 1 after each shape, to show progress.
+        checks: of the step.
     """
 
     step: Callable[[Any], object]
@@ -185,6 +186,10 @@ class Subject:
     notes: list[str] = field(default_factory=list)
     depends_on_values: bool = False
     advance: Callable[[int], object] = lambda _: None
+    checks: StepChecks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checks = StepChecks(self.state)
 
     def batch(self, n: int, size: Size) -> Any:
         """A batch of n samples of a size, which is an int for `make_batch` if it has one axis."""

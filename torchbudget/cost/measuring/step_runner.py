@@ -135,7 +135,7 @@ class StepRunner:
 
     def _run(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
         self.empty_cache()
-        with self._state.checked(), peak_memory(self._device) as peak:
+        with self._subject.checks.checked(), peak_memory(self._device) as peak:
             for n, size in shapes:
                 beside_bytes = self._read_beside_bytes()
                 batch = self._subject.batch(n, size)

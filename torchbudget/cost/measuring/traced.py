@@ -106,7 +106,7 @@ def trace_probes(subject: Subject, room: int | None) -> Traced:
         subject.notes.append(
             "what is compiled was traced as eager code; only runs count it compiled"
         )
-    with tracing(subject.step, subject.state, subject.target) as trace:
+    with tracing(subject.step, subject.state, subject.target, subject.checks) as trace:
         tracer = _Tracer(subject, trace)
         first = tracer.explore()
         tracer.fit_shapes()

@@ -22,12 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchbudget.cost.measuring.allocator_blocks import BLOCK_BYTES
 from torchbudget.cost.measuring.as_on_cuda import as_on_cuda, check_not_recurrent
 from torchbudget.cost.measuring.joined import bucket_bytes, reducing
-from torchbudget.cost.measuring.reachable import reachable
 from torchbudget.cost.measuring.requests import Requests
-from torchbudget.cost.measuring.training_state import TrainingState
+from torchbudget.cost.measuring.step_checks import StepChecks
 from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.cost.models.protocol import IntArray
 from torchbudget.errors import CostError
+from torchbudget.restoring import TrainingState, reachable
 
 # What torch's allocator on the CPU rounds a block up to.
 _CPU_BLOCK: Final = 64
@@ -96,7 +96,10 @@ class ValueDependentError(CostError):
 
 @contextmanager
 def tracing(
-    step: Callable[[Any], object], state: TrainingState, target: torch.device | None = None
+    step: Callable[[Any], object],
+    state: TrainingState,
+    target: torch.device | None = None,
+    checks: StepChecks | None = None,
 ) -> Iterator[Callable[..., Trace]]:
     """Trace the user's own step, with the user's own model and optimizer.
 
@@ -107,6 +110,7 @@ def tracing(
         step: the full training step on a batch, or forward only.
         state: what it refers to.
         target: the device that the step is to run on, where that is another one.
+        checks: of the step, where they are asked later; default: others.
 
     Yields:
         A function that traces the step on a batch; its argument `integer` is what integers are that
@@ -115,6 +119,8 @@ def tracing(
         device is to be traced, does not run on fake tensors, or is only a part of a training
         step.
     """
+    checks = StepChecks(state) if checks is None else checks
+    checks.check_parameters(contents=False)
     if state.device.type == "cuda":
         check_not_recurrent(state)
     live = _FakeBytes(state.device, state.device if target is None else target)
@@ -124,10 +130,10 @@ def tracing(
         nonlocal warm
         live.integer = integer
         if not warm:
-            _trace(step, state, live, batch)
+            _trace(step, checks, live, batch)
             live.forget(batch)  # it arrives once more
             warm = True
-        return _trace(step, state, live, batch)
+        return _trace(step, checks, live, batch)
 
     with state.restored(contents=False), ExitStack() as stack:
         if target is not None and target.type == "cuda" and state.device.type == "cpu":
@@ -144,7 +150,7 @@ def tracing(
             for tensor in state.tensors():
                 live.stand_in(tensor)
         except Exception as error:  # of fake tensors, which do not know every layout
-            raise CostError(f"{state.name_of(tensor)} cannot be traced: {error}") from error
+            raise CostError(f"{checks.name_of(tensor)} cannot be traced: {error}") from error
         live.num_loaded = len(live.living)
         yield trace
         del buckets
@@ -157,7 +163,7 @@ def _forget_outputs(known: dict[Any, Any]) -> None:
 
 
 def _trace(
-    step: Callable[[Any], object], state: TrainingState, live: _FakeBytes, batch: Any
+    step: Callable[[Any], object], checks: StepChecks, live: _FakeBytes, batch: Any
 ) -> Trace:
     live.begin()
     before, resident = live.num_bytes, tuple(live.living.values())
@@ -165,7 +171,7 @@ def _trace(
         for one in reachable(batch):
             if isinstance(one, torch.Tensor):
                 live.stand_in(one)  # it is there from the beginning, even if it is used late
-        with state.checked(), live.fakes, live:
+        with checks.checked(), live.fakes, live:
             step(batch)
     except CostError:
         raise

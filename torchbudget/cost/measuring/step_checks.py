@@ -1,0 +1,194 @@
+"""Checks that a step can be measured, and that it is a whole training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.restoring import TrainingState
+from torchbudget.warn import warn
+
+# Devices whose memory is measured; a step on the meta device can be traced.
+_MEASURED: Final = ("cpu", "cuda", "meta")
+
+
+class StepChecks:
+    """Checks of a step and of what it refers to.
+
+    Args:
+        state: what the step refers to.
+
+    Attributes:
+        forward_only: whether the step that was checked last made no gradients.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self.forward_only = False
+        self._stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
+
+    def check_parameters(self, *, contents: bool) -> None:
+        """Check that the parameters can be measured.
+
+        Args:
+            contents: whether their values will be saved, too.
+
+        Raises:
+            CostError: one is uninitialized, without values, or on another device than the first;
+                or that device is neither a CPU nor a CUDA device.
+        """
+        device = self._state.device
+        if device.type not in _MEASURED:
+            raise CostError(
+                f"the step's parameters are on {device}: only the memory of CPUs and CUDA devices "
+                "can be measured; state the cost, as PaddedCost, or measure it on one of those"
+            )
+        named = list(self._named())
+        known = {id(one) for _, one in named}
+        alone = [p for p in self._state.parameters() if id(p) not in known]
+        for where, one in [*named, *(("a tensor of the step", p) for p in alone)]:
+            if is_lazy(one):
+                raise CostError(f"{where} is uninitialized: call the module on a batch first")
+            if one.is_meta and contents:
+                raise CostError(
+                    f"{where} is on the meta device, without values to run the step with; pass "
+                    "method='trace', or load the values first"
+                )
+            # A small buffer on the CPU takes nothing of another device.
+            counts = isinstance(one, nn.Parameter) or one.device.type not in ("cpu", "meta")
+            if counts and one.device != device:
+                raise CostError(
+                    f"{where} is on {one.device}, but the first parameter is on {device}: only the "
+                    "bytes of one device are measured; move all parameters to it"
+                )
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a parameter or a buffer, with that of its module."""
+        return next((name for name, one in self._named() if one is tensor), "a tensor of the step")
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module in self._state.modules:
+            for name, one in [*module.named_parameters(), *module.named_buffers()]:
+                yield f"{name} of {type(module).__name__}", one
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Check that the step inside is a full training step, or forward only.
+
+        Afterwards `forward_only` says whether no gradient of a parameter was computed, and no
+        optimizer stepped. Gradients of `torch.func` are not seen.
+
+        Raises:
+            CostError: the step is a part of a training step: gradients were made, but none is left
+                and no optimizer stepped; or an optimizer stepped that the step does not name.
+
+        Warns:
+            MeasureWarning: no optimizer stepped; or the step is forward only, of a module in
+                training mode.
+        """
+        parameters = self._state.parameters()
+        before = [parameter.grad is not None for parameter in parameters]
+        stepped: list[bool] = []
+
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not any(optimizer is one for one in self._state.optimizers):
+                raise CostError(
+                    f"the step steps an optimizer that it does not refer to, {type(optimizer)}, so "
+                    "that it could not be restored; let the step's function name it"
+                )
+            with_gradients = [id(p) for p in _parameters(optimizer) if p.grad is not None]
+            self._stepped.update(with_gradients)
+            stepped.append(bool(with_gradients))
+
+        handle = register_optimizer_step_pre_hook(note)
+        try:
+            with _gradients_made(parameters) as made:
+                yield
+        finally:
+            handle.remove()
+        left = [parameter.grad is not None for parameter in self._state.parameters()]
+        self.forward_only = not stepped and not made and left == before
+        if any(stepped):
+            return
+        if self.forward_only:
+            if self._is_training:
+                warn(
+                    "the step is forward only, it made no gradients, but its module is in training "
+                    "mode: to train, let it call backward(), optimizer.step() and "
+                    "optimizer.zero_grad(); to evaluate, call model.eval() first, and compute "
+                    "under torch.no_grad()",
+                    MeasureWarning,
+                )
+            return
+        if not stepped and not any(left) | any(before):
+            raise CostError(
+                "gradients were made, but none is left and no optimizer stepped: the step must be "
+                "a full one, with backward(), optimizer.step() and optimizer.zero_grad(), or "
+                "forward only, without any of them"
+            )
+        warn(
+            "no optimizer stepped: the memory of its step is not in the cost; let the step call "
+            "optimizer.step() and optimizer.zero_grad(), as in training",
+            MeasureWarning,
+        )
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether a module that has parameters is in training mode."""
+        modules = self._state.modules
+        return any(one.training and any(True for _ in one.parameters()) for one in modules)
+
+    def idle_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of which no trained parameter was stepped, by any optimizer.
+
+        None where no optimizer stepped at all; not those that have their state from steps before:
+        it is counted with all other tensors.
+        """
+        optimizers = self._state.optimizers
+        trained = [{id(p) for p in _parameters(one) if p.requires_grad} for one in optimizers]
+        return [
+            one
+            for one, its in zip(optimizers, trained, strict=True)
+            if self._stepped and its and its.isdisjoint(self._stepped) and not one.state
+        ]
+
+    def notes(self) -> list[str]:
+        """Notes for the report on the step that was checked last."""
+        if not self.forward_only:
+            return []
+        mode = "; its module was in training mode" if self._is_training else ""
+        note = (
+            "the step was forward only: it made no gradients and no optimizer stepped, so the "
+            f"cost is for evaluation, and too low to train with{mode}"
+        )
+        return [note]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def _gradients_made(parameters: Sequence[torch.Tensor]) -> Iterator[list[bool]]:
+    """A list that is filled where a gradient of any parameter is computed inside.
+
+    Also where it is not accumulated, as by `torch.autograd.grad`, or cleared again.
+    """
+    made: list[bool] = []
+    hooked = [(p, p._backward_hooks) for p in parameters if p.requires_grad]
+    handles = [p.register_hook(lambda _: made.append(True)) for p, _ in hooked]
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, hooks in hooked:
+            if hooks is None:
+                parameter._backward_hooks = None  # as before, no empty dictionary

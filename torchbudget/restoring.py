@@ -1,0 +1,415 @@
+"""Finds what a step refers to, and restores it: modules, optimizers, generators, tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+import shutil
+import tempfile
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+
+from torchbudget.dtensors import local_part
+from torchbudget.errors import CostError
+from torchbudget.random_state import RandomState
+from torchbudget.units import format_bytes
+
+# Deep enough for a trainer with a context with a model; large containers are not searched.
+_DEPTH: Final = 8
+_MOST_ITEMS: Final = 1000
+# Containers inside a module's or an optimizer's own are restored to this depth.
+_NESTED: Final = 4
+# Functions of these packages do not refer to a user's model.
+_FOREIGN: Final = frozenset({"torch", "numpy", "builtins"})
+# A larger array is data, not a running sum.
+_ARRAY_BYTES: Final = 2**20
+
+_HELPERS: Final = (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+_GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_CONTAINERS: Final = (dict, list, set, deque)
+_STATEFUL: Final = (nn.Module, torch.optim.Optimizer, *_HELPERS, *_GENERATORS)
+_NOT_SEARCHED: Final = (
+    *(types.ModuleType, type, logging.Logger),
+    *(torch.Tensor, torch.optim.Optimizer),
+)
+_DATA: Final = (Dataset, DataLoader)  # tensors in them are read, not changed
+
+
+@runtime_checkable
+class AccumulatesGradients(Protocol):
+    """Takes an optimizer step only every so many micro-batches, as `GradAccumulator` does."""
+
+    def single_steps(self) -> AbstractContextManager[None]:
+        """Make each micro-batch inside a step of its own, and forget all of them at the end."""
+
+
+def reachable(step: object) -> Iterator[Any]:
+    """Everything that `step` (or a batch) refers to, directly or not, each once, breadth first."""
+    seen: dict[int, Any] = {}  # which keeps them, so that no other object gets the same id
+    level: list[Any] = [step]
+    for _ in range(_DEPTH):
+        next_level: list[Any] = []
+        for one in level:
+            if id(one) not in seen:
+                seen[id(one)] = one
+                yield one
+                next_level += _references(one)
+        level = next_level
+
+
+def _references(one: Any) -> list[Any]:
+    """The objects that an object refers to, and that may be, or lead to, something stateful."""
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, types.MethodType):
+        return [one.__self__, one.__func__]
+    if isinstance(one, types.FunctionType):
+        found = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+        found += [*(name.value for name in _names_of(one)), *vars(one).values()]
+        return [] if _is_foreign(one) else found
+    if isinstance(one, types.BuiltinMethodType):
+        return [one.__self__]
+    if isinstance(one, (*_CONTAINERS, tuple, frozenset)):
+        return list(_values_of(one)) if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, _NOT_SEARCHED):
+        return []
+    attributes = getattr(one, "__dict__", {})
+    if isinstance(one, _DATA):
+        return [value for value in attributes.values() if isinstance(value, _STATEFUL + _DATA)]
+    values = [*_slots_of(one).values()]
+    if not isinstance(one, nn.Module):
+        return [*values, *attributes.values(), attributes]  # the dictionary is a container
+    values += [v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")]
+    return [*values, *one._modules.values()]
+
+
+@dataclass(slots=True)
+class _Name:
+    """A name outside a function that the function may bind anew.
+
+    Attributes:
+        owner: the cell of its closure, or its module's globals.
+        name: in the globals.
+    """
+
+    owner: Any
+    name: str = ""
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.name)
+        try:
+            return self.owner.cell_contents
+        except ValueError:  # it is not bound yet
+            return None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            self.owner.cell_contents = value
+
+
+def _names_of(function: types.FunctionType) -> Iterator[_Name]:
+    if _is_foreign(function):
+        return
+    yield from map(_Name, function.__closure__ or ())
+    codes = [function.__code__]
+    for code in codes:  # which grows: functions inside the function
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield _Name(function.__globals__, name)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _is_foreign(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] in _FOREIGN
+
+
+def _is_of_torch(one: object) -> bool:
+    return type(one).__module__.partition(".")[0] == "torch"
+
+
+def _values_of(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _slots_of(one: object) -> dict[str, Any]:
+    """Values of the attributes that an object's classes name in `__slots__`."""
+    names = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {k: getattr(one, k) for k in names if not k.startswith("__") and hasattr(one, k)}
+
+
+class TrainingState:
+    """The modules, optimizers, schedulers, scalers and generators that a step refers to.
+
+    They are searched in the step's closure, in the globals that it names, in its arguments if it
+    is a `functools.partial`, in its object if it is a method, and in what these refer to.
+
+    Attributes:
+        modules: the outermost ones.
+        optimizers: all of them.
+        accumulators: of gradients, which must make single steps while the step is measured.
+        is_compiled: whether a module or a function is called through `torch.compile`.
+    """
+
+    def __init__(self, step: Callable[..., object]) -> None:
+        found = list(reachable(step))
+        modules = [one for one in found if isinstance(one, nn.Module)]
+        inner = {id(part) for one in modules for part in one.modules() if part is not one}
+        self.modules = [one for one in modules if id(one) not in inner]
+        self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
+        self.accumulators = [one for one in found if _accumulates(one)]
+        self.is_compiled = any(map(_is_compiled, found))
+        self._helpers = [one for one in found if isinstance(one, _HELPERS)]
+        self._loose = [one for one in found if isinstance(one, torch.Tensor)]
+        # Torch and accumulators keep their own books, which count on each other.
+        owners = [one for one in found if _is_of_torch(one) or _accumulates(one)]
+        books = {id(one) for owner in owners for one in _own_containers(owner)}
+        self._containers = [one for one in found if isinstance(one, _CONTAINERS)]
+        self._books = [one for one in self._containers if id(one) in books]
+        self._containers = [one for one in self._containers if id(one) not in books]
+        arrays = [one for one in found if isinstance(one, np.ndarray) and one.flags.writeable]
+        self._arrays = [one for one in arrays if one.nbytes <= _ARRAY_BYTES]
+        self._slotted = [one for one in found if not _is_of_torch(one) and _slots_of(one)]
+        self._generators = [one for one in found if isinstance(one, _GENERATORS)]
+        self._functions = [one for one in found if isinstance(one, types.FunctionType)]
+
+    def parts(self) -> Iterator[nn.Module]:
+        """The modules and their submodules."""
+        return (part for module in self.modules for part in module.modules())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Parameters of the modules and of the optimizers, each once."""
+        found: list[torch.Tensor] = [p for one in self.modules for p in one.parameters()]
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        found += [parameter for group in groups for parameter in group["params"]]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, gradients, and all tensors in attributes of what was found, each once."""
+        found = self.parameters()
+        found += [p.grad for p in found if p.grad is not None]
+        values = (value for container, _ in self._saved() for value in _values_of(container))
+        found += [value for value in values if isinstance(value, torch.Tensor)]
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def _saved(self) -> list[tuple[Any, Any]]:
+        """All containers of modules, optimizers and helpers, each with a shallow copy."""
+        owners = [*self.parts(), *self.optimizers, *self._helpers]
+        return [saved for one in owners for saved in _nested_copies(vars(one))]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter.
+
+        Raises:
+            CostError: there are no parameters.
+        """
+        for parameter in self.parameters():
+            return parameter.device
+        raise CostError(
+            "the step refers to no module and no optimizer: they are searched in its closure, "
+            "its globals and its object, and in what these refer to; let it refer to them, as in "
+            "def step(batch): loss_of(model, batch).backward(); optimizer.step(); …"
+        )
+
+    @contextmanager
+    def restored(self, *, contents: bool) -> Iterator[None]:
+        """Restore modules, optimizers, schedulers, scalers, generators, gradients and tensors.
+
+        Args:
+            contents: the step really runs: restore the values of tensors, too, bit for bit. Python
+                numbers that it counts with stay. Without it, the step is only traced: all Python
+                numbers and containers that it has touched are restored.
+
+        Raises:
+            CostError: the temporary folder has no room for the values; nothing ran.
+        """
+        written = {id(one): one for one in [*self.tensors(), *self._loose] if contents}
+        gradients = [(p, p.grad) for p in self.parameters()]
+        always = self._saved()
+        users = [(one, copy.copy(one)) for one in self._containers]
+        books = [(one, copy.copy(one)) for one in self._books]
+        arrays = [(one, one.copy()) for one in self._arrays if not contents]
+        slots = [(one, _slots_of(one)) for one in self._slotted if not contents]
+        names = [(one, one.value) for function in self._functions for one in _names_of(function)]
+        with copied([*written.values()]) as put_back, ExitStack() as stack:
+            stack.enter_context(_autocast_cache_kept())
+            stack.callback(RandomState.take().restore)
+            for generator in self._generators:
+                stack.callback(_restoring(generator))
+            for accumulator in self.accumulators:
+                stack.enter_context(accumulator.single_steps())
+            try:
+                yield
+            finally:
+                for container, items in always:
+                    _refill(container, items)
+                for container, items in [*users, *books] if contents else books:
+                    if _tensors_in(container) != _tensors_in(items):
+                        _refill(container, items)
+                for container, items in [] if contents else users:
+                    _refill(container, items)
+                for name, value in names:
+                    if name.value is not value and (not contents or _tensors_in([name.value])):
+                        name.value = value
+                for array, values in arrays:
+                    array[...] = values
+                for one, attributes in slots:
+                    for key, value in attributes.items():
+                        if getattr(one, key, None) is not value:
+                            object.__setattr__(one, key, value)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+                put_back()
+
+
+def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
+    # Of the type: an object that is found in a step may answer to any name in its __getattr__.
+    return issubclass(type(one), AccumulatesGradients)
+
+
+def _is_compiled(one: object) -> bool:
+    """Whether `torch.compile` has made it, or `Module.compile` was called on it."""
+    if isinstance(one, types.FunctionType):
+        return "_torchdynamo_orig_callable" in vars(one)
+    return isinstance(one, nn.Module) and any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        for part in one.modules()
+    )
+
+
+def _own_containers(owner: object) -> list[Any]:
+    attributes = getattr(owner, "__dict__", {})
+    return [attributes, *(one for one in attributes.values() if isinstance(one, _CONTAINERS))]
+
+
+def _nested_copies(container: Any, nested: int = 0) -> Iterator[tuple[Any, Any]]:
+    """A container, and the containers in it, each with a shallow copy."""
+    yield container, copy.copy(container)
+    for value in _values_of(container) if nested < _NESTED else ():
+        if isinstance(value, _CONTAINERS):
+            yield from _nested_copies(value, nested + 1)
+
+
+def _tensors_in(container: Any) -> list[int]:
+    return [id(one) for one in _values_of(container) if isinstance(one, torch.Tensor)]
+
+
+def _refill(container: Any, items: Any) -> None:
+    """Restore the items of a container in place, since others may refer to it."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(items)
+    else:
+        container.update(items)
+
+
+def _restoring(generator: Any) -> Callable[[], object]:
+    """A function that sets the generator to the state that it has now."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
+
+
+def autocast_is_active() -> bool:
+    """Whether an autocast context is open, so that its cache outlives the step."""
+    outer = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return outer > 0
+
+
+@contextmanager
+def _autocast_cache_kept() -> Iterator[None]:
+    """Leave the casts that an open autocast has cached as they are, and add none."""
+    if not autocast_is_active():
+        yield
+        return
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        # Contexts that were made before would enable it.
+        with patch.object(torch, "set_autocast_cache_enabled", lambda _: None):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextmanager
+def copied(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Copy the values of tensors to a temporary file, in the folder that `TMPDIR` chooses.
+
+    Writing and reading take the memory of one tensor at a time. Of sharded tensors, the local part
+    is copied.
+
+    Args:
+        tensors: may be expanded.
+
+    Yields:
+        A function that copies the values back into the tensors.
+
+    Raises:
+        CostError: the folder has less room than they take; nothing was written.
+    """
+    tensors = [local_part(tensor.detach()) for tensor in tensors]
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # empty ones have no bytes
+    odd = [(one, one.clone()) for one in tensors if not _is_plain(one)]
+    tensors = [_unexpanded(tensor) for tensor in tensors if _is_plain(tensor)]
+    _check_room(sum(tensor.nbytes for tensor in tensors))
+    with tempfile.TemporaryFile() as file:
+        for tensor in tensors:
+            values = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            values.view(torch.uint8).numpy().tofile(file)
+
+        @torch.no_grad()
+        def put_back() -> None:
+            file.seek(0)
+            for tensor in tensors:
+                read = torch.from_numpy(np.fromfile(file, np.uint8, tensor.nbytes))
+                tensor.copy_(read.view(tensor.dtype).view(tensor.shape))
+            for tensor, values in odd:
+                tensor.copy_(values)
+
+        yield put_back
+
+
+def _check_room(num_bytes: int) -> None:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise CostError(
+            "while the step is run, the values of model and optimizer are kept in a file: "
+            f"{format_bytes(num_bytes)}, but {folder} has only {format_bytes(free)} free; set "
+            "TMPDIR to a folder with more, or pass method='trace'"
+        )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of each element once, which can be written to."""
+    for axis in reversed(range(tensor.dim())):
+        if not tensor.stride(axis) and tensor.shape[axis] > 1:
+            tensor = tensor.select(axis, 0)
+    return tensor
