@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 CHANGING = {
     "Block": "of memory, as an allocator splits and joins them",
     "Pool": "of such blocks",
-    "Name": "of what a walk over objects has reached",
+    "_Name": "of what a walk over objects has reached",
     "_Runs": "so far",
     "Subject": "collects notes",
     "_Tracer": "collects traces",
