@@ -122,7 +122,7 @@ class Cursor:
             "dealt": _text(dealt),
             "left": _text(left),
             "order": dict(order),
-            "dealing": None if plan is None else dict(plan.dealing),
+            "dealing": None if plan is None else plan.dealing_digest,
         }
 
     @classmethod
@@ -157,7 +157,7 @@ class Cursor:
         )
         if found.plan is None:
             return found
-        same = state["dealing"] == plan.dealing
+        same = state["dealing"] == plan.dealing_digest
         text = state["dealt"] if same else state["left"]
         if text is None:
             return replace(found, rounds=rounds if same else 0)

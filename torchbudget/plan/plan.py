@@ -297,6 +297,11 @@ class Plan:
             "limits": " ".join(limits),
         }
 
+    @cached_property
+    def dealing_digest(self) -> str:
+        """A digest of `dealing`: one value, so that all states have the same keys."""
+        return fingerprint(repr(sorted(self.dealing.items())))
+
     # ------------------------------------------------------------------ an epoch
 
     def micro_batches(self, cursor: Cursor, *, rank: int) -> Iterator[MicroBatch]:
