@@ -208,7 +208,7 @@ def check_several_loaders(source, workers):
                 for mode in ("min_size", "max_size", "max_size_cycle")]
     made = [lambda: pair(False), lambda: [*pair(False).values()], *combined]
     for make in made:
-        check_story(parts_of(make), [9, None, 4], [16])
+        check_story(parts_of(make), [7, None, 4], [16])
     part = parts_of(made[0], "max_steps", sum(map(len, fit(Data(made[0])))))
     assert part(None, 5)[0] == [fit(Data(made[0]))[0][:5]]
     state = part(None, 3)[1]
