@@ -104,8 +104,8 @@ def ours(sizes: Sizes, name: str, ranks: int, **window: int) -> tuple[list[Batch
         MemoryBudgetBatchSampler(sizes, cost, budget, num_replicas=ranks, rank=rank, **window)
         for rank in range(ranks)
     ]
-    steps = list(samplers[0].steps)
     drawn = [list(iter(sampler)) for sampler in samplers]
+    steps = list(samplers[0].steps)
     assert {len(batches) for batches in drawn} == {sum(steps)}
     everything = flat([batch for batches in drawn for batch in batches])[0]
     assert np.array_equal(np.sort(everything), np.arange(len(sizes)))
