@@ -111,7 +111,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         uneven: ranks may have unequal numbers of batches.
         collate_fn: makes a batch of a list of samples. Default: `PadCollate` with the same
             `size_multiple`. The batches of `PadCollate` and `PackCollate` report the lengths of the
-            field that `size` names, unless their `length_field` names another. One of another
+            field that `size` names. One of another
             library that rounds padded sizes up needs the same `size_multiple`.
         max_batch_size: as in `MemoryBudgetBatchSampler`.
         batch_size_multiple: likewise.
