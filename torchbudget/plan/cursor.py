@@ -78,11 +78,6 @@ class Cursor:
         """The first position that no window before it has: epoch, pass and position."""
         return self.epoch, self.number, self.stop
 
-    @property
-    def is_beginning(self) -> bool:
-        """Whether no sample of the pass was drawn, so that a fresh pass loses nothing."""
-        return not (self.stop or self.number)
-
     def next_epoch(self) -> Cursor:
         """The beginning of the next epoch, with a fresh pass."""
         return Cursor(epoch=self.epoch + 1)
