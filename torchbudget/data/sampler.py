@@ -409,7 +409,7 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         cursor, present = self._cursor, self._present
         if present is not None and not present.is_tracked and not self._runs:
-            if present.reads_ahead and present.last is not None:
+            if present.reads_ahead and present.has_drawn:
                 raise StateError(
                     "workers of the DataLoader read ahead of its loop, so that it is unknown which "
                     "batches came: loop over sampler.tracked(loader), use a StatefulDataLoader, or "
@@ -534,7 +534,6 @@ class _Iteration(Iterator[list[int]]):
         reads_ahead: the workers of a plain `DataLoader` iterate.
 
     Attributes:
-        last: the record of the micro-batch that was drawn last.
         steps: micro-batches of each optimizer step of the windows that were begun.
         queue: records of batches on their way to the run.
     """
@@ -552,40 +551,53 @@ class _Iteration(Iterator[list[int]]):
         self._runs = sampler._runs
         self._plan, self.began = plan, began
         self.is_tracked, self.reads_ahead = is_tracked, reads_ahead
-        self.last: MicroBatch | None = None
         self.steps = array("q")
         self.queue: deque[MicroBatch] = deque()
-        self._window: Window | None = None
-        self._last_place = -1  # of the micro-batch that ends the epoch, in this window
-        self._records = plan.micro_batches(began, rank=self._rank)
+        self._windows = plan.windows(began, rank=self._rank)
+        self._window: Window | None = None  # that was begun
+        self._lists: Iterator[list[int]] = iter(())  # of its micro-batches that are left
+        self._turn = -1  # of the micro-batch that was drawn last
+        self._last_turn = -1  # of the one that ends the epoch, if it is in this window
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a batch was drawn."""
+        return self._window is not None
 
     @property
     def cursor(self) -> Cursor:
         """The place where the epoch stands after the last batch that was drawn."""
-        return self.began if self.last is None else self.last.after
+        return self.began if self._window is None else self._window.after(self._turn)
 
     def __next__(self) -> list[int]:
+        indices = next(self._lists, None)
+        if indices is None:
+            indices = self._first_of_window()
+        self._turn += 1
+        if self._sampler._present is not self and self._counts():
+            self._sampler._present = self
+        if self.is_tracked:
+            assert self._window is not None  # noqa: S101  (`_first_of_window` sets it)
+            self.queue.append(MicroBatch(self._window, self._turn))
+        elif self._turn == self._last_turn:
+            self._end(self.cursor)
+        return indices
+
+    def _first_of_window(self) -> list[int]:
         try:
-            record = next(self._records)
+            window = next(self._windows)
         except StopIteration:
-            if self.last is None:  # nothing is left of the epoch
+            if self._window is None:  # nothing is left of the epoch
                 self._end(self._plan.next_epoch(self.began))
             raise
         except Exception:  # a generator that raised is over: the next call raises again
-            self._records = self._plan.micro_batches(self.cursor, rank=self._rank)
+            self._windows = self._plan.windows(self.cursor, rank=self._rank)
             raise
-        self.last = record
-        if self._sampler._present is not self and self._counts():
-            self._sampler._present = self
-        if record.window is not self._window:
-            self._window, self._last_place = record.window, record.window.last
-            self.steps.extend(record.window.steps)
-        if self.is_tracked:
-            self.queue.append(record)
-        elif record.place == self._last_place:
-            self._end(record.after)
-        indices: list[int] = record.indices.tolist()
-        return indices
+        self.steps.extend(window.steps)
+        rounds = window.rounds
+        self._turn, self._last_turn = rounds.start - 1, rounds[-1] if window.ends_epoch else -1
+        self._window, self._lists = window, window.lists()
+        return next(self._lists)
 
     def _counts(self) -> bool:
         """Whether no run is open, and no other position was chosen since this began."""
@@ -598,19 +610,19 @@ class _Iteration(Iterator[list[int]]):
 
     def replan(self, plan: Plan, place: tuple[int, int, int]) -> None:
         """Go on with another plan from the first window at or after a place."""
-        self._records = self._replanned(self._records, plan, place)
+        self._windows = self._replanned(self._windows, plan, place)
         self._plan = plan
 
     def _replanned(
-        self, records: Iterator[MicroBatch], plan: Plan, place: tuple[int, int, int]
-    ) -> Iterator[MicroBatch]:
-        for record in records:
-            if record.window.place >= place:
+        self, windows: Iterator[Window], plan: Plan, place: tuple[int, int, int]
+    ) -> Iterator[Window]:
+        for window in windows:
+            if window.place >= place:
                 break
-            yield record
+            yield window
         else:
             return
-        yield from plan.micro_batches(self.cursor, rank=self._rank)
+        yield from plan.windows(self.cursor, rank=self._rank)
 
 
 class SamplerRun(Run["Cursor | MicroBatch"]):

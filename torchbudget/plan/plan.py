@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -75,23 +76,54 @@ class Span:
 
 
 class Window:
-    """One window of a span, on one rank."""
+    """One window of a span, on one rank: the micro-batches that come in this iteration, in turn.
 
-    __slots__ = ("_done", "_first", "_number", "_span", "last", "rounds")
+    Attributes:
+        rounds: numbers of the micro-batches within the window.
+        ends_epoch: whether the last of them is the last one of the epoch.
+    """
 
-    def __init__(self, span: Span, number: int, first: int, rounds: int, last: int, done: int):
+    __slots__ = ("_done", "_first", "_number", "_span", "_starts", "_stops", "ends_epoch", "rounds")
+
+    def __init__(
+        self,
+        span: Span,
+        number: int,
+        first: int,
+        rounds: range,
+        starts: list[int],
+        stops: list[int],
+        done: int,
+        ends_epoch: bool,
+    ) -> None:
         """Set the window's place.
 
         Args:
             span: that it is part of.
             number: of the window in the span.
-            first: its first micro-batch in the span's block, of rank 0.
-            rounds: micro-batches of the window that this rank takes in this iteration.
-            last: the micro-batch in the block that ends the epoch on this rank; −1: none does.
+            first: this rank's first micro-batch in the span's block.
+            rounds: see the attribute.
+            starts: the first sample of each of them in `span.indices`.
+            stops: the end of each.
             done: micro-batches of the epoch that were done before the window's first round.
+            ends_epoch: see the attribute.
         """
         self._span, self._number, self._first = span, number, first
-        self.rounds, self.last, self._done = rounds, last, done
+        self._starts, self._stops, self._done = starts, stops, done
+        self.rounds, self.ends_epoch = rounds, ends_epoch
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(MicroBatch, repeat(self), self.rounds)
+
+    def lists(self) -> Iterator[list[int]]:
+        """The indices of each micro-batch in turn, as a list."""
+        views = map(self._span.indices.__getitem__, map(slice, self._starts, self._stops))
+        return map(np.ndarray.tolist, views)
+
+    def indices(self, turn: int) -> IntArray:
+        """The indices of a micro-batch, shape `(n,)`."""
+        place = turn - self.rounds.start
+        return self._span.indices[self._starts[place] : self._stops[place]]
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -101,34 +133,35 @@ class Window:
 
     @property
     def steps(self) -> list[int]:
-        """Micro-batches of each optimizer step that this rank takes in the window."""
-        return [self.rounds] if self._span.plan.ranks.even_sums else [1] * self.rounds
+        """Micro-batches of each optimizer step of `rounds`."""
+        rounds = len(self.rounds)
+        return [rounds] if self._span.plan.ranks.even_sums else [1] * rounds
 
-    def padded_size(self, place: int) -> IntArray:
-        """The padded size of a micro-batch of the block, shape `(d,)`; of packed ones the sum."""
-        amounts: IntArray = self._span.amounts[place]
+    def padded_size(self, turn: int) -> IntArray:
+        """The padded size of a micro-batch, shape `(d,)`; of packed samples the sum."""
+        amounts: IntArray = self._span.amounts[self._place(turn)]
         return amounts
 
-    def ends_step(self, place: int) -> bool:
-        """Whether a micro-batch of the block is the last one of its optimizer step."""
-        return not self._span.plan.ranks.even_sums or self._round(place) == self._rounds - 1
+    def ends_step(self, turn: int) -> bool:
+        """Whether a micro-batch is the last one of its optimizer step."""
+        return not self._span.plan.ranks.even_sums or turn == self._turns - 1
 
-    def is_repeated(self, place: int) -> bool:
-        """Whether a micro-batch of the block has a sample that another one has."""
+    def is_repeated(self, turn: int) -> bool:
+        """Whether a micro-batch has a sample that another one has."""
         span, block = self._span, self._span.block
-        return bool(block.samples[block.starts[place]] >= span.length * len(block.rounds))
+        sample = block.samples[block.starts[self._place(turn)]]
+        return bool(sample >= span.length * len(block.rounds))
 
-    def after(self, place: int) -> Cursor:
-        """The place where the epoch stands after a micro-batch of the block."""
+    def after(self, turn: int) -> Cursor:
+        """The place where the epoch stands after a micro-batch."""
         span, plan = self._span, self._span.plan
         begun = span.cursor
-        rounds = self._round(place) + 1
-        done = self._done + rounds
+        done = self._done + turn + 1
         start = begun.start + self._number * span.length
         stop = start + span.length
         here = replace(begun, start=stop, stop=stop, left=None, done=done)
-        if rounds < self._rounds:
-            here = replace(here, start=start, left=begun.left, rounds=rounds, plan=plan)
+        if turn + 1 < self._turns:
+            here = replace(here, start=start, left=begun.left, rounds=turn + 1, plan=plan)
         elif stop >= span.end:
             if plan.batches_per_epoch is None:
                 return begun.next_epoch()
@@ -136,49 +169,53 @@ class Window:
         return plan.next_epoch(here) if done == plan.batches_per_epoch else here
 
     @property
-    def _rounds(self) -> int:
+    def _turns(self) -> int:
         return int(self._span.block.rounds[self._number])
 
-    def _round(self, place: int) -> int:
-        return (place - self._first) // self._span.plan.ranks.number
+    def _place(self, turn: int) -> int:
+        return self._first + turn * self._span.plan.ranks.number
 
 
 class MicroBatch:
     """One micro-batch of the plan, on one rank.
 
-    One is made for each batch of an epoch, so that only three slots are filled: everything else is
+    One is made for each batch of an epoch, so that only two slots are filled: everything else is
     computed when it is asked for.
 
     Attributes:
-        indices: positions in the data set, shape `(n,)`.
         window: that it is part of.
-        place: of the micro-batch in its block.
+        turn: the round of the window that it is in.
     """
 
-    __slots__ = ("indices", "place", "window")
+    __slots__ = ("turn", "window")
 
-    def __init__(self, indices: IntArray, window: Window, place: int) -> None:
-        self.indices, self.window, self.place = indices, window, place
+    def __init__(self, window: Window, turn: int) -> None:
+        self.window, self.turn = window, turn
+
+    @property
+    def indices(self) -> IntArray:
+        """Positions in the data set, shape `(n,)`."""
+        return self.window.indices(self.turn)
 
     @property
     def padded_size(self) -> IntArray:
         """The padded size as planned, shape `(d,)`; of packed samples, the sum of their sizes."""
-        return self.window.padded_size(self.place)
+        return self.window.padded_size(self.turn)
 
     @property
     def ends_step(self) -> bool:
         """Whether it is the last micro-batch of its optimizer step."""
-        return self.window.ends_step(self.place)
+        return self.window.ends_step(self.turn)
 
     @property
     def is_repeated(self) -> bool:
         """Whether another micro-batch has its sample: see `Ranks.repeats`."""
-        return self.window.is_repeated(self.place)
+        return self.window.is_repeated(self.turn)
 
     @property
     def after(self) -> Cursor:
         """The place where the epoch stands after it; after the epoch's last one, the next epoch."""
-        return self.window.after(self.place)
+        return self.window.after(self.turn)
 
 
 class Plan:
@@ -305,7 +342,11 @@ class Plan:
     # ------------------------------------------------------------------ an epoch
 
     def micro_batches(self, cursor: Cursor, *, rank: int) -> Iterator[MicroBatch]:
-        """The micro-batches of one rank, from a cursor to the end of its epoch.
+        """The micro-batches of one rank, from a cursor to the end of its epoch: see `windows`."""
+        return chain.from_iterable(self.windows(cursor, rank=rank))
+
+    def windows(self, cursor: Cursor, *, rank: int) -> Iterator[Window]:
+        """The windows of one rank with their micro-batches, from a cursor to its epoch's end.
 
         Raises:
             UnevenRanksError: what is left of the epoch cannot be dealt evenly. Before the first
@@ -313,33 +354,33 @@ class Plan:
             OptionError: `drop_last` leaves nothing of the epoch.
         """
         cursor, left = cursor.dealt_by(self), self._batches_left(cursor)
-        if left == 0:
-            return
         ranks, done, begun = self.ranks.number, cursor.done, cursor.rounds
-        for span in self.spans(cursor):
-            block, indices, first = span.block, span.indices, 0
+        for span in self.spans(cursor) if left != 0 else ():
+            block, first = span.block, 0
             starts, stops = block.starts[rank::ranks].tolist(), block.stops[rank::ranks].tolist()
-            rounds_of_windows = block.rounds.tolist()
-            last_window = len(rounds_of_windows) - 1
-            for number, rounds in enumerate(rounds_of_windows):
-                to = rounds if left is None else min(rounds, begun + left)
-                over = left == to - begun or (
-                    left is None
-                    and number == last_window
-                    and span.cursor.start + len(rounds_of_windows) * span.length >= span.end
-                )
-                place = first * ranks + rank
-                last = place + (to - 1) * ranks if over else -1
-                window = Window(span, number, first * ranks, to - begun, last, done - begun)
+            batches = len(starts)
+            ends_pass = span.cursor.start + len(block.rounds) * span.length >= span.end
+            for number, rounds in enumerate(block.rounds.tolist()):
+                to, stop = rounds, first + rounds
+                over = ends_pass and stop == batches
+                if left is not None:
+                    to = min(rounds, begun + left)
+                    left -= to - begun
+                    over = not left
                 here = slice(first + begun, first + to)
-                places = range(place + begun * ranks, place + to * ranks, ranks)
-                for at, start, stop in zip(places, starts[here], stops[here], strict=True):
-                    yield MicroBatch(indices[start:stop], window, at)
+                yield Window(
+                    span,
+                    number,
+                    first * ranks + rank,
+                    range(begun, to),
+                    starts[here],
+                    stops[here],
+                    done - begun,
+                    over,
+                )
                 if over:
                     return
-                first, done = first + rounds, done + to - begun
-                left = None if left is None else left - (to - begun)
-                begun = 0
+                first, done, begun = stop, done + to - begun, 0
 
     def spans(self, cursor: Cursor) -> Iterator[Span]:
         """The solved windows from a cursor on; the one that the cursor stands in comes whole.
