@@ -1,1 +1,0 @@
-"""What `tests/mutations.py` is made of."""
