@@ -36,7 +36,6 @@ TINY = {
     "any_model_cpu": "--steps 1 --budgets 1 --models pairs --methods auto",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
     "host_budget": "--samples 600 --budgets 1 --starts 1 --kinds 1 --search-ms 10",
-    "cuda_reserve": "--steps 30 --budgets 1 --models pairs",
     "accumulate": "--repetitions 2",
     "gradient_error": "",
     "predict": "--samples 30 --max-length 400 --mib 160 --repetitions 1 --most-ranks 1",
@@ -49,9 +48,8 @@ EXACT = {
     "streams": "over the budget",
     "plan_step": "over the budget",
     "predict": "error",
-    "any_model": "least covered",
+    "any_model": "exact where called so",
     "any_model_cpu": "errors",
-    "cuda_reserve": "highest reserved",
     "host_budget": "highest pss",
 }
 

@@ -3,15 +3,12 @@
 from torchbudget import errors, readers, transforms
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.cost.agree import agree
-from torchbudget.cost.measuring.describe_step import describe_step
-from torchbudget.cost.measuring.measure import measure_cost
-from torchbudget.cost.measuring.tracing import trace_peak_bytes
-from torchbudget.cost.models.cost_file import load_cost
-from torchbudget.cost.models.dense import DenseCost
-from torchbudget.cost.models.measured import MeasuredCost
-from torchbudget.cost.models.padded import PackedCost, PaddedCost
-from torchbudget.cost.models.protocol import AdditiveCost, CostModel
-from torchbudget.cost.models.table import TableCost
+from torchbudget.cost.dense import DenseCost
+from torchbudget.cost.measure import describe_step, measure_cost
+from torchbudget.cost.measured import MeasuredCost, load_cost
+from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
+from torchbudget.cost.protocol import AdditiveCost, CostModel
+from torchbudget.cost.tracing import trace_peak_bytes
 from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
 from torchbudget.data.collate.pack_collate import PackCollate

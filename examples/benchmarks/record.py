@@ -38,7 +38,6 @@ ALL = (
     "any_model_cpu",
     "kept_budget",
     "host_budget",
-    "cuda_reserve",
     "accumulate",
     "gradient_error",
     "predict",

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from torchbudget.cost.measuring.allocator_blocks import Block
-from torchbudget.cost.measuring.caching_allocator import AllocatorSettings, CachingAllocator
+from tests.support.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from torchbudget.machine.allocators import cuda_allocator_settings
 
 pytestmark = pytest.mark.gpu

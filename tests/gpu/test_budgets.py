@@ -14,8 +14,7 @@ import torch
 
 from tests.gpu.epoch import epoch
 from torchbudget import MemoryBudget, limit_device_memory, peak_memory
-from torchbudget.cost.measuring.assumed_device import AssumedDevice
-from torchbudget.cost.measuring.caching_allocator import AllocatorSettings
+from torchbudget.cost.as_on_cuda import CONTEXT_BYTES, WORKSPACE_BYTES
 from torchbudget.machine.device import cuda_memory, device_memory
 
 pytestmark = pytest.mark.gpu
@@ -153,12 +152,11 @@ def test_what_is_assumed_where_no_device_is_at_hand(
     context, with_kernels, forward, backward = json.loads(
         printed_by(["-c", FACTS]).splitlines()[-1]
     )
-    device = AssumedDevice.of(torch.cuda.get_device_capability(), AllocatorSettings())
     found = {"context": context, "with kernels": with_kernels, "forward": forward}
     for name, value in (found | {"backward": backward}).items():
         record_property(name, value)
-    assert with_kernels <= device.context_bytes, found
-    assert forward + backward <= sum(device.workspaces) + MIB
+    assert with_kernels <= CONTEXT_BYTES, found
+    assert forward + backward <= WORKSPACE_BYTES + MIB
 
 
 NEIGHBOUR = """

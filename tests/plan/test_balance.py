@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.costs import measured
+from tests.support.costs import Nodes, measured, piece
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
-from torchbudget.cost.measuring.peaks import fit_time
-from torchbudget.cost.models.probe import Probe
 from torchbudget.errors import OptionError
 
 # Bytes are linear in the length, and time is quadratic: 1 µs a sample and squared unit.
-SHAPES = [(1, 8), (8, 64), (4, 100), (16, 256), (2, 512), (32, 128)]
-PROBES = tuple(
-    Probe(n, (length,), 1000 * n * length, False, "run", 1e-6 * n * length**2)
-    for n, length in SHAPES
-)
-COST = measured(time_form=fit_time(PROBES), probes=PROBES)
+NODES = Nodes()
+N, LENGTH = NODES.make("symbol", 0), NODES.make("symbol", 1)
+BYTES = NODES.make("Mul", NODES.number(1000), N, LENGTH)
+FLOPS = NODES.make("Mul", N, LENGTH, LENGTH)
+COST = measured(pieces=(piece(NODES, BYTES, flops=FLOPS),), seconds=(0.0, 0.0, 1e-6))
 
 
 def samplers(sizes: Any, ranks: int, **options: Any) -> list[MemoryBudgetBatchSampler]:

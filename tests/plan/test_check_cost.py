@@ -12,7 +12,7 @@ import pytest
 from tests.support.samplers import LENGTHS, TOKENS
 from tests.support.streams import Numbered
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost, plan_step
-from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import CostError, SizesError
 
 SIZES = LENGTHS.tolist()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import problems, rules
 from torchbudget import PackedCost, PaddedCost, plan_step
-from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import BudgetError, OptionError, OversizeError, SizesError, UnevenRanksError
 
 TOKENS = PaddedCost(unit_bytes=1)

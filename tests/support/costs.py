@@ -7,24 +7,55 @@ from typing import Any
 import numpy as np
 
 from torchbudget import MeasuredCost, PaddedCost
-from torchbudget.cost.models.form import Form
-from torchbudget.cost.models.polynomials import Term
+from torchbudget.cost.pieces import Piece
 
 
-def forms_of(cost: PaddedCost) -> tuple[Form, ...]:
+class Nodes(list[Any]):
+    """Expressions that are written down by their operations."""
+
+    def make(self, name: str, *arguments: Any) -> int:
+        self.append([name, *arguments])
+        return len(self) - 1
+
+    def number(self, value: float) -> int:
+        kind = "int" if float(value).is_integer() else "float"
+        return self.make(kind, int(value) if kind == "int" else float(value))
+
+
+def piece(nodes: Nodes, *sums: int, axes: int = 1, **options: Any) -> Piece:
+    """Of these expressions, the largest of which is the peak."""
+    fixed = (None,) * (axes + 1)
+    given = {"conditions": (), "granularity": 1, "flops": 0, "fixed": fixed}
+    given["harmless"] = _subsets(axes + 1)
+    return Piece(nodes=tuple(nodes), sums=tuple(((at, 1),) for at in sums), **given | options)
+
+
+def _subsets(count: int) -> tuple[tuple[int, ...], ...]:
+    rows = ([k for k in range(count) if bits >> k & 1] for bits in range(1, 2**count))
+    return tuple(map(tuple, rows))
+
+
+def piece_of(cost: PaddedCost) -> Piece:
     """The cost's polynomial and its floor."""
-    d = cost.axes
-    units = np.eye(d, dtype=int)
-    terms = [(cost.fixed_bytes, 0, 0 * units[0]), (cost.sample_bytes, 1, 0 * units[0])]
-    terms += [(b, 1, unit) for b, unit in zip(np.reshape(cost.unit_bytes, d), units, strict=True)]
+    nodes, d = Nodes(), cost.axes
+    n, *lengths = (nodes.make("symbol", k) for k in range(d + 1))
+    item = [nodes.number(cost.sample_bytes)]
+    for unit, length in zip(np.reshape(cost.unit_bytes, d).tolist(), lengths, strict=True):
+        item.append(nodes.make("Mul", nodes.number(unit), length))
     pairs = np.reshape(np.asarray(cost.pair_bytes, float), (d, d))
-    terms += [(pairs[i, j], 1, units[i] + units[j]) for i in range(d) for j in range(d)]
-    grows = Form(terms=tuple(Term(float(b), n, tuple(map(int, size))) for b, n, size in terms))
-    floor = Form(terms=(Term(cost.floor_bytes, 0, (0,) * d),))
-    return (grows, floor) if cost.floor_bytes else (grows,)
+    for i, j in zip(*np.nonzero(pairs), strict=True):
+        item.append(nodes.make("Mul", nodes.number(pairs[i, j]), lengths[i], lengths[j]))
+    whole = nodes.make("CeilToInt", nodes.make("Add", *item))
+    fixed = nodes.number(cost.fixed_bytes)
+    total = nodes.make("Add", fixed, nodes.make("Mul", n, whole))
+    sums = [total, nodes.number(cost.floor_bytes)] if cost.floor_bytes else [total]
+    return piece(nodes, *sums, axes=d)
 
 
 def measured(cost: PaddedCost | None = None, *, margin: float = 0, **options: Any) -> MeasuredCost:
     """By default a thousand bytes a unit."""
-    forms = forms_of(cost or PaddedCost(unit_bytes=1000))
-    return MeasuredCost(forms=forms, margin=margin, **options)
+    cost = cost or PaddedCost(unit_bytes=1000)
+    given = {"pieces": (piece_of(cost),), "grid": None, "smallest": (0,) * cost.axes}
+    given["largest"] = (2**13 - 1,) if cost.axes == 1 else (255,) * cost.axes
+    given["empty"] = int(max(cost.fixed_bytes, cost.floor_bytes))
+    return MeasuredCost(margin=margin, **given | options)

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from torchbudget.cost.measuring.allocator_blocks import Block
-from torchbudget.cost.measuring.caching_allocator import (
+from tests.support.caching_allocator import (
     AllocatorOutOfMemoryError,
     AllocatorSettings,
+    Block,
     CachingAllocator,
 )
 from torchbudget.machine import device as device_module

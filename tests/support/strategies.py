@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from tests.support.costs import forms_of
-from torchbudget import MeasuredCost, PackedCost, PaddedCost, TableCost
-from torchbudget.cost.models.vouched import VouchedRange
+from tests.support.costs import measured
+from torchbudget import PackedCost, PaddedCost, TableCost
 
 SHAPES = ("uniform", "constant", "ones", "heavy", "bimodal", "giant")
 
@@ -86,18 +85,9 @@ def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
     if kind == "formula" or packed:
         return draw(formulas(axes, packed=packed))
     margin = draw(st.sampled_from([0.0, 0.01, 0.3]))
-    several = draw(st.lists(formulas(axes, packed=False), min_size=1, max_size=3))
-    forms = tuple(form for cost in several for form in forms_of(cost))
-    table = vouched = None
     if kind == "table":
-        table = draw(tables(axes))
-        vouched = VouchedRange(
-            numbers=table.numbers,
-            sizes=table.sizes,
-            peak_bytes=table.peak_bytes,
-            floor_bytes=draw(st.sampled_from([0, min(table.peak_bytes)])),
-        )
-    return MeasuredCost(forms=forms, margin=margin, table=table, vouched=vouched)
+        return draw(tables(axes))
+    return measured(draw(formulas(axes, packed=False)), margin=margin)
 
 
 @st.composite

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
-from torchbudget.cost.models.protocol import AdditiveCost
+from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.data.stream.cursor import StreamState, WorkerSlot
 from torchbudget.data.stream.epoch_reader import EpochReader
 

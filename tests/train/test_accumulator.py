@@ -33,7 +33,7 @@ from torchbudget import (
     PaddedCost,
     trace_peak_bytes,
 )
-from torchbudget.cost.models.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes
 from torchbudget.errors import OptionError, StepError
 
 

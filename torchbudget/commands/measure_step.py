@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torchbudget.commands import Answer, Command
 from torchbudget.commands.plan_epoch import SIZES_HELP, read_sizes
-from torchbudget.cost.measuring.measure import measure_cost
+from torchbudget.cost.measure import measure_cost
 from torchbudget.errors import CostError, OptionError
 
 _DESCRIPTION: Final = """\

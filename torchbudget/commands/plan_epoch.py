@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from torchbudget.commands import Answer, Command, as_json, save_figure
-from torchbudget.cost.models.cost_file import load_cost
-from torchbudget.cost.models.padded import PackedCost, PaddedCost
-from torchbudget.cost.models.protocol import CostModel, Sizes
+from torchbudget.cost.measured import load_cost
+from torchbudget.cost.padded import PackedCost, PaddedCost
+from torchbudget.cost.protocol import CostModel, Sizes
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import CostError, OptionError, OversizeError, UnevenRanksError
 from torchbudget.units import parse_bytes

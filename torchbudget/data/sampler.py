@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import check_flags, is_number, natural, optional
-from torchbudget.cost.models.measured import MOST_MARGIN, MeasuredCost
-from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.cost.measured import MOST_MARGIN, MeasuredCost
+from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.data.frameworks import Caller
 from torchbudget.data.run import Run, warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torchbudget.cost.models.protocol import IntArray, Sizes
+from torchbudget.cost.protocol import IntArray, Sizes
 from torchbudget.errors import (
     CollateError,
     OtherNumbersWarning,

@@ -12,7 +12,7 @@ import numpy as np
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchbudget.cost.models.protocol import FloatArray, IntArray
+from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.data.cache.shared_file import bytes_to_come
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError

@@ -17,7 +17,7 @@ import torch
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, positive_number
-from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.measured import MeasuredCost
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
 from torchbudget.machine.cuda import named_cuda

@@ -8,10 +8,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import CostModel, IntArray, MadeForBudget
-from torchbudget.errors import CostError, SizesError, TorchBudgetError
+from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.protocol import CostModel, IntArray
+from torchbudget.errors import CostError, MeasureWarning, SizesError, TorchBudgetError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.units import format_bytes
+from torchbudget.warn import warn
 
 _LOOKED_AT: Final = 2**16  # samples that are looked at
 _ASKED: Final = 2**12  # different sizes that a cost is called with
@@ -44,9 +46,9 @@ def check_cost(rules: BatchRules, sizes: npt.NDArray[Any], largest: npt.NDArray[
         models.append(("balance", rules.balance, rules.budget_bytes))
     for name, model, limit in models:
         _check_shapes(name, model, padded, limit)
-    for _, model, limit in rules.limits:
-        if isinstance(model, MadeForBudget):
-            model.check_budget(limit)
+    for _, model, _ in rules.limits:
+        if isinstance(model, MeasuredCost) and model.caution:
+            warn(model.caution, MeasureWarning)
     if rules.packing is not None:
         _answer("cost.item_bytes", rules.packing.item_bytes, padded, shape=(len(padded),))
         return  # samples are added one by one

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.plan.rules import BatchRules
 
 # Keys of a row from which a radix sort is the faster one: at 4,096 it takes 4 ns a key instead of

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import CostModel
+from torchbudget.cost.protocol import CostModel
 from torchbudget.plan.order import Order
 
 Plain: TypeAlias = dict[str, int | bool | str | None]

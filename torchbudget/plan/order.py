@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Permutation, Stream, WordArray, random_words
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.errors import CostError, OptionError, OversizeError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.size_table import SizeTable

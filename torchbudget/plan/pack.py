@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import AdditiveCost, IntArray
+from torchbudget.cost.protocol import AdditiveCost, IntArray
 from torchbudget.plan.cut import Windows, arrange, ascending
 from torchbudget.plan.rules import BatchRules
 

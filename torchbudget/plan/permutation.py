@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 
 WordArray: TypeAlias = npt.NDArray[np.uint64]
 

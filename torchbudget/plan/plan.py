@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.errors import OptionError, UnevenRanksError
 from torchbudget.plan.cursor import BoolArray, Cursor
 from torchbudget.plan.cut import arrange

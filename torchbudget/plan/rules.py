@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, optional
-from torchbudget.cost.models.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
+from torchbudget.cost.protocol import AdditiveCost, ArrayLike, CostModel, IntArray
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.units import MAX_BYTES, Amount, parse_bytes
 

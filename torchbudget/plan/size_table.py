@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from torchbudget.cost.models.protocol import IntArray, Sizes
+from torchbudget.cost.protocol import IntArray, Sizes
 from torchbudget.errors import SizesError
 from torchbudget.plan.permutation import random_words
 

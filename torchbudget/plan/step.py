@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one
-from torchbudget.cost.models.protocol import CostModel, IntArray
+from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.plan.check_cost import check_cost
 from torchbudget.plan.dealing import Ranks
 from torchbudget.plan.order import Order

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchbudget.checks import positive_number, several
-from torchbudget.cost.models.measured import MeasuredCost
+from torchbudget.cost.measured import MeasuredCost
 from torchbudget.errors import OptionError, StepError
 from torchbudget.protocols import SplittablePaddedBatch, StepSource
 from torchbudget.restoring import AccumulatesGradients

@@ -31,7 +31,7 @@ from torch.utils._pytree import (
 )
 
 from torchbudget.checks import check_flags, is_int
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.columns import (
     MISSING,
     FieldPath,

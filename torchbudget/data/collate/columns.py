@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.errors import CollateError
 
 FieldPath: TypeAlias = tuple[Any, ...]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.batch import Arrangement, Batch
 from torchbudget.data.collate.columns import (
     OPTIONAL,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.columns import (
     MISSING,
     BoolArray,

@@ -18,7 +18,7 @@ from torchbudget.checks import (
     optional,
     size_multiple_of,
 )
-from torchbudget.cost.models.protocol import IntArray
+from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.batch import (
     Arrangement,
     PackedBatch,

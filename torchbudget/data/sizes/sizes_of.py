@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from torchbudget.cost.models.protocol import Sizes
+from torchbudget.cost.protocol import Sizes
 from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
 from torchbudget.data.sizes.quick import is_exactly, quick_sizes
 from torchbudget.errors import OptionError, OtherSizesWarning, SizesError

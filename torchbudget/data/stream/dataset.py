@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
-from torchbudget.cost.models.protocol import CostModel
+from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.fields import sized_by
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.frameworks import Caller

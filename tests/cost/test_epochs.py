@@ -1,0 +1,115 @@
+"""Epochs under a measured cost, against the machine's own counters and limits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.memory_groups import memory_group
+
+pytestmark = pytest.mark.slow
+
+EPOCH = """
+import resource
+import sys
+
+import numpy as np
+import torch
+
+import torchbudget as tb
+from tests.support.training_cases import CASES
+from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.process_tree import process_memory
+
+name, budget, how, limited = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4
+training = CASES[name]()
+rng = np.random.default_rng(0)
+ends = np.atleast_1d(training.max_size)
+number = 1200 if name == "graphs" else 400  # several batches of each
+sizes = np.clip(ends * rng.lognormal(-2, 0.8, (number, len(ends))), 1, ends).astype(int)
+probes = ()
+if how.isdecimal():  # that many samples in each batch
+    tb.trim_malloc()
+    batches = np.split(rng.permutation(len(sizes)), range(int(how), len(sizes), int(how)))
+else:
+    cost = tb.measure_cost(
+        training.step, training.make_batch, max_size=training.max_size, budget=budget, method=how
+    )
+    probes = cost.probes
+    batches = list(tb.MemoryBudgetBatchSampler(sizes, cost, budget))
+if limited:  # what is there now, and what the budget leaves
+    memory = process_memory()
+    status = open("/proc/self/status").read()
+    data = int(status.partition("VmData:")[2].split()[0]) * 1024
+    limit = data + budget - memory.resident_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+reset_peak_memory()
+print("begun", flush=True)
+for batch in batches:
+    size = sizes[batch].max(0)
+    size = tuple(map(int, size)) if len(ends) > 1 else int(size[0])
+    training.step(training.make_batch(len(batch), size))
+print(process_memory().peak_resident_bytes / budget, len(probes), -(-len(sizes) // len(batches)))
+"""
+
+
+BUDGET = 600 * 2**20
+
+
+def epoch(name: str, how: str, *limited: str) -> subprocess.CompletedProcess[str]:
+    """In batches of a measured cost, or of a number of samples; under a limit of allocations."""
+    return subprocess.run(
+        [sys.executable, "-c", EPOCH, name, str(BUDGET), how, *limited],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's high-water mark")
+@pytest.mark.parametrize(
+    ("name", "method", "least"),
+    [
+        ("decoder, scores kept", "auto", 0.9),
+        ("images", "auto", 0.9),
+        ("encoder and decoder", "auto", 0.9),
+        ("decoder, scores kept", "run", 0.7),
+        ("encoder and decoder", "run", 0.7),
+        ("images", "run", 0.7),
+        ("graphs", "run", 0.7),
+    ],
+)
+def test_an_epoch_stays_within_the_budget(name: str, method: str, least: float) -> None:
+    """The process's own high-water mark over an epoch is below the budget and near it.
+
+    Without a trace less of the budget is filled.
+    """
+    done = epoch(name, method)
+    assert not done.returncode, done.stderr
+    share, probes, _ = done.stdout.split()[1:]
+    assert least <= float(share) <= 1
+    assert int(probes) <= (8 if method == "auto" else 90)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits Linux's data segment")
+def test_an_epoch_ends_under_a_limit_of_allocations() -> None:
+    """`RLIMIT_DATA` at the budget: ours ends; fixed batches of the same mean number do not."""
+    name = "decoder, scores kept"
+    ours = epoch(name, "auto", "limited")
+    assert not ours.returncode, ours.stderr
+    fixed = epoch(name, ours.stdout.split()[-1], "limited")
+    assert fixed.stdout.split() == ["begun"]
+    assert "can't allocate memory" in fixed.stderr
+
+
+def test_an_epoch_ends_in_a_control_group_of_the_budgets_size() -> None:
+    """The kernel kills who needs more: not ours; fixed batches of the same mean number."""
+    with memory_group(BUDGET) as group:
+        ours = group.output(EPOCH, "decoder, scores kept", BUDGET, "auto")
+        with group.python(EPOCH, "decoder, scores kept", BUDGET, ours.split()[-1]) as fixed:
+            printed, errors = fixed.communicate(timeout=120)
+    assert printed.split() == ["begun"], errors
+    assert fixed.returncode == -signal.SIGKILL

@@ -1,0 +1,132 @@
+"""Runs of a step: never over the budget, whatever the process does beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchbudget import measure_cost
+from torchbudget.cost import running
+from torchbudget.errors import CostError
+from torchbudget.machine.peaks import Peak
+
+MIB = 2**20
+
+
+def a_step(batch: torch.Tensor) -> None:
+    LAYER(batch.mean((0, 1), keepdim=True)).sum().backward()
+    OPTIMIZER.step()
+    OPTIMIZER.zero_grad()
+
+
+LAYER = torch.nn.Linear(8, 8)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters(), lr=0.1)
+
+
+class Machine:
+    """Peaks by a formula in place of the machine's."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, peak_of: Callable[[int, int], float]
+    ) -> None:
+        self.peaks: list[float] = []
+        self.shape = 0, 0
+
+        @contextmanager
+        def peak_memory(_: Any) -> Any:
+            self.shape = 0, 0
+            peak = Peak()
+            yield peak
+            peak.bytes = int(peak_of(*self.shape))
+            self.peaks.append(peak.bytes)
+
+        monkeypatch.setattr(running, "peak_memory", peak_memory)
+        monkeypatch.setattr(running.StepRunner, "_read_beside_bytes", lambda _: 0)
+
+    def make(self, n: int, size: int) -> torch.Tensor:
+        self.shape = n, size
+        return torch.zeros(n, size, 8)
+
+
+STEPS: dict[str, Callable[[int, int], float]] = {
+    "tensors": lambda n, size: 100 * MIB + 32 * n * size,
+    "kernels take 1.7 times": lambda n, size: 100 * MIB + 1.7 * 32 * n * size,
+    "linear": lambda n, size: 100 * MIB + 4000 * n * size,
+    "quadratic": lambda n, size: 120 * MIB + n * (9000 * size + 90 * size**2),
+    "squares of n": lambda n, size: 100 * MIB + 3000 * n * size + 500 * n**2,
+    "floor": lambda n, size: max(300 * MIB * (n > 0), 100 * MIB + 4000 * n * size),
+}
+
+
+@pytest.mark.parametrize("method", ["run", "auto"])
+@pytest.mark.parametrize("name", STEPS)
+def test_no_run_is_over_the_budget(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is planned is near it: of sizes that were run, and in between."""
+    if method == "auto" and name not in ("tensors", "kernels take 1.7 times"):
+        return  # peaks that no trace of this step shows
+    machine = Machine(monkeypatch, STEPS[name])
+    budget = 900 * MIB
+    cost = measure_cost(
+        a_step, machine.make, max_size=1024, min_size=16, method=method, budget=budget
+    )
+    assert max(machine.peaks) <= budget
+    for size in np.geomspace(16, 1024, 9).astype(int).tolist():
+        n = int(cost.capacity(size, budget))
+        real = STEPS[name](n, size)
+        assert real <= 1.002 * budget
+        if name in ("linear", "quadratic", "floor"):  # batches of others are limited
+            assert real >= 0.7 * budget
+
+
+def test_a_budget_below_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, STEPS["linear"])
+    with pytest.raises(CostError, match=r"with one sample of size .*; the budget is 50 MiB"):
+        measure_cost(a_step, machine.make, max_size=64, method="run", budget=50 * MIB)
+
+
+@pytest.mark.filterwarnings("error")
+def test_memory_that_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a step is run only: the worst of three batches of each shape counts."""
+    machine = Machine(monkeypatch, STEPS["linear"])
+
+    def step(batch: torch.Tensor) -> None:
+        a_step(batch[batch[..., 0] >= 0][None])
+
+    cost = measure_cost(step, machine.make, max_size=256, budget=900 * MIB)
+    assert any("only run, not traced" in note for note in cost.notes)
+    assert any("the worst of 3 batches" in note for note in cost.notes)
+    assert cost.margin >= 0.03
+    assert cost.label(3, 256) == "interpolated"
+
+
+def test_a_largest_size_that_does_not_fit_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples are over every budget."""
+    machine = Machine(monkeypatch, lambda n, size: 100 * MIB + n * size**2 * 1000)
+    cost = measure_cost(a_step, machine.make, max_size=4096, method="run", budget=900 * MIB)
+    assert any("no batch of the largest size" in note for note in cost.notes)
+    assert cost.capacity([64, 4096], 900 * MIB).tolist()[1] == 0
+    assert cost.capacity(64, 900 * MIB) > 0
+    assert max(machine.peaks) <= 900 * MIB
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_kernels_that_are_kept_are_warned_of(
+    stated: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Convolutions on the CPU, unless their caches are limited."""
+    monkeypatch.setattr(running, "kernel_caches_are_stated", lambda: stated)
+    machine = Machine(monkeypatch, STEPS["linear"])
+    layer = torch.nn.Conv1d(8, 8, 3)
+
+    @torch.no_grad()
+    def step(batch: torch.Tensor) -> None:
+        layer(batch[:1, :4].mT)
+
+    layer.eval()
+    measure_cost(step, machine.make, max_size=256, min_size=4, method="run", budget=900 * MIB)
+    assert any("convolutions" in str(one.message) for one in recwarn) is not stated

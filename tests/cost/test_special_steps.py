@@ -1,0 +1,84 @@
+"""Steps whose memory does not only depend on the shape of their batch in one formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
+from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
+
+WIDTH = 32
+
+
+def full_step(forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Any:
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        forward(model, batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def make_batch(n: int, size: int) -> torch.Tensor:
+    return torch.ones(n, size, 8)
+
+
+def traced(step: Any, **options: Any) -> MeasuredCost:
+    return measure_cost(step, make_batch, **{"max_size": 1024, "method": "trace"} | options)
+
+
+def test_an_integer_beside_a_table_that_grows() -> None:
+    """The integer is only computed with; a buffer that grows with the longest sample is said."""
+    table = [torch.zeros(1, 1)]
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if len(table[0]) < x.shape[1]:
+            table[0] = torch.zeros(x.shape[1], 1)
+        return model(x + table[0][: x.shape[1]]) / int((x > 0).sum())
+
+    cost = traced(full_step(forward))
+    for n, size in ((3, 900), (200, 64)):
+        assert cost.batch_bytes(n, size) >= trace_peak_bytes(
+            full_step(forward), make_batch(n, size)
+        )
+    assert len(table[0]) == 1
+
+
+def test_nothing_is_predicted_for_longer_samples() -> None:
+    cost = traced(full_step(lambda model, x: model(x)), max_size=64)
+    assert cost.batch_bytes([1, 1], [64, 65]).tolist()[1] == MAX_BYTES
+    assert cost.capacity([64, 65], 2**40).tolist()[1] == 0
+    assert "sizes: up to 64" in cost.report()
+
+
+def test_arrays_are_looked_at_too() -> None:
+    """A function that ignores what it is asked for is noticed in batches of NumPy's arrays."""
+    step = full_step(lambda model, arrays: model(torch.from_numpy(arrays[0])))
+    with pytest.raises(CostError, match="make_batch ignores"):
+        measure_cost(step, lambda *_: [np.ones((4, 8), np.float32)], max_size=99, method="trace")
+
+
+def test_a_batch_that_cannot_be_made() -> None:
+    """The shape is named, and what to do about short ones."""
+
+    def refuse(n: int, size: int) -> torch.Tensor:
+        if size < 50:
+            raise ValueError("too short")
+        return make_batch(n, size)
+
+    step = full_step(lambda model, x: model(x))
+    with pytest.raises(
+        CostError, match=r"make_batch\(\d+, \d+\) raised .*too short.* pass min_size"
+    ):
+        measure_cost(step, refuse, max_size=1024, method="trace")
+    measure_cost(step, refuse, max_size=1024, min_size=50, method="trace")

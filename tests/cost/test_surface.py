@@ -1,0 +1,220 @@
+"""Laws of a measured cost, whatever its pieces and its grid: monotone, exact, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.costs import Nodes, measured, piece, piece_of
+from torchbudget import MeasuredCost, PaddedCost
+from torchbudget.cost.expressions import Expressions, UntraceableError
+from torchbudget.cost.pieces import Grid
+from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
+
+LARGEST = 700
+
+
+@st.composite
+def sums(draw: st.DrawFn, nodes: Nodes, axes: int) -> int:
+    """Storages that round, pad, are cut, or fall with a size: of any number of samples."""
+    n, *lengths = (nodes.make("symbol", k) for k in range(axes + 1))
+    parts = [nodes.number(draw(st.integers(0, 10**6)))]
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.sampled_from(lengths))
+        multiple = nodes.number(draw(st.integers(2, 64)))
+        minus = nodes.make("Mul", nodes.number(-1), size)
+        kind = draw(st.sampled_from(["plain", "padded", "cut", "chunk", "both", "whole"]))
+        if kind == "padded":
+            size = nodes.make("Add", size, nodes.make("Mod", minus, multiple))
+        elif kind == "cut":
+            size = nodes.make("Min", size, multiple)
+        elif kind == "chunk":  # falls where there is one more of them
+            size = nodes.make("CeilDiv", size, nodes.make("CeilDiv", size, multiple))
+        elif kind == "both":
+            size = nodes.make("Mul", size, draw(st.sampled_from(lengths)))
+        factors = [nodes.number(draw(st.integers(1, 5000))), size]
+        factors += [n] * draw(st.integers(0, 2))
+        product = nodes.make("Mul", *factors)
+        parts.append(nodes.make("FloorDiv", product, multiple) if kind == "whole" else product)
+    return nodes.make("Add", *parts)
+
+
+@st.composite
+def costs(draw: st.DrawFn, axes: int = 1) -> MeasuredCost:
+    """One or two pieces, of which the first may hold up to a size only, and maybe a grid."""
+    pieces = []
+    for first in [True, False][: draw(st.integers(1, 2))]:
+        nodes = Nodes()
+        totals = [draw(sums(nodes, axes)) for _ in range(draw(st.integers(1, 2)))]
+        conditions: tuple[int, ...] = ()
+        if first and draw(st.booleans()):
+            symbol = nodes.make("symbol", draw(st.integers(0, axes)))
+            up_to = nodes.number(draw(st.integers(1, LARGEST)))
+            conditions = (nodes.make("LessThan", symbol, up_to),)
+        granularity = draw(st.sampled_from([1, 64]))
+        made = piece(nodes, *totals, axes=axes, conditions=conditions, granularity=granularity)
+        pieces.append(made)
+    grid = None
+    if draw(st.booleans()):
+        numbers = np.array([1, 4, 64])
+        sizes = (np.array([1, 40, LARGEST]),) * axes
+        area = np.prod(np.meshgrid(numbers, *sizes, indexing="ij"), axis=0, dtype=float)
+        stairs = draw(st.integers(0, 10**5)) * np.ceil(area / draw(st.integers(1, 100)))
+        floor = draw(st.integers(0, 10**6))
+        each = tuple(tuple(one.tolist()) for one in sizes)
+        grid = Grid((1, 4, 64), each, floor + stairs, float(floor), 0 * area)
+    return MeasuredCost(
+        pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(LARGEST,) * axes,
+        multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),
+        offset=draw(st.sampled_from([0.0, 1e5])), scale=draw(st.sampled_from([1.0, 1.37])),
+        raised=draw(st.sampled_from([0.0, 0.1])), empty=draw(st.integers(0, 10**5)),
+    )  # fmt: skip
+
+
+@given(costs(), st.integers(0, 2 * LARGEST), st.integers(0, 2**40))
+def test_capacity_is_exact(cost: MeasuredCost, size: int, budget: int) -> None:
+    """As many samples as fit, and not one more."""
+    n = int(cost.capacity(size, budget))
+    assert n == 0 or cost.batch_bytes(n, size) <= budget
+    assert n == MAX_BYTES or cost.batch_bytes(n + 1, size) > budget
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@given(st.data())
+def test_more_or_longer_samples_never_cost_less(axes: int, data: st.DataObject) -> None:
+    """On every axis, beyond what was measured too; and never less than what was traced."""
+    cost = data.draw(costs(axes))
+    n, sizes = np.arange(0, 200, 9), np.arange(0, LARGEST + 30, 11)
+    grids = np.stack(np.meshgrid(n, *[sizes] * axes, indexing="ij"), axis=-1)
+    size = grids[..., 1:] if axes > 1 else grids[..., 1]
+    found = cost.batch_bytes(grids[..., 0], size)
+    for axis in range(axes + 1):
+        assert (np.diff(found, axis=axis) >= 0).all()
+    inside = (grids[..., 0] >= 1) & (grids[..., 1:] >= 1).all(-1)
+    inside &= (grids[..., 1:] % cost.multiple == 1 % cost.multiple).all(-1)
+    inside &= found < MAX_BYTES
+    held = np.zeros(inside.sum(), bool)
+    shapes = grids[inside]
+    for one in cost.pieces:
+        held |= one.holds(shapes) > 0
+    traced = cost.traced_bytes(shapes[:, 0], shapes[:, 1:] if axes > 1 else shapes[:, 1])
+    assert (found[inside] >= traced)[held].all()
+
+
+@given(costs(), st.lists(st.integers(0, 900), max_size=6), st.lists(st.integers(0, 2**40)))
+def test_many_at_once_are_each_alone(
+    cost: MeasuredCost, sizes: list[int], budgets: list[int]
+) -> None:
+    found = cost.capacity(np.array(sizes, int), np.array(budgets, int)[:, None])
+    assert found.shape == (len(budgets), len(sizes))
+    each = [[int(cost.capacity(size, budget)) for size in sizes] for budget in budgets]
+    assert found.tolist() == each
+    numbers = np.array([0, 3, 200])[:, None]
+    each = [[int(cost.batch_bytes(n, size)) for size in sizes] for n in (0, 3, 200)]
+    assert cost.batch_bytes(numbers, np.array(sizes, int)).tolist() == each
+
+
+def test_outside_of_the_domain() -> None:
+    """No sample: what lives between steps; shorter than the smallest: as that; longer: nothing."""
+    cost = measured(PaddedCost(unit_bytes=10, fixed_bytes=500), smallest=(8,), largest=(100,))
+    assert cost.batch_bytes(0, [8, 100]).tolist() == [500, 500]
+    assert cost.batch_bytes(3, [1, 8]).tolist() == [740, 740]
+    assert cost.capacity([1, 8, 100, 101], 1500).tolist() == [12, 12, 1, 0]
+    assert cost.batch_bytes(1, 101) == cost.batch_bytes(2**62, 100) == MAX_BYTES
+    with pytest.raises(CostError, match="at least 0 samples, got -1"):
+        cost.batch_bytes(-1, 8)
+    two = measured(PaddedCost(unit_bytes=(1, 2)))
+    with pytest.raises(CostError, match=r"2 axes: expected sizes of shape \(…, 2\), got \(3,\)"):
+        two.capacity([1, 2, 3], 100)
+
+
+def test_pieces_that_meet() -> None:
+    """Beyond a branch bytes fall, but not those that batches are planned with."""
+    pieces = []
+    for each, name in ((1000, "LessThan"), (10, "StrictGreaterThan")):
+        nodes = Nodes()
+        n, size = nodes.make("symbol", 0), nodes.make("symbol", 1)
+        total = nodes.make("Mul", nodes.number(each), n, size)
+        condition = nodes.make(name, size, nodes.number(512))
+        pieces.append(piece(nodes, total, conditions=(condition,)))
+    cost = MeasuredCost(pieces=tuple(pieces), grid=None, smallest=(1,), largest=(1000,))
+    assert cost.traced_bytes(3, [512, 513]).tolist() == [3 * 512_000, 3 * 5130]
+    assert cost.batch_bytes(3, [512, 513]).tolist() == [3 * 512_000] * 2
+    assert [cost.label(3, size) for size in (513, 1)] == ["exact", "tested"]
+    assert cost.label(3, 1001) == "raised"
+
+
+@pytest.mark.parametrize(
+    "node", [["Exec", 0], ["Add", 0, 5], ["int", "1"], ["symbol"], ["__import__", 0]], ids=repr
+)
+def test_an_unknown_operation_is_refused(node: list[Any]) -> None:
+    with pytest.raises(UntraceableError, match="no rule to evaluate"):
+        Expressions.of([["int", 1], node])
+
+
+@given(st.data())
+def test_bounds_hold(data: st.DataObject) -> None:
+    """A polynomial in n is nowhere below the expression that it stands for."""
+    nodes = Nodes()
+    total = data.draw(sums(nodes, 1))
+    one = piece(nodes, total, granularity=64)
+    n, size = np.arange(1, 60)[:, None], np.arange(1, 80)
+    rows = np.ceil(one.in_n(size[:, None])[0])  # as a table has them
+    bound = rows[0] + n * rows[1] + n**2 * rows[2]
+    shapes = np.stack(np.broadcast_arrays(n, size), axis=-1).reshape(-1, 2)
+    assert (bound.ravel() >= one.bytes_at(shapes)).all()
+
+
+def test_a_third_power_of_n_is_refused() -> None:
+    nodes = Nodes()
+    n = nodes.make("symbol", 0)
+    one = piece(nodes, nodes.make("Mul", n, n, n))
+    with pytest.raises(UntraceableError, match="third power"):
+        one.in_n(np.array([[1]]))
+
+
+@given(st.floats(0, 10), st.integers(1, 3))
+def test_packed_costs(margin: float, axes: int) -> None:
+    """A packed cost is nowhere below the one that it comes from, and near it."""
+    pairs = np.triu(np.full((axes, axes), 2))
+    stated = PaddedCost(
+        fixed_bytes=1000, sample_bytes=70, unit_bytes=[3] * axes if axes > 1 else 3,
+        pair_bytes=pairs.tolist() if axes > 1 else 2,
+    )  # fmt: skip
+    cost = measured(stated, margin=margin, largest=(30,) * axes)
+    packed = cost.packed()
+    size = np.random.default_rng(0).integers(0, 31, (50, axes))
+    size = size if axes > 1 else size[:, 0]
+    need, found = cost.batch_bytes(5, size), packed.batch_bytes(5, size)
+    assert (found >= need).all()
+    assert (found <= need + 100 + 2**15 * margin).all()  # margins are added in steps
+    beyond = [31] * axes if axes > 1 else 31
+    assert packed.batch_bytes(1, beyond) == MAX_BYTES
+    assert packed.capacity(beyond, 2**40) == 0
+    assert packed.item_bytes(beyond) > 2**44
+
+
+def test_what_is_not_packed() -> None:
+    """Terms of the size without n, terms in n², a grid."""
+    nodes = Nodes()
+    n, size = nodes.make("symbol", 0), nodes.make("symbol", 1)
+    square = nodes.make("Mul", n, n)
+    for total in (size, square):
+        with pytest.raises(CostError, match="a packed batch must cost a constant and a share"):
+            measured(pieces=(piece(nodes, total),), largest=(99,)).packed()
+    grid = Grid((1, 2), ((1, 9),), np.ones((2, 2)), 0.0, np.ones((2, 2)))
+    with pytest.raises(CostError, match="interpolated"):
+        measured(pieces=(), grid=grid, largest=(9,)).packed()
+
+
+def test_piece_of() -> None:
+    """The support's own: a stated cost as a piece says what the stated one says."""
+    stated = PaddedCost(unit_bytes=2.5, pair_bytes=0.1, fixed_bytes=9, floor_bytes=400)
+    n, size = np.arange(1, 50)[:, None], np.arange(0, 90)
+    assert (measured(stated).batch_bytes(n, size) == stated.batch_bytes(n, size)).all()
+    assert len(piece_of(stated).sums) == 2

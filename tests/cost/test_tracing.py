@@ -1,0 +1,197 @@
+"""The traced peak of one step."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F  # noqa: N812
+
+from tests.support.live_bytes import LiveBytes
+from tests.support.model_classes import CLASSES
+from tests.support.model_classes.case import Case
+from tests.support.training_cases import CASES
+from torchbudget import trace_peak_bytes
+from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.restoring import TrainingState
+
+
+def test_a_traced_peak_counts_what_lives() -> None:
+    """Two layers by hand: parameters, gradients, momenta, the batch, activations."""
+    model = nn.Linear(64, 128, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weight, n = 4 * 64 * 128, 1000
+    # In the backward of the square: weight, momentum, batch, the output, twice that, the gradient
+    # that arrives, and the one that leaves; the loss and its gradient, a block of 64 bytes each.
+    outputs = 4 * n * 128
+    peak = trace_peak_bytes(step, torch.zeros(n, 64))
+    two_scalars = 2 * 64
+    assert peak == 2 * weight + 4 * n * 64 + 4 * outputs + two_scalars
+
+
+def test_a_logged_loss_can_be_traced() -> None:
+    """`loss.item()` has a value, if no true one."""
+    training = CASES["heavy"]()
+    losses: SimpleQueue[float] = SimpleQueue()  # no container, which would be restored
+
+    def step(batch: Any) -> None:
+        losses.put(training.step(batch).item())
+
+    assert trace_peak_bytes(step, training.make_batch(2, 10)) > 0
+    assert losses.get() == losses.get() == 1.0
+
+
+@pytest.mark.parametrize(
+    "half_of",
+    [
+        lambda shape: torch.div(shape[0], 2, rounding_mode="trunc"),
+        lambda shape: torch.tensor(shape).min() // 2,
+        lambda shape: int(torch.tensor([shape[0], 10**6]).sort().values[0]) // 2,
+    ],
+    ids=["of one number", "of several", "of an int"],
+)
+def test_what_is_computed_of_pythons_numbers_is_known(half_of: Any) -> None:
+    """A number of windows, as Longformer and Swin compute it, is a function of the shape."""
+    model = nn.Linear(256, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(parts: torch.Tensor) -> None:
+        model(parts.exp()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(batch: torch.Tensor) -> None:
+        train(batch.view(half_of(batch.shape), 2, 256))
+
+    def by_hand(batch: torch.Tensor) -> None:
+        train(batch.view(len(batch) // 2, 2, 256))
+
+    batch = torch.zeros(100, 256)
+    peak, expected = trace_peak_bytes(step, batch), trace_peak_bytes(by_hand, batch)
+    assert abs(peak - expected) <= 4 * 64
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("of", [torch.tensor, list])
+def test_a_ctc_loss_is_traced_of_padded_targets_alone(padded: bool, of: Any) -> None:
+    """The mean length says nothing of the longest one, which the loss's own tensor grows with."""
+    turns, classes, lengths = 80, 20, [35, 1, 2, 2]
+    model = nn.Linear(8, classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: dict[str, Any]) -> None:
+        log_p = model(batch["x"]).log_softmax(-1)
+        F.ctc_loss(log_p, batch["y"], batch["turns"], batch["lengths"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = {
+        "x": torch.zeros(turns, len(lengths), 8),
+        "y": torch.ones((len(lengths), max(lengths)) if padded else sum(lengths), dtype=torch.int),
+        "turns": of([turns] * len(lengths)),
+        "lengths": of(lengths),
+    }
+    if padded and of is torch.tensor:
+        live = LiveBytes("cpu", block_bytes=64)
+        for tensor in (*model.parameters(), *batch.values()):
+            live.count(tensor)
+        with live:
+            step(batch)
+        assert trace_peak_bytes(step, batch) == pytest.approx(max(live.history), rel=0.01)
+        return
+    with pytest.raises(ValueDependentError, match=r"targets of shape \(n, S\).* not lists"):
+        trace_peak_bytes(step, batch)
+
+
+def histories(case: Case) -> list[Any]:
+    """Of one shape twice, another one, and the first again."""
+    smallest = np.broadcast_to(case.min_size, np.atleast_1d(case.max_size).shape)
+    size = tuple(np.maximum(np.atleast_1d(case.max_size) // 16, smallest).tolist())
+    tracer = Tracer(case.step, lambda shape: made(case, shape), TrainingState(case.step))
+    return [tracer.concrete((n, *size)).living([(n, *size)]) for n in (3, 3, 5, 3)]
+
+
+def made(case: Case, shape: tuple[int, ...]) -> Any:
+    n, *size = shape
+    return case.make_batch(n, tuple(size) if len(size) > 1 else size[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("LSTM", "low rank") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CLASSES
+    ],
+)
+def test_what_is_cached_of_a_trace_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One shape has one history, that of a trace in which each operation's own kernel ran."""
+    known = dict(FakeTensorMode.cache)
+    try:
+        first, *others = histories(CLASSES[name]())
+    except ValueDependentError:
+        return
+    finally:
+        assert FakeTensorMode.cache == known
+    off = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(FakeTensorMode, "cache_enabled", off, raising=False)
+    for cached, computed in zip([first, *others], histories(CLASSES[name]()), strict=True):
+        assert (cached == computed).all()
+    for again in (others[0], others[-1]):
+        assert (again == first).all()
+
+
+class Projected(torch.optim.Optimizer):
+    """Recomputes a projection of each parameter in every other step, the first one included."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if self.steps % 2 == 0:
+                self.state[parameter]["by"] = torch.eye(len(parameter)).repeat(8, 1)[:8]
+            parameter.sub_(parameter.grad)
+        self.steps += 1
+
+
+def test_the_larger_of_two_steps_counts() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = Projected(model.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    peak = trace_peak_bytes(step, torch.zeros(2, 256))
+    assert peak >= 4 * 256 * 256 * (2 + 1 + 8)  # weight, gradient, the identity, eight of it
+    assert optimizer.steps == 0
+
+
+def test_a_scaler_skips_no_step() -> None:
+    """Gradients are taken to be finite: the optimizer steps, and has its state."""
+    model = nn.Linear(128, 128, bias=False)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def step(batch: torch.Tensor) -> None:
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    assert trace_peak_bytes(step, torch.zeros(1, 128)) >= 4 * 4 * 128 * 128

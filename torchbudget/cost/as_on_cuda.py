@@ -1,0 +1,164 @@
+"""A step on the CPU that takes the ways of CUDA, as far as its memory depends on them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  (torch's own usage)
+
+from torchbudget.errors import CostError
+from torchbudget.machine.allocators import cuda_allocator_settings
+from torchbudget.restoring import TrainingState
+from torchbudget.units import format_bytes
+
+# torch's allocator on CUDA rounds each storage up to this.
+CUDA_BLOCK_BYTES: Final = 512
+# What a process has on a device outside torch's allocator: the context, and libraries with their
+# kernels. It differs between devices and drivers; a run on the device measures it.
+CONTEXT_BYTES: Final = 600 * 2**20
+# ATen/cuda/CUDABlas.cpp: workspaces that cuBLAS gets from torch's allocator, 8 of 4 MiB from Hopper
+# on, and 1 MiB for cuBLASLt. Each thread has a handle of its own: the forward's and the backward's.
+WORKSPACE_BYTES: Final = 2 * (8 * 2**22 + 2**20)
+# Of expandable segments: pools of small blocks, one page of 20 MiB, and gaps, as the allocator's
+# model that the tests have shows for epochs of mixed shapes.
+_SMALL_BYTES: Final = 18 * 2**20
+_PAGE_BYTES: Final = 20 * 2**20
+_EXPANDABLE_SCALE: Final = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedCuda:
+    """What is assumed of a CUDA device that no step runs on.
+
+    Attributes:
+        expandable: whether the allocator's segments are expandable.
+        workspace_bytes: of libraries.
+    """
+
+    expandable: bool
+    workspace_bytes: int = WORKSPACE_BYTES
+
+    @classmethod
+    def detect(cls) -> AssumedCuda:
+        """Read the settings of the environment; a device is not asked, which would start CUDA."""
+        stated = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        each = sum(int(size) * int(number) * 1024 for size, number in stated)
+        settings = cuda_allocator_settings()
+        expandable = settings.get("expandable_segments", "").lower() == "true"
+        return cls(expandable, 2 * (each + 2**20) if each else WORKSPACE_BYTES)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes on the device beside the step's tensors."""
+        return CONTEXT_BYTES + self.workspace_bytes + _SMALL_BYTES + _PAGE_BYTES
+
+    @property
+    def scale(self) -> float:
+        """Reserved bytes for each traced one."""
+        return _EXPANDABLE_SCALE
+
+    @property
+    def caution(self) -> str:
+        """The warning of segments of fixed sizes; empty for expandable ones."""
+        if self.expandable:
+            return ""
+        return (
+            "the cost was traced for CUDA with segments of fixed sizes, torch's default, which may "
+            "keep up to twice the bytes reserved: ask for expandable segments, as of "
+            "configure_allocators(), or set a hard limit with limit_device_memory"
+        )
+
+    def notes(self) -> list[str]:
+        """What is assumed, for the report."""
+        context, workspaces = format_bytes(CONTEXT_BYTES), format_bytes(self.workspace_bytes)
+        assumed = (
+            f"predicted for CUDA, never compared with a card: storages in blocks of "
+            f"{CUDA_BLOCK_BYTES} bytes, {context} for the context, {workspaces} for workspaces of "
+            f"cuBLAS, {format_bytes(_SMALL_BYTES + _PAGE_BYTES)} and {self.scale - 1:.0%} for "
+            "expandable segments; temporaries inside kernels are not in it"
+        )
+        return [assumed, *([self.caution] if self.caution else [])]
+
+
+def check_not_recurrent(state: TrainingState) -> None:
+    """Check that no module is run by cuDNN's recurrent kernels, which a trace cannot see.
+
+    Raises:
+        CostError: one is; fake tensors have other buffers there than the real ones, or none.
+    """
+    parts = (part for module in state.modules for part in module.modules())
+    recurrent = next((part for part in parts if isinstance(part, nn.RNNBase)), None)
+    if recurrent is not None:
+        raise CostError(
+            f"a {type(recurrent).__name__} is run by cuDNN on CUDA, whose memory cannot be "
+            "predicted from a trace; run it on the device: method='run'"
+        )
+
+
+@contextmanager
+def as_on_cuda(state: TrainingState) -> Iterator[None]:
+    """Choose as torch does by default for tensors on CUDA.
+
+    - Optimizers step all parameters at once (`foreach`), with temporaries of that size.
+    - Dropout keeps a mask of one byte for each element, instead of one of the input's type.
+    - Attention with dropout takes a fused kernel, which keeps no scores.
+
+    Args:
+        state: what the step refers to; the options of optimizers are restored.
+
+    Raises:
+        CostError: a module is recurrent, of which cuDNN keeps what no other kernel shows.
+    """
+    check_not_recurrent(state)
+    groups = [group for one in state.optimizers for group in one.param_groups if _is_looped(group)]
+    for group in groups:
+        group["foreach"] = True
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    try:
+        with (
+            patch.object(F, "dropout", partial(_dropout, dropout)),
+            patch.object(F, "scaled_dot_product_attention", partial(_attention, attention)),
+        ):
+            yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
+
+
+def _is_looped(group: dict[str, Any]) -> bool:
+    """Whether torch would choose `foreach` by itself for these parameters on CUDA."""
+    chosen = [group.get(name) for name in ("fused", "differentiable")]
+    return "foreach" in group and group["foreach"] is None and not any(chosen)
+
+
+def _dropout(
+    torch_dropout: Callable[..., torch.Tensor],
+    input: torch.Tensor,  # noqa: A002  (the name of the argument in torch)
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return torch_dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
+def _attention(
+    torch_attention: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  (which fused kernels compute again)
+    **options: Any,
+) -> torch.Tensor:
+    return torch_attention(query, key, value, attn_mask, **options)

@@ -1,0 +1,183 @@
+"""How the sizes in a batch follow from its shape: learned from `make_batch` at a few shapes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from torchbudget.cost.expressions import UntraceableError
+from torchbudget.cost.protocol import FloatArray
+
+Shape: TypeAlias = tuple[int, ...]  # (n, size) or (n, size_1, size_2, …)
+
+_VALUES: Final = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.SymInt, torch.dtype, torch.device),
+)
+_WHOLE: Final = (torch.nn.Module, types.FunctionType, types.MethodType, types.ModuleType, type)
+_DEPTH: Final = 8
+_MOST_DIVISOR: Final = 64  # strides of several layers
+
+
+def rebuilt(batch: Any, replace: Callable[[Any], Any]) -> Any:
+    """A copy of a batch with its tensors, arrays, numbers and texts replaced.
+
+    Args:
+        batch: a tensor, a container, or an object of any class; nested.
+        replace: is called with each leaf once, in the same order for batches of one structure.
+    """
+    return _Rebuilder(replace, {}).of(batch, 0)
+
+
+class _Rebuilder(NamedTuple):
+    """Methods, not nested functions: a cycle of them would keep tensors alive."""
+
+    replace: Callable[[Any], Any]
+    memo: dict[int, Any]
+
+    def of(self, value: Any, depth: int) -> Any:
+        if isinstance(value, _VALUES):
+            return self.replace(value)
+        if id(value) not in self.memo:
+            self.memo[id(value)] = self._made(value, depth + 1)
+        return self.memo[id(value)]
+
+    def _made(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+            return self.replace(value)
+        if isinstance(value, _WHOLE) or depth > _DEPTH:
+            return value
+        if isinstance(value, tuple):
+            items = [self.of(one, depth) for one in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        new = copy.copy(value)
+        if isinstance(value, list):
+            new[:] = [self.of(one, depth) for one in value]
+        elif isinstance(value, dict):
+            for key, one in value.items():
+                new[key] = self.of(one, depth)
+        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in dict.fromkeys([*names, *getattr(value, "__dict__", ())]):
+            if not name.startswith("__") and hasattr(value, name):
+                object.__setattr__(new, name, self.of(getattr(value, name), depth))
+        return new
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """The leaves of a batch; see `rebuilt`."""
+    found: list[Any] = []
+    rebuilt(batch, lambda leaf: found.append(leaf) or leaf)  # type: ignore[func-returns-value]
+    return found
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of the tensors and arrays in a batch."""
+    return sum(
+        one.nbytes for one in leaves_of(batch) if isinstance(one, (torch.Tensor, np.ndarray))
+    )
+
+
+class _Size(NamedTuple):
+    """The whole part of a sum of products of coordinates, over a divisor."""
+
+    weights: tuple[int, ...]
+    divisor: int
+
+
+def _size_of(terms: FloatArray, column: FloatArray) -> _Size | None:
+    solved = np.linalg.lstsq(terms, column, rcond=None)[0]
+    for divisor in range(1, _MOST_DIVISOR + 1):
+        weights = np.rint(solved * divisor)
+        whole = divisor * np.floor(solved[0])
+        for rest in range(2 * divisor):
+            weights[0] = whole + rest if divisor > 1 else weights[0]
+            if np.array_equal(np.floor(terms @ weights / divisor), column):
+                return _Size(tuple(map(int, weights)), divisor)
+    return None
+
+
+class Recipe:
+    """How the sizes of a batch's tensors, and its ints, follow from the shape.
+
+    Each must be linear in each coordinate, such as L, 2·L + 1 or n·L, or the whole part of that
+    over a divisor, such as L // 4. The coefficients are solved from some shapes and checked at all.
+
+    Args:
+        make: makes a batch of a shape.
+        shapes: that differ enough to tell all products of coordinates apart, and some more.
+
+    Raises:
+        UntraceableError: the batch is no such function of the shape; the message says where.
+    """
+
+    def __init__(self, make: Callable[[Shape], Any], shapes: Sequence[Shape]) -> None:
+        self._batch = make(shapes[0])
+        every = [leaves_of(self._batch), *(leaves_of(make(shape)) for shape in shapes[1:])]
+        kinds = [list(map(type, leaves)) for leaves in every]
+        if any(one != kinds[0] for one in kinds):
+            raise UntraceableError("the batch's structure differs with its shape, as a list of n")
+        self._powers = list(product((0, 1), repeat=len(shapes[0])))
+        terms = np.array([_products(shape, self._powers) for shape in shapes], float)
+        if np.linalg.matrix_rank(terms) < len(self._powers):
+            raise UntraceableError("too few different sizes to tell how a batch follows from them")
+        self._sizes: list[list[_Size]] = []  # of each leaf
+        for leaves in zip(*every, strict=True):
+            columns = np.array([_numbers(leaf, leaves[0]) for leaf in leaves], float).T
+            found = [_size_of(terms, column) for column in columns]
+            for one, column in zip(found, columns, strict=True):
+                if one is None:
+                    pairs = dict(zip(shapes, column.astype(int).tolist(), strict=True))
+                    raise UntraceableError(f"the batch is not linear in its shape: {pairs}")
+            self._sizes.append([one for one in found if one is not None])
+        varying = [any(any(one.weights[1:]) for one in sizes) for sizes in self._sizes]
+        if not any(varying):
+            raise UntraceableError("the batch does not depend on its shape")
+
+    def build(self, coordinates: Sequence[Any]) -> Any:
+        """Make a batch of symbolic coordinates, inside a fake mode."""
+        products = _products(coordinates, self._powers)
+        sizes = iter(self._sizes)
+
+        def value(size: _Size) -> Any:
+            pairs = zip(products, size.weights, strict=True)
+            total = sum(product * weight for product, weight in pairs if weight)
+            return total // size.divisor if size.divisor > 1 else total
+
+        def replace(leaf: Any) -> Any:
+            own = next(sizes)
+            if isinstance(leaf, torch.Tensor):
+                options: Any = {"dtype": leaf.dtype, "device": leaf.device}
+                shape = [value(one) for one in own]
+                return torch.empty(shape, requires_grad=leaf.requires_grad, **options)
+            return value(own[0]) if own else leaf
+
+        return rebuilt(self._batch, replace)
+
+
+def _products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:
+    pairs = (zip(shape, power, strict=True) for power in powers)
+    return [math.prod(one for one, exponent in some if exponent) for some in pairs]
+
+
+def _numbers(leaf: Any, first: Any) -> tuple[int, ...]:
+    """The numbers of a leaf that may follow from the shape."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or not leaf.is_contiguous():
+            raise UntraceableError("the batch has a tensor that is not contiguous")
+        if leaf.dim() != first.dim():
+            raise UntraceableError("a tensor's number of axes differs with the batch's shape")
+        return tuple(leaf.shape)
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return (leaf,)
+    # Arrays of NumPy's stay those of one batch: a step that makes tensors of them is found out by
+    # their shapes, or by the concrete traces.
+    if isinstance(leaf, (float, complex, np.generic)) and leaf != first:
+        raise UntraceableError("the batch has a number that follows from the shape and is no int")
+    return ()

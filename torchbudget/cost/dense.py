@@ -1,0 +1,443 @@
+"""The cost of samples of one fixed shape: the classical "how many fit"."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchbudget.budget import MemoryBudget
+from torchbudget.checks import is_int
+from torchbudget.cost.batch_recipe import Recipe
+from torchbudget.cost.expressions import UntraceableError
+from torchbudget.cost.protocol import ArrayLike, IntArray
+from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.errors import BudgetError, CostError, CostOverflowError, OptionError, OversizeError
+from torchbudget.restoring import TrainingState
+from torchbudget.units import MAX_BYTES, Amount, format_bytes
+
+Shape: TypeAlias = Sequence[int]
+OptimizerFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
+
+
+_BY_HAND: Final = (
+    "state the bytes by hand, as in DenseCost(fixed_bytes=…, sample_bytes=…), "
+    "or measure the real step"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseCost:
+    """`max(floor, fixed + n·sample)` bytes for n samples of one fixed shape.
+
+    A `CostModel` that ignores the padded size (of one ragged axis). It also computes how many
+    samples fit the host, how many fit the device, and which batch size to take.
+
+    Attributes:
+        sample_bytes: what each sample adds to the peak of a training step on the device.
+        fixed_bytes: bytes without any sample: parameters, gradients, optimizer state.
+        floor_bytes: the least that a step costs, however small its batch: the optimizer's step.
+        host_sample_bytes: input and target of a sample in main memory; 0: not known.
+        variants_per_read: how many samples one read yields (an image and its crops, say); batches
+            are multiples of it.
+
+    Raises:
+        CostError: a number is no int, negative or past 2⁶³ − 1, or a sample or a read is empty.
+
+    >>> cost = DenseCost(fixed_bytes=1000, sample_bytes=30, variants_per_read=4)
+    >>> int(cost.batch_bytes(8, 0)), int(cost.capacity(0, 1240))
+    (1240, 8)
+    >>> cost.largest_batch(1359), cost.batch_for(6, "1 MiB")
+    (8, 8)
+    """
+
+    sample_bytes: int
+    fixed_bytes: int = 0
+    floor_bytes: int = 0
+    host_sample_bytes: int = 0
+    variants_per_read: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            least = 1 if name in ("sample_bytes", "variants_per_read") else 0
+            if not is_int(value) or not least <= value <= MAX_BYTES:
+                raise CostError(f"{name} must be an int from {least} to 2**63 - 1, got {value!r}")
+            object.__setattr__(self, name, int(value))
+
+    @classmethod
+    def of(
+        cls,
+        input_shape: Shape | Sequence[Shape],
+        output_shape: Shape | Sequence[Shape],
+        dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+        *,
+        output_dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+        module: nn.Module | Callable[[], nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerFactory | int | None = None,
+        variants_per_read: int = 1,
+    ) -> DenseCost:
+        """The cost of training `module` on samples of these shapes; needs no memory and no device.
+
+        A copy of the module runs forward and backward on PyTorch's *meta* device, and the bytes
+        that live are counted after every operation. The prediction is the true peak at n = 1, and
+        at least that for larger batches. The module itself does not change.
+
+        It counts tensors, without the kernels' workspaces, the allocator's rounding, autocast and
+        the loss. Leave room, put the loss into the module, or measure the real step.
+
+        Args:
+            input_shape: the shape of one sample's input without the batch axis, or one shape for
+                each positional argument of `module`.
+            output_shape: likewise of the target, which the module's output is compared with.
+            dtype: of the input, or one for each input.
+            output_dtype: of the target, or one for each. Default: that of the first input.
+            module: the module to train; or its class, or another callable without arguments that
+                makes it (then without memory). Without it, a sample costs its input and target.
+            optimizer: the optimizer that trains the module; its class, or another callable that
+                makes one from a list of parameters; or its number of states per parameter (Adam:
+                2).
+            variants_per_read: see the class.
+
+        Raises:
+            CostError: a shape or dtype is invalid; the module does not run on the meta device (its
+                code depends on data, or it has tensors that are not buffers), is recurrent, or
+                needs bytes that are not in proportion to the batch; or the optimizer's state cannot
+                be found out.
+
+        >>> cost = DenseCost.of((784,), (), module=lambda: nn.Linear(784, 10),
+        ...                     output_dtype=torch.int64, optimizer=torch.optim.Adam)
+        >>> cost.sample_bytes == 784 * 4 + 8 + 10 * 4 + 10 * 4  # input, target, output, gradient
+        True
+        >>> cost.largest_batch("1 MiB")
+        276
+        """
+        inputs = _sample("input", input_shape, dtype)
+        targets = _sample(
+            "output", output_shape, inputs[0].dtype if output_dtype is None else output_dtype
+        )
+        host_sample_bytes = _nbytes([*inputs, *targets])
+        cost = partial(
+            cls, host_sample_bytes=host_sample_bytes, variants_per_read=variants_per_read
+        )
+        if module is None:
+            if optimizer is not None:
+                raise CostError("an optimizer needs the module that it trains; give module")
+            return cost(sample_bytes=host_sample_bytes)
+        replica, sample_bytes, scratch_bytes = _traced(module, inputs, targets)
+        trained = [p for p in replica.parameters() if p.requires_grad]
+        trained_bytes = _nbytes(trained)
+        states = _state_bytes(optimizer, {p.dtype for p in trained})
+        # Parameters, buffers, and a gradient and states for each that is trained.
+        state_bytes = _nbytes(itertools.chain(replica.parameters(), replica.buffers()))
+        state_bytes += trained_bytes + sum(states[p.dtype] * p.numel() for p in trained)
+        # An optimizer that steps all parameters at once (foreach) needs about one more copy of
+        # them; one that steps them in turn, two of the current one, at most of the largest.
+        largest_bytes = max((_nbytes([parameter]) for parameter in trained), default=0)
+        step_bytes = max(trained_bytes, 2 * largest_bytes) if any(states.values()) else 0
+        return cost(
+            sample_bytes=sample_bytes,
+            fixed_bytes=state_bytes + scratch_bytes,
+            floor_bytes=state_bytes + step_bytes,
+        )
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """Peak bytes of a batch of n samples; only the shape of the padded size matters.
+
+        Raises:
+            CostError: a number of samples is no int, negative or past 2⁶³ − 1.
+            CostOverflowError: a batch is past 2⁶³ − 1 bytes.
+        """
+        number = _integers("n", n)
+        if number.size and number.min() < 0:
+            raise CostError(f"a batch has at least 0 samples, got {number.min()}")
+        if number.size and number.max() > (MAX_BYTES - self.fixed_bytes) // self.sample_bytes:
+            raise CostOverflowError(f"a batch of {number.max()} samples costs 2**63 bytes or more")
+        total = number * self.sample_bytes + self.fixed_bytes
+        return _spread(np.maximum(total, self.floor_bytes), padded_size)
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """The largest n that fits; only the shape of the padded size matters.
+
+        Raises:
+            CostError: a budget is no int, or past 2⁶³ − 1 bytes.
+        """
+        budget = _integers("budget_bytes", budget_bytes)
+        room = np.maximum(budget, self.fixed_bytes) - self.fixed_bytes  # cannot wrap
+        n = np.where(budget < self.floor_bytes, 0, room // self.sample_bytes)
+        return _spread(n, padded_size)
+
+    def samples_in_host(self, budget: MemoryBudget | Amount) -> int:
+        """How many samples fit main memory; a budget in bytes is the host's.
+
+        Raises:
+            BudgetError: the budget does not limit the host.
+            CostError: `host_sample_bytes` is not known.
+
+        >>> DenseCost.of((3, 32, 32), (10,)).samples_in_host("1 GiB")
+        87097
+        """
+        if not isinstance(budget, MemoryBudget):
+            budget = MemoryBudget(host=budget)
+        if budget.host is None:
+            raise BudgetError("this budget does not limit the host; give MemoryBudget(host=…)")
+        if not self.host_sample_bytes:
+            raise CostError("host_sample_bytes is not known; give it to say how many samples fit")
+        return budget.host // self.host_sample_bytes
+
+    def largest_batch(self, budget: MemoryBudget | Amount) -> int:
+        """The largest batch that fits the device: a positive multiple of `variants_per_read`.
+
+        Raises:
+            BudgetError: the budget does not limit the device.
+            OversizeError: not even one read fits; the message says what the model alone needs.
+        """
+        device_bytes = MemoryBudget.of(budget).device
+        if device_bytes is None:
+            raise BudgetError("this budget does not limit the device; give MemoryBudget(device=…)")
+        reads = int(self.capacity(0, device_bytes)) // self.variants_per_read
+        if not reads:
+            alone = max(self.fixed_bytes, self.floor_bytes)
+            raise OversizeError(
+                f"a budget of {format_bytes(device_bytes)} ({device_bytes} bytes) fits no batch: "
+                f"the model alone needs {format_bytes(alone)} ({alone} bytes), and a read of "
+                f"{self.variants_per_read} adds {self.variants_per_read * self.sample_bytes} bytes"
+            )
+        return reads * self.variants_per_read
+
+    def batch_for(self, preferred: int, budget: MemoryBudget | Amount) -> int:
+        """The batch size to take where `preferred` samples are wanted.
+
+        The nearest positive multiple of `variants_per_read` (the larger of two that are equally
+        near), at most `largest_batch` if the budget limits the device.
+
+        Raises:
+            OptionError: `preferred` is no int or below 1.
+            OversizeError: not even one read fits.
+
+        >>> cost = DenseCost(sample_bytes=100, variants_per_read=4)
+        >>> [cost.batch_for(preferred, 1700) for preferred in (1, 5, 6, 1000)]
+        [4, 4, 8, 16]
+        """
+        if not is_int(preferred) or preferred < 1:
+            raise OptionError(f"expected a preferred batch of at least 1 sample, got {preferred!r}")
+        variants = self.variants_per_read
+        reads = (2 * int(preferred) + variants) // (2 * variants)
+        batch = max(1, reads) * variants
+        budget = MemoryBudget.of(budget)
+        return batch if budget.device is None else min(batch, self.largest_batch(budget))
+
+
+def _integers(name: str, values: ArrayLike) -> IntArray:
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.max() > MAX_BYTES):
+        raise CostError(f"{name} must be ints of at most 2**63 - 1, got {values!r}")
+    return array.astype(np.int64)
+
+
+def _spread(values: IntArray, padded_size: ArrayLike) -> IntArray:
+    shape = np.broadcast_shapes(np.shape(values), np.shape(padded_size))
+    return np.broadcast_to(values, shape).copy()
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _sample(
+    name: str, shape: Shape | Sequence[Shape], dtype: torch.dtype | Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """A meta tensor per shape; a sequence of ints is one shape, and so is the empty one."""
+    try:
+        several: list[Any] = [shape] if all(map(is_int, shape)) else list(shape)
+        shapes = [tuple(map(operator.index, one)) for one in several]
+    except TypeError:
+        shapes = []
+    dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else list(dtype)
+    if not shapes or any(axis < 1 for one in shapes for axis in one):
+        raise CostError(
+            f"{name}_shape must be a shape without the batch axis, such as (3, 32, 32), "
+            f"or a sequence of shapes, got {shape!r}"
+        )
+    if len(dtypes) != len(shapes) or not all(isinstance(one, torch.dtype) for one in dtypes):
+        raise CostError(
+            f"the dtype of the {name} must be one dtype or one for each of its {len(shapes)} "
+            f"shapes, got {dtype!r}"
+        )
+    return [
+        torch.empty(one, dtype=kind, device="meta")
+        for one, kind in zip(shapes, dtypes, strict=True)
+    ]
+
+
+def _state_bytes(
+    optimizer: torch.optim.Optimizer | OptimizerFactory | int | None, dtypes: set[torch.dtype]
+) -> dict[torch.dtype, int]:
+    """How many bytes an optimizer keeps for each element that it trains, by the element's dtype.
+
+    SGD 0, with momentum the element's, Adam twice that, states of integers as many as these take;
+    the largest of all groups, without step counts and factored moments. It is found by one step on
+    a small matrix. An optimizer that is given is not stepped: another one is made of its class and
+    the options of its groups.
+
+    Raises:
+        CostError: `optimizer` is not an optimizer, or it does not step on the matrix.
+    """
+    if optimizer is None:
+        return dict.fromkeys(dtypes, 0)
+    if is_int(optimizer) and optimizer >= 0:
+        return {dtype: optimizer * dtype.itemsize for dtype in dtypes}
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise CostError(
+            "optimizer must be an optimizer, a class of one, or a number of states per parameter, "
+            f"got {optimizer!r}"
+        )
+    make: Any = optimizer
+    groups: list[dict[str, Any]] = [{}]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        anywhere = {"fused": False, "capturable": False}  # these options may ask for a GPU
+        make = type(optimizer)
+        groups = [{**group, **anywhere} for group in optimizer.param_groups]
+    found = {}
+    try:
+        for dtype in dtypes:
+            trial: torch.optim.Optimizer = make(
+                [{**group, "params": [_matrix(dtype)]} for group in groups]
+                if isinstance(optimizer, torch.optim.Optimizer)
+                else [_matrix(dtype)]
+            )
+            trial.step()
+            matrices: list[nn.Parameter] = [m for g in trial.param_groups for m in g["params"]]
+            each = [_nbytes_of_state(trial.state[m], m.numel()) // m.numel() for m in matrices]
+            found[dtype] = max(each)
+    except Exception as error:
+        raise CostError(
+            "cannot find out the optimizer's state; give the number of states that it keeps per "
+            f"parameter, as in optimizer=2: {type(error).__name__}: {error}"
+        ) from error
+    return found
+
+
+def _matrix(dtype: torch.dtype) -> nn.Parameter:
+    matrix = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+    matrix.grad = torch.ones_like(matrix)
+    return matrix
+
+
+def _nbytes_of_state(state: Any, least: int) -> int:
+    """Bytes of an optimizer's tensors that have at least so many elements."""
+    found = (one for one in tree_leaves(dict(state)) if isinstance(one, torch.Tensor))
+    return _nbytes(one for one in found if one.numel() >= least)
+
+
+def _traced(
+    module: nn.Module | Callable[[], nn.Module],
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> tuple[nn.Module, int, int]:
+    """Trace a copy of `module` forward and backward on the meta device, with n as a symbol.
+
+    In training mode, and with gradients allocated, as when micro-batches accumulate. The module
+    itself, its mode and the random state do not change.
+
+    Args:
+        module: a module, or what builds one (without memory, on the meta device).
+        inputs: its positional arguments: one sample's meta tensors, without the batch axis.
+        targets: what else lives until the step ends, likewise.
+
+    Returns:
+        The copy; bytes per sample; and constant bytes beside those of the copy and its gradients.
+
+    Raises:
+        CostError: the module does not run on the meta device, is recurrent, or needs bytes that are
+            not in proportion to the batch.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+            replica = _meta_copy(module)
+            parameters = list(replica.parameters())
+
+            def step(batch: Any) -> None:
+                outputs = tree_leaves(replica(*batch["inputs"]))
+                tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
+                roots = [one for one in tensors if one.requires_grad]
+                if any(p.requires_grad for p in parameters) and not roots:
+                    raise CostError(
+                        "the module's output contains no tensor that depends on its parameters; it "
+                        f"must be a tensor, or a tuple, list or dict of tensors; else {_BY_HAND}"
+                    )
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+            def make(shape: tuple[int, ...]) -> Any:
+                every = [[one.new_empty((shape[0], *one.shape)) for one in s]
+                         for s in (inputs, targets)]  # fmt: skip
+                return dict(zip(("inputs", "targets"), every, strict=True))
+
+            state = TrainingState(step)
+            if not parameters:
+                raise CostError("the module has no parameters to train")
+            tracer = Tracer(step, make, state, complete=False)
+            trace = tracer.symbolic(Recipe(make, [(2,), (3,), (5,)]), (7,))
+            if trace.assumed:
+                raise CostError(f"on the meta device no tensor has a truth value; {_BY_HAND}")
+            fixed = _nbytes([*state.tensors()])
+            return replica, *_line(trace.living([(2,), (4,), (8,)]).T - fixed)
+    except (UntraceableError, ValueDependentError) as error:
+        said = f"the module does not run on the meta device; {_BY_HAND}: {error}"
+        raise CostError(said) from error
+    except CostError:
+        raise
+    except Exception as error:
+        raise CostError(
+            f"the module does not run on the meta device; {_BY_HAND}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _meta_copy(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A copy of the module on the meta device, in training mode, with gradients."""
+    if not isinstance(module, nn.Module):
+        with torch.device("meta"):
+            module = module()
+    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+        # Fused kernels (oneDNN, cuDNN) have workspaces that the meta device's plain cells do not:
+        # an LSTM on a CPU was seen to take 2.4 times the bytes that are counted here.
+        raise CostError(f"a recurrent module needs what its device's kernel needs; {_BY_HAND}")
+    # A copy: what a forward stores in its module (a cached table, a recomputed weight) would stay
+    # there, as meta tensors. With the memo, deepcopy takes these empty tensors instead of copying
+    # the real ones.
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    replica = copy.deepcopy(module, memo)
+    if not replica.training:  # else parts that are frozen in evaluation mode stay so
+        replica.train()
+    for parameter in replica.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    return replica
+
+
+def _line(living: IntArray) -> tuple[int, int]:
+    """Bytes per sample and constant bytes, of the line that is at or above every moment's.
+
+    Each moment's bytes are a line over n, and the peak is the largest of them. The steepest slope
+    through that peak at n = 1 is the lowest line that is nowhere below it.
+    """
+    at_2, at_4, at_8 = living
+    if not np.array_equal(at_8 - at_4, 2 * (at_4 - at_2)):
+        raise CostError(f"the module's bytes are not in proportion to the batch; {_BY_HAND}")
+    sample_bytes = -(-int((at_4 - at_2).max()) // 2)
+    at_1 = -(-int((3 * at_2 - at_4).max()) // 2)
+    return sample_bytes, max(0, at_1 - sample_bytes)

@@ -1,0 +1,329 @@
+"""Measuring what a batch costs on the user's own training step."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from torchbudget.budget import MemoryBudget
+from torchbudget.checks import HasSizeMultiple, size_multiple_of
+from torchbudget.cost.agree import JoinedRanks
+from torchbudget.cost.as_on_cuda import AssumedCuda
+from torchbudget.cost.covering import Covering
+from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.running import run_steps, warn_of_kept
+from torchbudget.cost.subject import BatchError, Domain, Subject
+from torchbudget.cost.tracing import Tracer, ValueDependentError
+from torchbudget.errors import CostError
+from torchbudget.machine.device import device_memory
+from torchbudget.machine.process_tree import process_memory
+from torchbudget.progress import counting
+from torchbudget.restoring import TrainingState, autocast_is_active
+from torchbudget.units import format_bytes
+
+Method: TypeAlias = Literal["auto", "trace", "run"]
+
+# Samples up to which symbolic and concrete traces are compared; with a budget, more where they fit.
+_COMPARED: Final = 256
+_MOST_COMPARED: Final = 2**13
+# What the process has beside tensors is rounded up to this, so that a little more changes nothing.
+_ROUNDED_BYTES: Final = 2**26
+_UNSEEN_ON_CPU: Final = (
+    "the cost was traced, not run: buffers of kernels are not in it, which were seen to take up to "
+    "0.69 of the tensors' bytes (1-d convolutions; a U-Net 0.32, transformers 0.05); "
+    "measure_cost(method='auto') measures them"
+)
+
+
+def measure_cost(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int, Any], Any],
+    *,
+    max_size: int | Sequence[int] | None = None,
+    min_size: int | Sequence[int] | None = None,
+    sizes: npt.ArrayLike | None = None,
+    budget: MemoryBudget | int | str | None = None,
+    method: Method = "auto",
+    device: str | torch.device | None = None,
+    size_multiple: int | HasSizeMultiple = 1,
+) -> MeasuredCost:
+    """Measure the peak bytes of a training step as a function of its batch's shape.
+
+    *Tracing* runs the step on fake tensors whose ragged dimensions are symbols, which takes no
+    memory and no arithmetic. The peak is then an expression of n and the sizes, exact wherever the
+    branches that the trace took hold; concrete traces check it. Shapes that symbols cannot
+    describe, such as loops over a length, are traced one by one and interpolated. *Running* steps
+    for real on about 7 synthetic batches of up to 0.95 of the budget and reads the machine's
+    counters: resident memory on the CPU; on CUDA what torch's allocator reserves, and what this
+    process uses outside it (`peak_memory`). "auto" traces, and runs to find an offset and a scale.
+    On the CPU a run also counts what else the process has in memory (interpreter, libraries,
+    data): measure in the process that will train, after everything is loaded.
+
+    For CUDA, tracing predicts bytes of the device, without one at hand; the notes say what is
+    assumed. Where a device is at hand, "auto" measures there.
+
+    Model, optimizer, schedulers, gradient scalers, random generators and tensors are found in what
+    the step refers to, and are restored bit for bit. Meanwhile their values are in a file in the
+    temporary folder. Python counters that steps advance are restored after a trace, but not after
+    runs.
+
+    On the CPU, running calls `trim_malloc`, which lasts: otherwise the peak depends on all the
+    shapes that came before.
+
+    Where ranks step together, under `DistributedDataParallel` or FSDP2, all of them call it: they
+    run the same shapes, the worst peak of any rank counts, and all get the same cost.
+
+    Args:
+        step: the full training step: forward, loss, backward, optimizer step, gradients cleared; or
+            forward only, for evaluation, as under `torch.no_grad()`, which the notes then say.
+        make_batch: makes a batch of n samples padded to a size: `make_batch(n, size)`, with an int
+            for one axis and a tuple of ints for several. Batches have up to 65,536 samples, and
+            about 256 MiB.
+        max_size: the largest size on every axis; may be left out where `sizes` are given.
+        min_size: the smallest size on every axis, for models that refuse shorter samples; by
+            default that of `sizes`, else 1/64 of the largest one.
+        sizes: of the data set, shape `(N,)` or `(N, d)`: steps are measured at sizes that occur.
+        budget: the device's bytes, which no run may exceed; needed unless `method="trace"`.
+        method: "trace", "run" or "auto"; where a step cannot be traced, "auto" runs only.
+        device: the device that the parameters are expected on; checked. With `method="trace"` it
+            may be `"cuda"` while they are on the CPU: the cost is then predicted for CUDA.
+        size_multiple: sizes of probes are multiples of it, as padded sizes are: an int, or the
+            sampler or stream to read it from.
+
+    Returns:
+        A cost. Without runs its margin is 0, and its grid, where it has one, is raised by the
+        largest error on other shapes. With runs the margin is twice their largest underestimate,
+        at least 1 % and 12 MiB of the budget, and 3 % without a trace.
+
+    Raises:
+        CostError: the step cannot be measured, is only a part of a training step, or does not fit
+            the budget with one sample of the smallest size; or `make_batch` ignores its arguments.
+        OptionError: `size_multiple` is not an int of at least 1.
+
+    Warns:
+        MeasureWarning: the step leaks memory, returns a loss that is not finite, never steps one
+            of its optimizers, or is forward only of a module in training mode.
+    """
+    if method not in ("auto", "trace", "run"):
+        raise CostError(f"method must be 'auto', 'trace' or 'run', got {method!r}")
+    domain = Domain.of(max_size, size_multiple_of(size_multiple), min_size=min_size, sizes=sizes)
+    room = None if budget is None else MemoryBudget.of(budget).device
+    if method != "trace" and room is None:
+        raise CostError(
+            "budget is needed to run the step, which must not exceed it; or pass method='trace'"
+        )
+    state = TrainingState(step)
+    target = _target_of(device, state.device, method)
+    subject = Subject(step, make_batch, domain, state, target)
+    subject.checks.check_parameters(contents=method != "trace")
+    if autocast_is_active():
+        subject.notes.append("measured inside an autocast, without its cache of casts")
+    with counting(unit="shapes", description="measuring", leave=False, delay_s=0) as advance:
+        subject.advance = advance
+        cost = _measured(subject, method, room)
+    for idle in subject.checks.idle_optimizers():
+        subject.warn(
+            f"{type(idle).__name__} did not step in any measured step, while another optimizer "
+            "did: its state and the memory of its step are not in the cost; let the step step all "
+            "that training steps"
+        )
+    described = describe_step(step)
+    if method == "trace" and target.type == "cuda":
+        described["device"] = "cuda, predicted"
+    notes = (*subject.notes, *subject.checks.notes())
+    return replace(cost, room=room, parts=_parts(state, cost), measured_on=described, notes=notes)
+
+
+def _parts(state: TrainingState, cost: MeasuredCost) -> dict[str, int]:
+    """Bytes in every peak, by name."""
+    parameters = sum(p.nbytes for p in state.parameters())
+    gradients = sum(p.nbytes for p in state.parameters() if p.requires_grad)
+    rest = max(cost.empty - parameters, 0) if cost.pieces else 0
+    return {
+        "parameters": parameters,
+        "gradients": gradients if state.optimizers else 0,
+        "optimizer state and buffers": rest,
+    }
+
+
+def _target_of(
+    device: str | torch.device | None, own: torch.device, method: Method
+) -> torch.device:
+    """The device that the step is to run on: that of its parameters, or CUDA where it is predicted.
+
+    Raises:
+        CostError: the parameters are on another device, or there is none.
+    """
+    target = own if device is None else torch.device(device)
+    if target.type == "cuda" and own.type == "cpu" and method == "trace":
+        return target
+    if target.type == "cuda" and own.type != "cuda" and not torch.cuda.is_available():
+        raise CostError(
+            f"device={str(device)!r}: this torch has no CUDA device to measure on; method='trace' "
+            "predicts its bytes from a trace of the model on the CPU"
+        )
+    if target.type != own.type:
+        raise CostError(f"device={str(device)!r}, but the step's parameters are on {own}")
+    return target
+
+
+def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
+    """The cost without what it was measured on."""
+    ranks = JoinedRanks(subject.state)
+    room = None if room is None else ranks.least(room)
+    if method == "trace" or room is None:
+        cost = ranks.of_first(partial(_traced, subject, room))
+        if subject.target.type == "cuda":
+            return _on_cuda(subject, cost, room)
+        # What a process has beside its tensors is the same on all ranks: the first one's.
+        return cost if room is None else ranks.of_first(partial(_beside_process, subject, cost))
+    traced = ranks.of_first(partial(_traced_or_run, subject, method, room))
+    subject.depends_on_values = ranks.of_first(lambda: subject.depends_on_values)
+    return run_steps(subject, room, traced)
+
+
+def _traced(subject: Subject, room: int | None) -> MeasuredCost:
+    """The cost of traced bytes alone."""
+    if subject.state.is_compiled:
+        subject.notes.append(
+            "what is compiled was traced as eager code; only runs count it compiled"
+        )
+    domain = subject.domain
+    tracer = Tracer(
+        subject.step, subject.batch, subject.state, checks=subject.checks, target=subject.target
+    )
+    most = _COMPARED
+    if room is not None:
+        shape = (2, *domain.smallest)
+        grown = (
+            tracer.concrete(shape).peaks([shape])[0]
+            - tracer.concrete((1, *shape[1:])).peaks([(1, *shape[1:])])[0]
+        )
+        most = int(min(max(room // max(int(grown), 1), _COMPARED), _MOST_COMPARED))
+    covering = Covering(subject, tracer, min(most, subject.most_samples(domain.smallest)), room)
+    covering.cover()
+    return MeasuredCost(
+        pieces=tuple(covering.pieces),
+        grid=covering.grid,
+        smallest=domain.smallest,
+        largest=domain.largest,
+        multiple=domain.multiple,
+        empty=covering.empty,
+        raised=covering.raised,
+        probes=tuple(covering.probes),
+    )
+
+
+def _traced_or_run(subject: Subject, method: Method, room: int) -> MeasuredCost | None:
+    """The cost of traced bytes; `None` if the step cannot be traced but only run."""
+    try:
+        if method == "auto":
+            return _traced(subject, room)
+        shape = (2, *subject.domain.smallest)
+        Tracer(subject.step, subject.batch, subject.state, checks=subject.checks).concrete(shape)
+    except BatchError:
+        raise
+    except ValueDependentError as error:
+        subject.depends_on_values = True
+        subject.notes.append(f"only run, not traced: {error}")
+        subject.notes.append("memory depends on values: the worst of 3 batches a shape counts")
+    except CostError as error:
+        if method == "auto":
+            subject.notes.append(f"only run, not traced: {error}")
+    return None
+
+
+def _beside_process(subject: Subject, cost: MeasuredCost) -> MeasuredCost:
+    """Add to traced bytes what the process has now beside the step's own tensors."""
+    own = sum(tensor.nbytes for tensor in subject.state.tensors())
+    beside = max(process_memory().resident_bytes - own, 0)
+    offset = -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
+    subject.notes.append(
+        f"{format_bytes(offset)} are added for all else that the process had in memory"
+    )
+    subject.notes.append(_UNSEEN_ON_CPU)
+    return replace(cost, offset=float(offset), caution=_UNSEEN_ON_CPU)
+
+
+def _on_cuda(subject: Subject, cost: MeasuredCost, room: int | None) -> MeasuredCost:
+    """Traced bytes as those of a CUDA device that no step ran on."""
+    assumed = AssumedCuda.detect()
+    if room is not None and room <= assumed.fixed_bytes:
+        raise CostError(
+            "a CUDA context and the workspaces of libraries take "
+            f"{format_bytes(assumed.fixed_bytes)}, which leaves nothing of a budget of "
+            f"{format_bytes(room)}"
+        )
+    own = subject.state.device
+    warn_of_kept(subject, device_memory(own) if own.type == "cuda" else None)
+    subject.notes += assumed.notes()
+    return replace(
+        cost, offset=float(assumed.fixed_bytes), scale=assumed.scale, caution=assumed.caution
+    )
+
+
+def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
+    """What a cost of this step depends on, beside the shapes: model, dtype, device, torch.
+
+    Of the model also what parameters do not show and memory does: whether modules are marked to
+    compute their activations again in backward, as transformers and torch's `CheckpointWrapper`
+    mark them, and the attention that a model of transformers runs. Checkpoints that a model's own
+    `forward` makes are not seen.
+
+    On CUDA also the allocator's settings in force, since segments of fixed sizes reserve more than
+    expandable ones do.
+
+    >>> model = torch.nn.Linear(2, 3)
+    >>> describe_step(lambda batch: model(batch))["model"]
+    'Linear, 9 parameters, 2bfe5e49'
+    """
+    state = TrainingState(step)
+    parameters = state.parameters()
+    shapes = repr([(tuple(p.shape), p.requires_grad) for p in parameters])
+    digest = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()
+    names = ", ".join(type(module).__name__ for module in state.modules) or "no module"
+    every = {id(one): one for module in state.modules for one in module.modules()}.values()
+    return {
+        "model": f"{names}, {sum(p.numel() for p in parameters):,} parameters, {digest}",
+        "checkpointing": _checkpointing(every),
+        "attention": _attention(every),
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in state.optimizers),
+        "dtype": ", ".join(sorted({str(p.dtype) for p in parameters})),
+        **_describe_device(state.device),
+        "torch": torch.__version__,
+    }
+
+
+def _checkpointing(modules: Iterable[nn.Module]) -> str:
+    """How many modules are marked to compute their activations again."""
+    marked = sum(
+        getattr(module, "gradient_checkpointing", False) is True
+        or type(module).__name__ == "CheckpointWrapper"
+        for module in modules
+    )
+    return f"of {marked} modules" if marked else "none seen"
+
+
+def _attention(modules: Iterable[nn.Module]) -> str:
+    """What the configurations of transformers' models say; some change it for parts of a model."""
+    configs = (getattr(module, "config", None) for module in modules)
+    # Configurations have no public name for what is in force.
+    found = {getattr(config, "_attn_implementation", None) for config in configs}
+    return ", ".join(sorted(str(name) for name in found if name)) or "not stated"
+
+
+def _describe_device(device: torch.device) -> dict[str, str]:
+    if device.type == "cpu":
+        return {"device": f"cpu ({platform.machine()})"}
+    if device.type != "cuda":
+        return {"device": str(device)}  # which cannot be measured, but told from those that can
+    source = device_memory(device).source
+    return {"device": source.name(), "allocator": source.allocator()}

@@ -1,0 +1,569 @@
+"""A cost that was measured on a training step, what training shows of it, and its report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.padded import PackedCost, packed_options
+from torchbudget.cost.pieces import EXACT, NOT_HELD, Grid, Piece, Probe
+from torchbudget.cost.protocol import ArrayLike, IntArray
+from torchbudget.cost.surface import Surface, levels_of
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.files import write_whole
+from torchbudget.machine.peaks import Peak
+from torchbudget.plotting import new_figure
+from torchbudget.units import MAX_BYTES, format_bytes
+from torchbudget.warn import warn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# A margin is counted in parts of this: integer arithmetic, exact in both directions.
+_PARTS: Final = 2**14
+# Beyond it a prediction says nothing, and its bytes would not fit 64 bits.
+MOST_MARGIN: Final = 1000
+# A margin grows by this when an allocation failed.
+_FAILED: Final = 0.02
+_FORMAT: Final = 4  # of files
+_ROW: Final = "{:>8}  {:>12}  {:>12}  {:>12}  {:>8}  {:>12}  {:>8}  {}"  # of reports
+# A sample of a packed batch that is longer than all measured ones: more than any device has, and
+# sums of a window of such samples do not wrap.
+_BEYOND_BYTES: Final = 2**45
+
+
+@dataclass(slots=True, eq=False)
+class _Observations:
+    """What `observe` has found: the one mutable part of a cost.
+
+    Attributes:
+        margin: the least that covers every step.
+        steps: how many were observed.
+        largest_bytes: the largest bytes of any, where an allocator keeps what it reserved.
+        planned_margin: the margin of the cost that batches are planned with by now.
+        retries: allocations that succeeded once the cache was flushed.
+    """
+
+    margin: float = 0.0
+    steps: int = 0
+    largest_bytes: int = 0
+    planned_margin: float = 0.0
+    retries: int = 0
+
+
+class _Tables(dict[Any, Any]):
+    """Surfaces and capacities by budget, made when they are first asked for; never pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Tables, ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MeasuredCost:
+    """Peak bytes of a training step, as `measure_cost` measured them.
+
+    `offset + scale · traced`, with the margin on top; `MAX_BYTES` where nothing is known, and for
+    longer samples than were measured. `traced_bytes` is exact where an expression holds;
+    `batch_bytes` is its running maximum over fewer and shorter samples, so that it is monotone.
+
+    Attributes:
+        pieces: expressions of the traced bytes, and the shapes at which each holds.
+        grid: traced or measured bytes for other shapes, interpolated; `None`: there are none.
+        smallest: the smallest size on every axis; shorter samples cost as much.
+        largest: the largest size on every axis; beyond it nothing is predicted.
+        multiple: sizes between them are multiples of it.
+        empty: traced bytes of a batch without samples.
+        margin: share of every prediction that is added to it.
+        offset: bytes that runs showed beside the traced ones.
+        scale: bytes that runs showed for each traced one, at least 1.
+        raised: share that the grid's bytes are raised by, the largest error on other shapes.
+        seconds: coefficients of a step's time: 1, n and floating-point operations; `None` where no
+            step was timed.
+        parts: traced bytes of parameters, gradients and optimizer state, by name.
+        room: the budget that it was measured for, in bytes; `None`: without one.
+        probes: what was measured.
+        measured_on: model, device, torch and more, by name.
+        notes: what the user should know of how it was measured.
+        caution: what a sampler warns of, once, where it plans with this cost; empty: nothing.
+    """
+
+    pieces: tuple[Piece, ...]
+    grid: Grid | None
+    smallest: tuple[int, ...]
+    largest: tuple[int, ...]
+    multiple: int = 1
+    empty: int = 0
+    margin: float = 0.0
+    offset: float = 0.0
+    scale: float = 1.0
+    raised: float = 0.0
+    seconds: tuple[float, float, float] | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
+    room: int | None = None
+    probes: tuple[Probe, ...] = ()
+    measured_on: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    caution: str = ""
+    _observed: _Observations = field(default_factory=_Observations, repr=False)
+    _tables: _Tables = field(default_factory=_Tables, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin <= MOST_MARGIN:
+            raise CostError(f"margin must be 0 to {MOST_MARGIN}, got {self.margin!r}")
+        if not self.pieces and self.grid is None:
+            raise CostError("a measured cost needs pieces or a grid")
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.largest)
+
+    @property
+    def _surface(self) -> Surface:
+        key = "surface", self.offset, self.scale
+        if key not in self._tables:
+            self._tables[key] = Surface.of(
+                self._levels(), self.pieces, self.grid, empty=self.empty, offset=self.offset,
+                scale=self.scale, raised=self.raised,
+            )  # fmt: skip
+        found: Surface = self._tables[key]
+        return found
+
+    def _levels(self) -> list[IntArray]:
+        ends = zip(self.smallest, self.largest, strict=True)
+        return [levels_of(low, high, self.multiple, self.axes) for low, high in ends]
+
+    @property
+    def time(self) -> Surface:
+        """Nanoseconds of a step, as a cost model: `a + b·n + c·(floating-point operations)`.
+
+        Fitted to the seconds of the steps that were run.
+
+        Raises:
+            CostError: no step was timed, since none was run.
+        """
+        if self.seconds is None:
+            raise CostError(
+                "this cost has no time: its steps were traced, not run; measure it with "
+                "method='auto' or 'run'"
+            )
+        if "time" not in self._tables:
+            fixed, each, flop = (1e9 * one for one in self.seconds)
+            pieces = [replace(p, sums=(((p.flops, 1),),), granularity=1) for p in self.pieces]
+            grid = self.grid
+            grid = None if grid is None else replace(grid, values=grid.flops, floor=0.0)
+            surface = Surface.of(
+                self._levels(), pieces, grid, empty=0, offset=fixed, scale=flop or 1e-30
+            )
+            rows = surface.rows.copy()
+            rows[:, 1] += math.ceil(each)
+            self._tables["time"] = replace(surface, rows=rows)
+        found: Surface = self._tables["time"]
+        return found
+
+    @property
+    def _parts(self) -> int:
+        return math.ceil(self.margin * _PARTS)
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing is known, or from 2⁶³ bytes on."""
+        known = self._surface.batch_bytes(n, padded_size)
+        too_many = known // _PARTS >= MAX_BYTES // (_PARTS + self._parts)
+        known = np.where(too_many, 0, known)
+        total: IntArray = known + (known // _PARTS + 1) * self._parts
+        return np.where(too_many, MAX_BYTES, total)
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
+        surface = self._surface
+        column, beyond = surface.place(padded_size)
+        budgets = np.asarray(budget_bytes, np.int64)
+        if budgets.ndim == 0:
+            return np.where(beyond, 0, self._capacities(int(budgets))[column])
+        column, beyond, budgets = np.broadcast_arrays(column, beyond, budgets)
+        found = np.zeros(column.shape, np.int64)
+        for budget in np.unique(budgets).tolist():
+            mine = budgets == budget
+            found[mine] = self._capacities(budget)[column[mine]]
+        return np.where(beyond, 0, found)
+
+    def _capacities(self, budget: int) -> IntArray:
+        """The most samples of each size of the table, kept for the budgets asked last."""
+        key = "capacity", self.margin, self.offset, self.scale, budget
+        if key not in self._tables:
+            # The inverse of adding the margin: whole parts first, then the rest of one.
+            left = budget - self._parts
+            whole = left // (_PARTS + self._parts)
+            rest = min(left - whole * (_PARTS + self._parts), _PARTS - 1)
+            asked = [one for one in self._tables if one[0] == "capacity"]
+            for old in asked[:-7]:
+                del self._tables[old]
+            self._tables[key] = self._surface.capacities(whole * _PARTS + rest)
+        found: IntArray = self._tables[key]
+        return found
+
+    def traced_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """Traced bytes: exact where an expression holds, without offset, scale and margin.
+
+        Interpolated in the grid; `MAX_BYTES` where neither says anything.
+        """
+        shapes, shape = self._shapes(n, padded_size)
+        total = np.full(len(shapes), MAX_BYTES)
+        left = np.ones(len(shapes), bool)
+        for piece in self.pieces:
+            mine = np.flatnonzero(left)[piece.holds(shapes[left]) != NOT_HELD]
+            total[mine] = piece.bytes_at(shapes[mine])
+            left[mine] = False
+        if self.grid is not None and left.any():
+            found = self.grid.bytes_at(shapes[left]) * (1 + self.raised)
+            total[left] = np.where(np.isfinite(found), np.ceil(np.nan_to_num(found)), MAX_BYTES)
+        return total.reshape(shape)
+
+    def flops_at(self, shapes: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Traced floating-point operations at each shape, `(S, 1 + d)`: shape `(S,)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        grid = self.grid
+        total = np.zeros(len(shapes)) if grid is None else grid.bytes_at(shapes, flops=True)
+        for piece in reversed(self.pieces):
+            total = np.where(piece.holds(shapes) != NOT_HELD, piece.flops_at(shapes), total)
+        return total
+
+    def label(self, n: int, padded_size: int | Sequence[int]) -> str:
+        """How well the bytes of a shape are known.
+
+        Returns:
+            "exact": an expression whose every condition holds; "tested": one whose conditions
+            fail in a way that concrete traces showed not to matter; "interpolated": in the grid;
+            "raised": only larger shapes are known.
+        """
+        shapes, _ = self._shapes(n, padded_size)
+        inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
+        for piece in self.pieces if inside else ():
+            held = piece.holds(shapes)[0]
+            if held != NOT_HELD:
+                return "exact" if held == EXACT else "tested"
+        return "interpolated" if inside and self.grid is not None else "raised"
+
+    def _shapes(self, n: ArrayLike, padded_size: ArrayLike) -> tuple[IntArray, tuple[int, ...]]:
+        number, size = np.asarray(n, np.int64), np.asarray(padded_size, np.int64)
+        size = size[..., None] if self.axes == 1 else size
+        shape = np.broadcast_shapes(number.shape, size.shape[:-1])
+        columns = [np.broadcast_to(number, shape).ravel()]
+        columns += [np.broadcast_to(size[..., k], shape).ravel() for k in range(self.axes)]
+        return np.stack(columns, axis=1), shape
+
+    def packed(self) -> PackedCost:
+        """This cost for batches without padding, where `make_batch` made such ones.
+
+        Their probes have n samples of one size; in a packed batch each sample costs by its own
+        size. The margin is included. Samples beyond `largest` are over every budget.
+
+        Raises:
+            CostError: bytes are not a constant and a share of each sample, in its size and its
+                square.
+        """
+        if self.grid is not None:
+            raise CostError(
+                "a packed batch must cost a constant and a share of each sample, but this step was "
+                "interpolated between shapes, which does not show what each sample costs"
+            )
+        surface = self._surface
+        points = np.stack([a.ravel() for a in np.meshgrid(*surface.levels, indexing="ij")], axis=1)
+        if (surface.starts > 2).any() or surface.rows[:, 2].any():
+            raise CostError(
+                "a packed batch must cost a constant and a share of each sample, but this step has "
+                "terms in n², or other expressions for many samples than for few"
+            )
+        options = packed_options(surface.rows, points, 1 + self._parts / _PARTS, self._parts)
+        return _PackedMeasuredCost(**options, largest=self.largest)
+
+    def observe(self, n: int, size: int | Sequence[int], peak: Peak | int | None) -> None:
+        """Compare what a step really needed with what was predicted.
+
+        The cost itself does not change, as plans are functions of it; `with_observed_margin`
+        returns one with the larger margin, and `MemoryBudgetBatchSampler.replan` goes on with it.
+
+        Args:
+            n: samples of the batch.
+            size: its padded size.
+            peak: what `peak_memory` measured around its step, or its bytes. CUDA's allocator keeps
+                what it has reserved, so there it is compared with the largest step so far, and
+                only where more was reserved than before. `None`: the step ran out of memory. An
+                allocation that succeeded at the second attempt is no failure: `report` counts them.
+
+        Warns:
+            MeasureWarning: the first time that a step needed more than was predicted, or that an
+                allocation of CUDA's failed.
+        """
+        if self.axes == 1 and isinstance(size, Sequence):
+            [size] = size
+        if peak is None:
+            peak = Peak(failures=1)
+        elif not isinstance(peak, Peak):
+            peak = Peak(bytes=peak)
+        observed = self._observed
+        observed.steps += 1
+        observed.retries += peak.retries
+        reserved_for = observed.largest_bytes if peak.allocated_bytes else 0
+        predicted = max(int(self.batch_bytes(n, size)), reserved_for)
+        # Of a batch that nothing is known of, what it took is all that is known.
+        known = predicted if predicted < MAX_BYTES else max(reserved_for, peak.bytes)
+        observed.largest_bytes = known
+        # What was reserved before the step, and was enough for it, does not show what it needs.
+        enough = 0 < peak.reserved_bytes <= peak.reserved_before_bytes
+        if (peak.bytes <= predicted or enough) and not peak.failures:
+            return
+        first = observed.margin <= self.margin
+        margin = (1 + self.margin) * peak.bytes / predicted - 1
+        if peak.failures:  # its need is unknown, but more than there was
+            margin = max(margin, max(self.margin, observed.planned_margin) + _FAILED)
+        observed.margin = max(observed.margin, margin)
+        if first:
+            needed = f"needed {format_bytes(peak.bytes)}"
+            if peak.failures:
+                needed = "did not get the memory that it asked for"
+            warn(
+                f"a step on {n} samples of size {size} {needed}, but {format_bytes(predicted)} "
+                "were predicted; sampler.replan() plans later batches with a larger margin, "
+                "cost.with_observed_margin() returns the cost with it",
+                MeasureWarning,
+            )
+
+    @property
+    def was_observed(self) -> bool:
+        """Whether `observe` has seen a step."""
+        return self._observed.steps > 0
+
+    def with_observed_margin(self) -> MeasuredCost:
+        """This cost with a margin that covers every step that `observe` has seen.
+
+        At least that which batches are planned with by now: after `replan`, of all ranks' steps;
+        after a sampler's state was loaded, of those before.
+        """
+        observed = self._observed
+        margin = observed.margin + 1e-3 if observed.margin > self.margin else self.margin
+        margin = min(max(margin, observed.planned_margin), MOST_MARGIN)
+        if margin <= self.margin:
+            return self
+        note = f"the margin was {self.margin:.2%} before steps of training were observed"
+        notes = (*self.notes, note)
+        return replace(self.with_margin(margin), notes=notes, _observed=_Observations())
+
+    def planned_with(self, margin: float) -> MeasuredCost:
+        """This cost with the margin that batches are planned with from now on."""
+        self._observed.planned_margin = margin
+        return self.with_margin(margin)
+
+    def with_margin(self, margin: float) -> MeasuredCost:
+        """This cost with another margin; both share what they observe."""
+        return replace(self, margin=margin)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, with what it was measured on; `load_cost` reads it.
+
+        With the margin that covers what was observed: see `with_observed_margin`. The file is there
+        as a whole or as it was before, also where several processes write it.
+        """
+        cost = self.with_observed_margin()
+        written = {
+            one.name: _plain(getattr(cost, one.name))
+            for one in fields(cost)
+            if not one.name.startswith("_")
+        }
+        text = json.dumps({"format": _FORMAT, **written}) + "\n"
+        write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
+
+    def errors(self) -> list[float]:
+        """Predicted / measured − 1 of each probe, without the margin."""
+        surface = self._surface
+        return [
+            int(surface.batch_bytes(p.n, p.size if self.axes > 1 else p.size[0])) / p.peak_bytes - 1
+            for p in self.probes
+        ]
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self) -> str:
+        """What the cost rests on, its probes with their errors, and what a budget holds."""
+        titles = "samples", "size", "measured", "predicted", "error", "known as", "seconds", "probe"
+        lines = [_ROW.format(*titles)]
+        worst: dict[str, float] = {}
+        for probe, error in zip(self.probes, self.errors(), strict=True):
+            label = self.label(probe.n, probe.size if self.axes > 1 else probe.size[0])
+            worst[label] = max(worst.get(label, 0.0), error, key=abs)
+            lines.append(
+                _ROW.format(
+                    f"{probe.n:,}",
+                    " × ".join(map(str, probe.size)),
+                    format_bytes(probe.peak_bytes),
+                    format_bytes(round(probe.peak_bytes * (1 + error))),
+                    f"{error:+.3%}",
+                    label,
+                    "" if probe.seconds is None else f"{probe.seconds:.3f}",
+                    f"{probe.how}, held out" if probe.held_out else probe.how,
+                )
+            )
+        lines.append(f"rests on: {self._rests_on()}")
+        lines += [f"largest error, {label}: {error:+.3%}" for label, error in worst.items()]
+        parts = [f"{format_bytes(size)} of {name}" for name, size in self.parts.items() if size]
+        if self.offset:
+            parts.append(f"{format_bytes(round(self.offset))} beside tensors")
+        if parts:
+            lines.append(f"in every peak: {', '.join(parts)}; the rest is the batch's activations")
+        if self.scale > 1:
+            lines.append(f"scale: {self.scale:.3f} bytes in use for each traced one")
+        lines.append(f"margin: {self.margin:.3%}")
+        lines.append(f"sizes: up to {' × '.join(map(str, self.largest))}")
+        if self.room is not None:
+            middle = tuple(
+                round((low * high) ** 0.5)
+                for low, high in zip(self.smallest, self.largest, strict=True)
+            )
+            counts = [
+                f"{name} sample ({' × '.join(map(str, size))}): "
+                f"{int(self.capacity(size if self.axes > 1 else size[0], self.room)):,} at once"
+                for name, size in (("longest", self.largest), ("median", middle))
+            ]
+            lines.append(f"under {format_bytes(self.room)}: {'; '.join(counts)}")
+        lines += [f"{name}: {value}" for name, value in self.measured_on.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        if self._observed.retries:
+            lines.append(
+                f"note: in training, {self._observed.retries:,} allocations succeeded only after "
+                "the allocator's cache was flushed, which takes time; expandable segments, as of "
+                "configure_allocators(), or a smaller budget make them rare"
+            )
+        return "\n".join(lines)
+
+    def _rests_on(self) -> str:
+        found = []
+        if self.pieces:
+            found.append(f"{len(self.pieces)} symbolic trace{'s' * (len(self.pieces) > 1)}")
+        if self.grid is not None:
+            found.append(f"a grid of {np.isfinite(self.grid.values).sum()} shapes, interpolated")
+        runs = sum(probe.how == "run" for probe in self.probes)
+        return ", ".join([*found, *([f"{runs} runs"] if runs else [])])
+
+    def plot(self) -> Figure:
+        """Measured against predicted bytes, and the errors, as a matplotlib figure.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        figure, (left, right) = new_figure(2, width=9)
+        measured = np.array([probe.peak_bytes for probe in self.probes]) / 2**20
+        errors = np.array(self.errors())
+        held_out = np.array([probe.held_out for probe in self.probes])
+        ends = [measured.min(), measured.max()]
+        left.plot(ends, ends, color="0.7")
+        for mask, label, marker in ((~held_out, "fitted", "ko"), (held_out, "held out", "kx")):
+            left.plot(measured[mask], measured[mask] * (1 + errors[mask]), marker, label=label)
+            right.plot(measured[mask], 100 * errors[mask], marker, label=label)
+        right.axhline(-100 * self.margin, color="0.7")
+        left.set(xlabel="measured, MiB", ylabel="predicted, MiB", xscale="log", yscale="log")
+        right.set(xlabel="measured, MiB", ylabel="error, %", xscale="log")
+        left.legend()
+        return figure
+
+
+def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) -> MeasuredCost:
+    """Read a cost that `MeasuredCost.save` wrote.
+
+    Args:
+        path: of the file.
+        measured_on: what it is to be used on, as `describe_step(step)` returns it.
+
+    Raises:
+        CostError: the file is not a saved cost, its format is another one, or it has an unknown
+            operation.
+
+    Warns:
+        MeasureWarning: it was measured on something else; names what differs.
+    """
+    try:
+        read = json.loads(Path(path).read_text("utf-8"))
+        cost = _from_file(read) if read["format"] == _FORMAT else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
+    if cost is None:
+        raise CostError(f"{path}: format {read['format']!r} is not {_FORMAT}; measure again")
+    differing = [
+        f"{name}: {cost.measured_on.get(name)!r} then, {now!r} now"
+        for name, now in (measured_on or {}).items()
+        if cost.measured_on.get(name) != now
+    ]
+    if differing:
+        warn(f"{path} was measured on something else: {'; '.join(differing)}", MeasureWarning)
+    return cost
+
+
+def _plain(value: Any) -> Any:
+    """Lists, numbers and texts, as JSON has them; NaN as `None`."""
+    if isinstance(value, np.ndarray):
+        if value.ndim > 1:
+            return list(map(_plain, value))
+        return [one if math.isfinite(one) else None for one in value.tolist()]
+    if isinstance(value, (Piece, Grid)):
+        names = [one.name for one in fields(value) if not one.name.startswith("_")]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Probe):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (tuple, list)) else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _from_file(read: dict[str, Any]) -> MeasuredCost:
+    grid = read["grid"]
+    if grid is not None:
+        arrays = {name: np.array(grid[name], float) for name in ("values", "flops", "reached")
+                  if grid[name] is not None}  # fmt: skip
+        grid = Grid(**{name: _tuples(value) for name, value in grid.items()} | arrays)
+    pieces = [
+        Piece(**{k: _tuples(v) for k, v in piece.items()} | {"nodes": tuple(piece["nodes"])})
+        for piece in read["pieces"]
+    ]
+    probes = [Probe(**{name: _tuples(value) for name, value in p.items()}) for p in read["probes"]]
+    plain = {k: _tuples(v) for k, v in read.items() if k not in ("format", "grid", "pieces")}
+    return MeasuredCost(**plain | {"grid": grid, "pieces": tuple(pieces), "probes": tuple(probes)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PackedMeasuredCost(PackedCost):
+    """A `PackedCost` that goes no further than the samples that were measured."""
+
+    largest: tuple[int, ...] = ()
+
+    def item_bytes(self, sizes: ArrayLike) -> IntArray:
+        """See `AdditiveCost.item_bytes`; beyond what was measured, more than any device has."""
+        known = super(_PackedMeasuredCost, self).item_bytes(self._known(sizes))
+        return np.where(self._is_beyond(sizes), _BEYOND_BYTES, known)
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `MAX_BYTES` beyond what was measured."""
+        known = super(_PackedMeasuredCost, self).batch_bytes(n, self._known(padded_size))
+        return np.where(self._is_beyond(padded_size), MAX_BYTES, known)
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; 0 beyond what was measured."""
+        known = super(_PackedMeasuredCost, self).capacity(self._known(padded_size), budget_bytes)
+        return np.where(self._is_beyond(padded_size), 0, known)
+
+    def _known(self, sizes: ArrayLike) -> npt.NDArray[Any]:
+        return np.minimum(sizes, self.largest if len(self.largest) > 1 else self.largest[0])
+
+    def _is_beyond(self, sizes: ArrayLike) -> npt.NDArray[np.bool_]:
+        over = np.asarray(sizes) > (self.largest if len(self.largest) > 1 else self.largest[0])
+        return np.asarray(over.any(axis=-1) if len(self.largest) > 1 else over)

@@ -1,1 +1,0 @@
-"""Measuring what a training step costs."""

@@ -1,0 +1,92 @@
+"""Functions that raise on symbols, or that silently turn a symbol into a number.
+
+Names are replaced while a step is traced with symbols, never while it is traced with numbers. No
+mode for functions is used: it would turn off the fast path of `nn.TransformerEncoderLayer`.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional as F  # noqa: N812  (torch's own usage)
+
+_ATEN: Final = torch.ops.aten
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """Replace the names of functions that take only concrete numbers."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(builtins, "len", _len))
+        stack.enter_context(patch.object(F, "interpolate", _interpolate))
+        stack.enter_context(patch.object(F, "one_hot", _one_hot))
+        yield
+
+
+_python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F.one_hot
+
+
+def _len(one: Any) -> Any:
+    """`len`, which must return an int, of a tensor: its first dimension, which may be a symbol."""
+    first: Any = one.shape[0] if isinstance(one, torch.Tensor) and one.dim() else None
+    if isinstance(first, torch.SymInt):
+        return first
+    return _python_len(one)
+
+
+def _interpolate(
+    input: torch.Tensor,  # noqa: A002  (the name of the argument in torch)
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> torch.Tensor:
+    """`F.interpolate` to a symbolic size: torch's own overloads take only numbers."""
+    names = {"linear": "linear1d", "bilinear": "bilinear2d", "bicubic": "bicubic2d"}
+    if size is None or antialias or mode not in (*names, "nearest"):
+        return _torch_interpolate(
+            input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        )
+    axes = input.dim() - 2
+    sizes = list(size) if isinstance(size, (tuple, list)) else [size] * axes
+    if mode == "nearest":
+        return getattr(_ATEN, f"upsample_nearest{axes}d")(input, sizes)  # type: ignore[no-any-return]
+    return getattr(_ATEN, f"upsample_{names[mode]}")(input, sizes, bool(align_corners))  # type: ignore[no-any-return]
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
+    """`F.one_hot` as torch computes it of fake tensors, for a symbolic number of classes."""
+    if not isinstance(num_classes, torch.SymInt):
+        return _torch_one_hot(tensor, num_classes)
+    number: Any = num_classes
+    classes = torch.arange(number, device=tensor.device)
+    return tensor.unsqueeze(-1).eq(classes).to(torch.int64)
+
+
+def _padded(input: torch.Tensor, pad: Any, _: Any = 0) -> torch.Tensor:  # noqa: A002
+    shape: list[Any] = list(input.shape)
+    for k in range(0, _python_len(pad), 2):
+        shape[-1 - k // 2] += pad[k] + pad[k + 1]
+    return input.new_empty(shape)
+
+
+def _enlarged(input: torch.Tensor, size: Any, *_: Any) -> torch.Tensor:  # noqa: A002
+    return input.new_empty((*input.shape[:2], *size))
+
+
+def _shrunk(gradient: torch.Tensor, _: Any, size: Any, *__: Any) -> torch.Tensor:
+    return gradient.new_empty(size)
+
+
+# Operations whose kernels for shapes take only numbers: they raise, or specialise silently.
+OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {_ATEN.constant_pad_nd.default: _padded}
+for _name in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d"):
+    OPERATIONS[getattr(_ATEN, f"upsample_{_name}").default] = _enlarged
+    OPERATIONS[getattr(_ATEN, f"upsample_{_name}_backward").default] = _shrunk

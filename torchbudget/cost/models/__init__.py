@@ -1,1 +1,0 @@
-"""Cost models: frozen values, no measuring."""

@@ -1,0 +1,395 @@
+"""Costs that are stated: formulas of padded and of padding-free batches, and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.checks import is_int
+from torchbudget.cost.protocol import AdditiveCost, ArrayLike, IntArray
+from torchbudget.errors import CostError, CostOverflowError
+from torchbudget.units import MAX_BYTES
+
+# Below 2**53 every whole number of bytes is a float64, so a sample's bytes are exact as computed.
+_EXACT: Final = float(2**53)
+
+
+def _coefficient(name: str, value: object) -> float:
+    """`value` as a finite, non-negative float."""
+    if not (is_int(value) or isinstance(value, (float, np.floating))):
+        raise CostError(f"{name} must be a number of bytes, got {value!r}")
+    # Compared before it is converted, since an int may be past every float; NaN is no less.
+    if not 0 <= value < _EXACT:
+        raise CostError(f"{name} must be at least 0 and below 2**53, got {value!r}")
+    return float(value)
+
+
+def _whole(name: str, value: object) -> int:
+    """`value` rounded up to whole bytes."""
+    return math.ceil(_coefficient(name, value))
+
+
+def _entries(value: Any) -> Sequence[Any] | None:
+    """The entries of a list, a tuple or an array, unchanged; `None` for anything else."""
+    entries = value.tolist() if hasattr(value, "tolist") else value
+    return entries if isinstance(entries, Sequence) and not isinstance(entries, str) else None
+
+
+def _coefficients(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """A coefficient, or tuples of them in the shape of the axes, where 0 stands for all zeros."""
+    if not shape:
+        return _coefficient(name, value)
+    entries = _entries(value)
+    if entries is None and _coefficient(name, value) == 0:
+        entries = [0] * shape[0]
+    if entries is None or len(entries) != shape[0]:
+        raise CostError(f"{name} must have the shape {shape} of the axes, got {value!r}")
+    return tuple(_coefficients(name, entry, shape[1:]) for entry in entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quadratic:
+    """Coefficients of a sample's bytes, `sample + Σᵢ unitᵢ·Lᵢ + Σᵢⱼ pairᵢⱼ·Lᵢ·Lⱼ`, rounded up.
+
+    Every step is monotone, in floating point too (correctly rounded sums and products of
+    non-negative numbers are), so a longer sample never costs less.
+    """
+
+    fixed_bytes: float = 0
+    sample_bytes: float = 0
+    unit_bytes: float | Sequence[float] | npt.NDArray[Any] = 0
+    pair_bytes: float | Sequence[Sequence[float]] | npt.NDArray[Any] = 0
+
+    def __post_init__(self) -> None:
+        each = _entries(self.unit_bytes)
+        if each is None and self.unit_bytes == 0:
+            each = _entries(self.pair_bytes)
+        shape = () if each is None or len(each) < 2 else (len(each),)  # one axis: plain numbers
+        object.__setattr__(self, "fixed_bytes", _whole("fixed_bytes", self.fixed_bytes))
+        for name, its_shape in (("sample", ()), ("unit", shape), ("pair", shape * 2)):
+            field = f"{name}_bytes"
+            value = _coefficients(field, getattr(self, field), its_shape)
+            object.__setattr__(self, field, value)
+        if not (self.sample_bytes or np.any(self.unit_bytes) or np.any(self.pair_bytes)):
+            raise CostError(
+                "a sample must cost something; give sample_bytes, unit_bytes or pair_bytes"
+            )
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.unit_bytes) if isinstance(self.unit_bytes, tuple) else 1
+
+    def item_bytes(self, sizes: ArrayLike) -> IntArray:
+        """The bytes of one sample of each size, without the fixed part.
+
+        Args:
+            sizes: shape `(…)`, or `(…, d)` for d axes, non-negative.
+
+        Returns:
+            Shape `(…)`.
+
+        Raises:
+            CostError: the last axis is not d long.
+            CostOverflowError: a sample costs 2⁵³ bytes or more.
+        """
+        lengths = np.asarray(sizes)
+        units: Any = self.unit_bytes
+        pairs: Any = self.pair_bytes
+        if self.axes == 1:
+            lengths, units, pairs = lengths[..., None], (units,), ((pairs,),)
+        elif lengths.ndim == 0 or lengths.shape[-1] != self.axes:
+            raise CostError(
+                f"this cost has {self.axes} axes: expected sizes of shape (…, {self.axes}), "
+                f"got {lengths.shape}"
+            )
+        length = [lengths[..., axis].astype(np.float64) for axis in range(self.axes)]
+        total: Any = self.sample_bytes
+        # Horner's scheme on each axis, which is monotone like the sum it stands for.
+        for axis, (slope, row) in enumerate(zip(units, pairs, strict=True)):
+            for other, pair in enumerate(row):
+                if pair:
+                    slope = slope + pair * length[other]
+            total = total + slope * length[axis]
+        if total.size and not total.max() < _EXACT:
+            raise CostOverflowError("a sample of these sizes costs 2**53 bytes or more")
+        items: IntArray = np.ceil(total).astype(np.int64)
+        return items
+
+    @property
+    def _floor_bytes(self) -> int:
+        return int(getattr(self, "floor_bytes", 0))  # which only padded batches have
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `CostOverflowError` from 2⁶³ bytes on."""
+        number = np.asarray(n, dtype=np.int64)
+        item = self.item_bytes(padded_size)
+        if number.size and number.min() < 0:
+            raise CostError(f"a batch has at least 0 samples, got {number.min()}")
+        # In floating point the product cannot wrap, so it is what the range is checked on; the
+        # slack is what rounding can hide there.
+        largest = np.asarray(number.astype(np.float64) * item)
+        if largest.size and largest.max() + self.fixed_bytes >= float(MAX_BYTES - 4096):
+            raise CostOverflowError("this batch costs 2**63 bytes or more")
+        total: IntArray = np.maximum(number * item + int(self.fixed_bytes), self._floor_bytes)
+        return total
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
+        item = self.item_bytes(padded_size)
+        budget = np.asarray(budget_bytes, dtype=np.int64)
+        room = np.where(budget < self._floor_bytes, -1, budget) - self.fixed_bytes
+        n: IntArray = np.maximum(room, 0) // np.maximum(item, 1)
+        if not item.all():  # samples that cost nothing
+            n = np.where((item == 0) & (room >= 0), MAX_BYTES, n)
+        return n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedCost(_Quadratic):
+    """`max(floor, fixed + n·(sample + unit·L + pair·L²))` bytes for n samples padded to L.
+
+    For d ragged axes, L is a vector, `unit_bytes` has shape `(d,)`, `pair_bytes` has shape
+    `(d, d)`, and L² stands for all products of two axes: an image's H·W, a cross-attention's S·T.
+
+    Attributes:
+        fixed_bytes: without any sample: parameters, gradients, optimizer state.
+        sample_bytes: per sample, whatever its length.
+        unit_bytes: per sample and unit of padded length.
+        pair_bytes: per sample and pair of units: attention that materialises its scores, H·W.
+        floor_bytes: the least that a step costs, however small its batch (an optimizer step that
+            hides the activations of small batches).
+
+    Raises:
+        CostError: a coefficient is negative, not finite or past 2⁵³; all of them are 0; or the
+            shapes of `unit_bytes` and `pair_bytes` differ.
+
+    To budget in tokens, start with `PaddedCost(unit_bytes=1)` and a budget that is their number:
+
+    >>> tokens = PaddedCost(unit_bytes=1)
+    >>> int(tokens.capacity(100, 4096)), int(tokens.batch_bytes(40, 100))
+    (40, 4000)
+    >>> image = PaddedCost(unit_bytes=(0, 0), pair_bytes=((0, 12), (0, 0)))  # 12 bytes a pixel
+    >>> image.capacity([[640, 480], [64, 64]], 12 * 640 * 480).tolist()
+    [1, 75]
+    """
+
+    floor_bytes: float = 0
+
+    def __post_init__(self) -> None:
+        super(PaddedCost, self).__post_init__()
+        object.__setattr__(self, "floor_bytes", _whole("floor_bytes", self.floor_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCost(_Quadratic, AdditiveCost):
+    """`fixed + Σᵢ (sample + unit·Lᵢ + pair·Lᵢ²)` bytes: batches without padding.
+
+    `item_bytes` is what one sample adds; `batch_bytes` and `capacity` are for n samples of one size
+    each.
+
+    Attributes:
+        fixed_bytes: as in `PaddedCost`, and so are `sample_bytes`, `unit_bytes` and `pair_bytes`.
+        total_multiple: the total of a row, Σ Lᵢ, is rounded up to a multiple of it once, and each
+            position of padding costs `unit_bytes`, which are then rounded up to whole bytes.
+            `PackCollate(total_multiple=…)` makes such rows. Only for one axis, without
+            `pair_bytes`: padding has no length of its own.
+
+    Raises:
+        CostError: a coefficient is invalid, as in `PaddedCost`; or `total_multiple` is not an int
+            of at least 1, or does not go together with the coefficients.
+
+    >>> PackedCost(unit_bytes=2, fixed_bytes=10).item_bytes([3, 5]).tolist()
+    [6, 10]
+    >>> int(PackedCost(unit_bytes=1, total_multiple=64).batch_bytes(3, 50))
+    192
+    """
+
+    total_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        super(PackedCost, self).__post_init__()
+        if not is_int(self.total_multiple) or self.total_multiple < 1:
+            raise CostError(
+                f"total_multiple must be an int of at least 1, got {self.total_multiple!r}"
+            )
+        if self.total_multiple > 1:
+            if self.axes > 1 or self.pair_bytes:
+                raise CostError(
+                    "total_multiple rounds the one length of a row, whose padding has no samples: "
+                    "it goes together with one axis and without pair_bytes"
+                )
+            # So that all rows are compared in whole bytes, and longer ones never cost less.
+            object.__setattr__(self, "unit_bytes", float(self._whole_unit))
+
+    @property
+    def _whole_unit(self) -> int:
+        unit: Any = self.unit_bytes
+        return int(np.ceil(unit))
+
+    def padded_totals(self, totals: IntArray) -> IntArray:
+        """See `AdditiveCost.padded_totals`."""
+        return -(-totals // self.total_multiple) * self.total_multiple
+
+    def padding_bytes(self, totals: IntArray) -> Any:
+        """See `AdditiveCost.padding_bytes`."""
+        if self.total_multiple == 1:
+            return 0
+        return (self.padded_totals(totals) - totals) * self._whole_unit
+
+    def room_bytes(self, budget_bytes: int) -> int:
+        """See `AdditiveCost.room_bytes`.
+
+        A row of units alone fits, padded, if and only if its samples fit a room of whole multiples.
+        Where samples cost bytes beside their units, there is room for the most padding.
+        """
+        room = budget_bytes - self.base_bytes
+        if self.total_multiple == 1:
+            return room
+        unit = self._whole_unit
+        if self.sample_bytes:
+            return room - unit * (self.total_multiple - 1)
+        return room - room % (unit * self.total_multiple)
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`."""
+        total = super(PackedCost, self).batch_bytes(n, padded_size)
+        if self.total_multiple == 1:
+            return total
+        padding: IntArray = self.padding_bytes(np.asarray(n, np.int64) * np.asarray(padded_size))
+        return total + padding
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`."""
+        most = super(PackedCost, self).capacity(padded_size, budget_bytes)
+        if self.total_multiple == 1:
+            return most
+        size, budget = np.asarray(padded_size), np.asarray(budget_bytes)
+        # Samples whose padding is not counted are too many by at most one multiple of units.
+        high = np.where(most == MAX_BYTES, 0, most)
+        low = np.maximum(high - -(-self.total_multiple // np.maximum(size, 1)), 0)
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            fits = self.batch_bytes(middle, size) <= budget
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        return np.where(most == MAX_BYTES, most, low)
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of a batch beside its samples."""
+        return int(self.fixed_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableCost:
+    """Bytes of the cheapest measured batch that is at least as large.
+
+    A batch of n samples of size L costs at most what a measured one of n' ≥ n samples of L' ≥ L (on
+    every axis) cost. What no measured batch covers, in samples or in size, costs `MAX_BYTES`, which
+    is over every budget. Monotone, and above the true cost wherever that is monotone; coarse where
+    measurements are few.
+
+    Attributes:
+        numbers: samples of each measured batch.
+        sizes: its padded size, a tuple of d ints.
+        peak_bytes: its bytes.
+
+    Raises:
+        CostError: the three differ in length, or are empty.
+
+    >>> table = TableCost(numbers=(8, 2), sizes=((100,), (500,)), peak_bytes=(1000, 1200))
+    >>> table.batch_bytes([1, 8, 2], [50, 100, 500]).tolist()
+    [1000, 1000, 1200]
+    >>> table.capacity([100, 500, 501], 1400).tolist()
+    [8, 2, 0]
+    """
+
+    numbers: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    peak_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.numbers) == len(self.sizes) == len(self.peak_bytes) > 0:
+            raise CostError(
+                "a table needs as many numbers and sizes as peaks, at least one of each"
+            )
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.sizes[0])
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `MAX_BYTES` beyond what was measured."""
+        covers = self._covers(padded_size)
+        covers = covers & (np.asarray(n, np.int64)[..., None] <= np.array(self.numbers))
+        total: IntArray = np.where(covers, np.array(self.peak_bytes), MAX_BYTES).min(axis=-1)
+        return total
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; at most as many samples as were measured."""
+        fits = np.asarray(budget_bytes, np.int64)[..., None] >= np.array(self.peak_bytes)
+        covers = self._covers(padded_size) & fits
+        most: IntArray = np.where(covers, np.array(self.numbers), 0).max(axis=-1)
+        return most
+
+    def _covers(self, padded_size: ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which measured batches are at least as large on every axis, shape `(…, batches)`."""
+        size = np.asarray(padded_size)
+        size = size[..., None] if self.axes == 1 else size
+        covers: npt.NDArray[np.bool_] = np.all(size[..., None, :] <= np.array(self.sizes), axis=-1)
+        return covers
+
+
+def packed_options(
+    rows: npt.NDArray[Any], sizes: IntArray, factor: float, beside: float
+) -> dict[str, Any]:
+    """The arguments of a `PackedCost` nowhere below `factor·(c₀ + n·c₁(size)) + beside`.
+
+    Args:
+        rows: c₀ and c₁ of each of several sums at each size, shape `(sums, 2 or more, S)`.
+        sizes: shape `(S, d)`.
+        factor: of all bytes.
+        beside: bytes that are added to the constant.
+
+    Raises:
+        CostError: c₀ differs with the size, or c₁ is no polynomial of degree 2 with coefficients of
+            at least 0.
+    """
+    axes = sizes.shape[1]
+    pairs = [(i, j) for i in range(axes) for j in range(i, axes)]
+    lengths = sizes.astype(float)
+    terms = [np.ones(len(sizes)), *lengths.T, *(lengths[:, i] * lengths[:, j] for i, j in pairs)]
+    matrix = np.stack(terms, axis=1)
+    scales = matrix.max(axis=0)
+    largest = np.zeros(len(terms))
+    for constant, each in zip(rows[:, 0], rows[:, 1], strict=True):
+        solved = np.linalg.lstsq(matrix / scales, each.astype(float), rcond=None)[0]
+        off = np.abs(matrix / scales @ solved - each).max(initial=0)
+        if np.ptp(constant) or off > 1 + 1e-6 * each.max() or solved.min() < -1 - off:
+            raise CostError(
+                "a packed batch must cost a constant and a share of each sample, in its size and "
+                "its square, but this step has terms without n, or of another kind"
+            )
+        solved[solved < 1e-9 * each.max()] = 0  # rounding
+        coefficients = solved / scales
+        whole = np.rint(coefficients)  # as bytes nearly always are
+        coefficients = np.where(np.abs(coefficients - whole) < 1e-6, whole, coefficients)
+        coefficients[0] += (each - matrix @ coefficients).max(initial=0)
+        largest = np.maximum(largest, coefficients)
+    largest[0] = math.ceil(largest[0])
+    pair = np.zeros((axes, axes))
+    for (i, j), value in zip(pairs, largest[1 + axes :], strict=True):
+        pair[i, j] = factor * value
+    unit = factor * largest[1 : 1 + axes]
+    return {
+        "fixed_bytes": factor * float(rows[:, 0].max()) + beside,
+        "sample_bytes": factor * largest[0],
+        "unit_bytes": unit if axes > 1 else float(unit[0]),
+        "pair_bytes": pair if axes > 1 else float(pair[0, 0]),
+    }

@@ -1,0 +1,580 @@
+"""Real steps, from the smallest shape up and never over the budget: bytes that no trace sees."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchbudget.cost.agree import JoinedRanks
+from torchbudget.cost.measured import MeasuredCost
+from torchbudget.cost.pieces import Grid, Probe
+from torchbudget.cost.subject import Size, Subject
+from torchbudget.errors import CostError
+from torchbudget.machine.allocators import kernel_caches_are_stated, trim_malloc
+from torchbudget.machine.device import DeviceMemory, device_memory
+from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
+from torchbudget.machine.peaks import Peak, peak_memory
+from torchbudget.machine.process_tree import process_memory
+from torchbudget.units import format_bytes
+
+# Shares of the budget that runs aim at: the first one shows, at a safe distance, how the machine's
+# bytes relate to the trace's (a U-Net takes 1.32 of the traced ones, a 1-d convolution 1.69); a
+# size that was not run yet; others.
+_SAFE: Final = 0.4
+_NEW: Final = 0.85
+_NEAR: Final = 0.95
+# Of the first run nothing is known but its own peak: a third on top of the tensors.
+_GUESSED_SCALE: Final = 4 / 3
+_LEAST_MARGIN: Final = 1e-2
+# Resident memory was seen to grow by this much under ever new shapes, without any tensor: compiled
+# kernels, gaps in the heap.
+_DRIFT_BYTES: Final = 12 * 2**20
+# Without a trace, or where memory depends on values: steps of 1.03 times the fit were seen.
+_BLIND_MARGIN: Final = 3e-2
+# Less than this is lost in what a process gains and loses by itself.
+_SEEN_BYTES: Final = 2**24
+# Memory that grows no faster than this times the number of samples is linear in it.
+_LINEAR: Final = 1.15
+_MOST_CLIMBS: Final = 10
+_BLIND_SIZES: Final = {1: 6, 2: 4}
+_REPEATED: Final = 3  # batches of a shape where memory depends on their values
+# oneDNN runs these on the CPU by kernels that it compiles for each shape.
+_CONVOLUTIONS: Final = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+class ProbeOutOfMemoryError(Exception):
+    """A probe did not fit into the device's or the process's memory."""
+
+
+def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> MeasuredCost:
+    """Run the step on a few shapes, and find an offset and a scale, or a grid, from its peaks.
+
+    Args:
+        subject: the step and its batches.
+        room: bytes that no run may exceed.
+        traced: the cost of the traced bytes; `None`: the step cannot be traced.
+
+    Raises:
+        CostError: not even one sample of the smallest size fits.
+    """
+    if subject.state.device.type == "cpu":
+        if not trim_malloc():
+            subject.notes.append(
+                "this C library keeps freed memory: the peak depends on the shapes before"
+            )
+        _warn_of_kernels(subject)
+    with subject.state.restored(contents=True):
+        runs = _Runs(subject, StepRunner(subject), room, traced)
+        cost = runs.climbed() if traced is None else runs.scaled()
+        if runs.runner.memory is not None:
+            reserve = reserve_of(runs.probes, runs.runner, subject, room)
+            cost = replace(cost, offset=cost.offset + reserve)
+    runs.runner.empty_cache()  # or what was reserved would be taken for what the next step needs
+    if runs.runner.sampled:
+        subject.notes.append(
+            "the peak of resident memory was sampled: /proc/self/clear_refs is not writable"
+        )
+    if runs.runner.not_finite:
+        subject.warn(
+            "the step returned a loss that is not finite; does make_batch make a valid batch?"
+        )
+    return cost
+
+
+def _warn_of_kernels(subject: Subject) -> None:
+    """Warn of convolutions whose kernels are cached by the thousand, more than any probe shows."""
+    parts = subject.state.parts()
+    if not kernel_caches_are_stated() and any(isinstance(part, _CONVOLUTIONS) for part in parts):
+        subject.warn(
+            "convolutions on the CPU keep compiled kernels for each new shape, up to those of "
+            "1,024, so that steps after many shapes may exceed the budget: call "
+            "configure_allocators() first in the script, here and where it trains"
+        )
+
+
+class StepRunner:
+    """Runs the step and reads its peak; to be used inside `TrainingState.restored(contents=True)`.
+
+    On CUDA the allocator's cache is emptied before each shape, so that the peak of reserved bytes
+    is the shape's own. Ranks whose steps wait for each other must make the same calls; the worst of
+    any rank counts on all.
+
+    Args:
+        subject: the step and its batches.
+
+    Attributes:
+        memory: of the device; `None` on the CPU.
+        idle_bytes: memory in use while no step runs.
+        sampled: whether a peak was only sampled.
+        not_finite: whether a step returned a number that is not finite.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject, self._state = subject, subject.state
+        self._device = subject.state.device
+        self._ranks = JoinedRanks(subject.state)
+        self.memory = None if self._device.type == "cpu" else device_memory(self._device)
+        self.empty_cache()
+        with peak_memory(self._device) as idle:
+            pass
+        [self.idle_bytes] = self._ranks.largest(idle.bytes)
+        # Of each probe: resident before its last step; on CUDA, outside the allocator after it.
+        self._beside_bytes: list[int] = []
+        self.sampled = self.not_finite = False
+
+    def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
+        """Step on batches of one shape: twice the first time, since optimizers make their state.
+
+        Where the step's memory depends on values, on more batches, of which the worst counts.
+
+        Raises:
+            ProbeOutOfMemoryError: it did not fit; all memory that it took is freed.
+        """
+        times = _REPEATED if self._subject.depends_on_values else 1
+        peak, beside_bytes, seconds = self._peak([(n, size)] * (times + (not self._beside_bytes)))
+        self._beside_bytes.append(beside_bytes)
+        self._subject.advance(1)
+        return Probe(n, size, peak.bytes, held_out, "run", seconds)
+
+    def peak_of(self, shapes: Sequence[tuple[int, Size]]) -> Peak:
+        """The peak of a step on each shape in turn, without emptying the cache in between.
+
+        Raises:
+            ProbeOutOfMemoryError: one did not fit; all memory that it took is freed.
+        """
+        return self._peak(shapes)[0]
+
+    def settled(self, probes: Sequence[Probe]) -> list[Probe]:
+        """All probes, as if what is in use beside tensors had been so from the start.
+
+        While probes are run, kernels are loaded or compiled for new shapes, libraries make their
+        plans and buffers, and the heap gets gaps.
+        """
+        now_bytes = self._read_beside_bytes()
+        added = self._ranks.largest(*(max(now_bytes - then, 0) for then in self._beside_bytes))
+        return [
+            replace(probe, peak_bytes=probe.peak_bytes + more)
+            for probe, more in zip(probes, added, strict=True)
+        ]
+
+    def empty_cache(self) -> None:
+        """Give free blocks back to the device."""
+        gc.collect()
+        if self.memory is not None:
+            self.memory.source.empty_cache()
+
+    def _peak(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
+        """The peak of steps, what was in use beside tensors, and the seconds of the last one."""
+        failed_before = failed_allocations()
+        failed, peak, beside_bytes, seconds = False, Peak(), 0, 0.0
+        try:
+            peak, beside_bytes, seconds = self._run(shapes)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error, failed_before):
+                raise
+            failed = True
+        failed |= peak.failures > 0  # that a library went on without
+        worst = self._ranks.largest(failed, peak.bytes, peak.retries, seconds)
+        failed, peak.bytes, peak.retries, seconds = worst
+        if not failed:
+            return peak, beside_bytes, seconds
+        # Outside the handler, the exception's frames no longer keep the step's tensors alive.
+        for parameter in self._state.parameters():
+            parameter.grad = None
+        self.empty_cache()
+        raise ProbeOutOfMemoryError
+
+    def _run(self, shapes: Sequence[tuple[int, Size]]) -> tuple[Peak, int, float]:
+        self.empty_cache()
+        with self._subject.checks.checked(), peak_memory(self._device) as peak:
+            for n, size in shapes:
+                beside_bytes = self._read_beside_bytes()
+                batch = self._subject.batch((n, *size))
+                self._wait()
+                start_s = time.perf_counter()
+                result = self._subject.step(batch)
+                self._check_finite(result)
+                self._wait()
+                seconds = time.perf_counter() - start_s
+                del batch, result
+        self.sampled |= peak.sampled
+        return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
+
+    def _wait(self) -> None:
+        if self.memory is not None:
+            self.memory.source.synchronize()
+
+    def _read_beside_bytes(self) -> int:
+        if self.memory is None:
+            return process_memory().resident_bytes
+        return self.memory.outside_bytes(self.memory.source.figures())
+
+    def _check_finite(self, result: object) -> None:
+        value = result.detach() if isinstance(result, torch.Tensor) else result
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            self.not_finite = True
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Runs of shapes so far, none of which was predicted to exceed the budget."""
+
+    subject: Subject
+    runner: StepRunner
+    room: int
+    traced: MeasuredCost | None
+    probes: list[Probe] = field(default_factory=list)
+
+    # With a trace: an offset and a scale.
+
+    def scaled(self) -> MeasuredCost:
+        """Run shapes that fill the budget, and fit an offset and a scale to them."""
+        judged = self.subject.domain.judged()
+        middle, largest, smallest = judged[len(judged) // 2], judged[-1], judged[0]
+        self._run_first(smallest)
+        self._reach_for(_SAFE, middle)
+        for size in (largest, smallest):
+            self._reach_for(_NEW, size)
+        self._reach_for(_NEAR, middle)
+        if all(probe.size != largest for probe in self.probes):
+            self._note_unreached(largest)
+        domain = self.subject.domain
+        for share in (0.25, 0.8) if domain.axes == 1 else ((0.25, 0.8), (0.8, 0.25)):
+            self._reach_for(_NEAR, domain.between(share), held_out=True)
+        self.probes = self.runner.settled(self.probes)
+        offset, scale = self._fit(self.probes)
+        cost = replace(self._known, offset=offset, scale=scale, probes=tuple(self.probes))
+        least = _BLIND_MARGIN if self.subject.depends_on_values else _LEAST_MARGIN
+        return replace(cost, margin=self._margin(cost, least), seconds=self._seconds(cost))
+
+    @property
+    def _known(self) -> MeasuredCost:
+        if self.traced is None:
+            raise CostError("nothing was traced")
+        return self.traced
+
+    def _margin(self, cost: MeasuredCost, least: float) -> float:
+        """Twice the worst underestimate of any run."""
+        worst = max(0.0, *(-error / (1 + error) for error in cost.errors()))
+        return max(least, _DRIFT_BYTES / self.room, 2 * worst)
+
+    def _fit(self, probes: Sequence[Probe]) -> tuple[float, float]:
+        """The offset and the scale of traced bytes, at least 0 and 1, by relative errors."""
+        peaks = np.array([probe.peak_bytes for probe in probes], float)
+        tensors = self._tensors(probes)
+        if len(probes) > 1:
+            matrix = np.stack([1 / peaks, tensors / peaks], axis=1)
+            offset, scale = np.linalg.lstsq(matrix, np.ones(len(peaks)), rcond=None)[0]
+            if offset >= 0 and scale >= 1:
+                return float(offset), float(scale)
+            if offset < 0:
+                scale = float((tensors / peaks).sum() / ((tensors / peaks) ** 2).sum())
+                return 0.0, max(scale, 1.0)
+        return float(max(((peaks - tensors) / peaks).sum() / (1 / peaks).sum(), 0)), 1.0
+
+    def _tensors(self, probes: Sequence[Probe]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        known = self._known
+        sizes = [probe.size if known.axes > 1 else probe.size[0] for probe in probes]
+        return known.batch_bytes([probe.n for probe in probes], sizes).astype(float)
+
+    def _run_first(self, smallest: Size) -> Probe:
+        try:
+            first = self.runner.run(1, smallest)
+        except ProbeOutOfMemoryError as error:
+            raise CostError(f"one sample of size {smallest} does not fit into memory") from error
+        if first.peak_bytes > self.room:
+            raise CostError(
+                "model, gradients, optimizer state and all else in the process need "
+                f"{format_bytes(first.peak_bytes)} with one sample of size {smallest}; the budget "
+                f"is {format_bytes(self.room)}"
+            )
+        self.probes.append(first)
+        return first
+
+    def _reach_for(self, share: float, size: Size, *, held_out: bool = False) -> None:
+        """Run a batch of a size that takes this share of the budget, by the largest scale seen."""
+        first, tensors = self.probes[0].peak_bytes, self._tensors(self.probes)
+        scale, offset = _GUESSED_SCALE, 0.0
+        grown = [
+            (probe.peak_bytes - first) / (one - tensors[0])
+            for probe, one in zip(self.probes[1:], tensors[1:], strict=True)
+            if one - tensors[0] > _SEEN_BYTES
+        ]
+        if grown:
+            scale = max(1.0, *grown)
+        offset = first - scale * tensors[0]
+        wanted = int((share * self.room - offset) / scale)
+        n = int(self._known.capacity(size if len(size) > 1 else size[0], max(wanted, 0)))
+        n = min(n, self.subject.most_samples(size))
+        if n < 1 or any(probe.size == size and probe.n >= n for probe in self.probes):
+            return
+        try:
+            self.probes.append(self.runner.run(n, size, held_out=held_out))
+        except ProbeOutOfMemoryError:
+            self._note_out_of_memory(n, size)
+
+    def _note_out_of_memory(self, n: int, size: Size) -> None:
+        """There is less memory than the budget: later probes aim at half of what is left."""
+        self.subject.notes.append(f"out of memory at {n} samples of size {size}, below the budget")
+        floor = min(probe.peak_bytes for probe in self.probes)
+        self.room = floor + (self.room - floor) // 2
+
+    def _note_unreached(self, largest: Size) -> None:
+        self.subject.notes.append(
+            f"no batch of the largest size, {largest}, was run: by the runs before, one sample "
+            "needs more than the budget"
+        )
+
+    def _seconds(self, cost: MeasuredCost) -> tuple[float, float, float]:
+        """Coefficients of 1, n and floating-point operations, at least 0, of the runs' seconds."""
+        seconds = np.array([probe.seconds for probe in self.probes], float)
+        shapes = [(probe.n, *probe.size) for probe in self.probes]
+        n = np.array([shape[0] for shape in shapes], float)
+        matrix = np.stack([np.ones(len(n)), n, cost.flops_at(shapes)], axis=1)
+        best, found = math.inf, (float(seconds.mean()), 0.0, 0.0)
+        # Of every subset of terms whose coefficients are not negative, the nearest.
+        for used in product((False, True), repeat=3):
+            columns = np.flatnonzero(np.array(used) & matrix.any(axis=0))
+            if not len(columns):
+                continue
+            scales = matrix[:, columns].max(axis=0)
+            weighted = matrix[:, columns] / scales / seconds[:, None]
+            solved = np.linalg.lstsq(weighted, np.ones(len(n)), rcond=None)[0]
+            error = float(((weighted @ solved - 1) ** 2).sum())
+            if solved.min() >= 0 and error < best:
+                coefficients = np.zeros(3)
+                coefficients[columns] = solved / scales
+                fixed, each, flop = coefficients.tolist()
+                best, found = error, (fixed, each, flop)
+        return found
+
+    # Without a trace: a grid of runs.
+
+    def climbed(self) -> MeasuredCost:
+        """Run ever larger batches of several sizes, until the budget is nearly filled.
+
+        The number of samples grows by a bound that is quadratic in it, until three runs are linear.
+        A size is begun if the one before bounds its first sample by the square of their ratio.
+        """
+        domain = self.subject.domain
+        count = _BLIND_SIZES.get(domain.axes, 2)
+        nodes = [
+            sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
+            for axis in range(domain.axes)
+        ]
+        self._run_first(domain.smallest)
+        for size in sorted(product(*nodes), key=lambda one: (math.prod(one), one)):
+            if self._may_begin(size):
+                self._climb(size)
+        runs = self.probes
+        reached = [size for size in product(*nodes) if any(p.size == size for p in runs)]
+        if domain.largest not in reached:
+            self._note_unreached(domain.largest)
+        self._check_between(nodes)
+        self.probes = self.runner.settled(self.probes)
+        cost = self._grid_cost(nodes)
+        return replace(cost, margin=self._margin(cost, _BLIND_MARGIN), seconds=self._seconds(cost))
+
+    def _may_begin(self, size: Size) -> bool:
+        """Whether runs of other sizes bound one sample of this size below the budget."""
+        idle = self.runner.idle_bytes
+        for probe in self.probes:
+            larger = max(1.0, *(a / b for a, b in zip(size, probe.size, strict=True)))
+            grown = max(probe.peak_bytes - idle, _SEEN_BYTES) / (1 if probe.held_out else probe.n)
+            power = 2 * sum(a > b for a, b in zip(size, probe.size, strict=True))
+            if idle + grown * larger**power * _LINEAR <= self.room:
+                return True
+        return False
+
+    def _climb(self, size: Size) -> None:
+        runs = [probe for probe in self.probes if probe.size == size]
+        target = int(_NEAR * self.room)
+        most = self.subject.most_samples(size)
+        for _ in range(_MOST_CLIMBS):
+            n = min(self._next(runs, target) if runs else self._begin(size), most)
+            if n < 1 or (runs and n <= runs[-1].n * 1.05):
+                return
+            try:
+                runs.append(self.runner.run(n, size))
+            except ProbeOutOfMemoryError:
+                self._note_out_of_memory(n, size)
+                return
+            self.probes.append(runs[-1])
+
+    def _begin(self, size: Size) -> int:
+        """The most samples that cannot need more than a run of shorter samples did."""
+        found = [1.0]
+        for probe in self.probes:
+            larger = [max(a / b, 1.0) for a, b in zip(size, probe.size, strict=True)]
+            found.append(probe.n / math.prod(larger) ** 2)
+        return int(max(found))
+
+    def _next(self, runs: Sequence[Probe], target: int) -> int:
+        """The most samples that cannot need more than the target, judged by runs of this size.
+
+        Bytes are taken to grow as n², until three runs have shown that they are nearly linear. A
+        run that did not leave the floor may need all that is in use beside what is idle, and is
+        taken to be linear.
+        """
+        last, idle = runs[-1], self.runner.idle_bytes
+        if self._is_linear(runs):
+            n, peaks = zip(*((probe.n, probe.peak_bytes) for probe in runs[-3:]), strict=True)
+            square, slope, rest = np.polyfit(n, peaks, 2)
+            if square <= 0:
+                slope = (peaks[2] - peaks[1]) / (n[2] - n[1])
+                return int(last.n + (target - last.peak_bytes) / slope)
+            return int((math.sqrt(slope**2 + 4 * square * (target - rest)) - slope) / (2 * square))
+        if len(runs) > 1 and last.peak_bytes - self.probes[0].peak_bytes <= _SEEN_BYTES:
+            return int(last.n * (target - idle) / max(last.peak_bytes - idle, _SEEN_BYTES))
+        few, fewer = (
+            (runs[-2].n, runs[-2].peak_bytes) if len(runs) > 1 else (0, min(idle, last.peak_bytes))
+        )
+        grown = max(last.peak_bytes - fewer, _SEEN_BYTES)
+        most = last.n**2 + (target - last.peak_bytes) / grown * (last.n**2 - few**2)
+        return max(int(math.sqrt(max(most, 0))), min(int(most), 2) if len(runs) == 1 else 0)
+
+    def _is_linear(self, runs: Sequence[Probe]) -> bool:
+        """Whether the last three runs lie nearly on a line, or below one."""
+        if len(runs) < 3 or runs[-2].peak_bytes - runs[-3].peak_bytes < _SEEN_BYTES:
+            return False
+        one, two, three = runs[-3:]
+        slope = (two.peak_bytes - one.peak_bytes) / (two.n - one.n)
+        return (three.peak_bytes - two.peak_bytes) / (three.n - two.n) <= _LINEAR * slope
+
+    def _check_between(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Run two batches of sizes between the nodes, which are held out."""
+        cost = self._grid_cost(nodes)
+        for share in (0.3, 0.7):
+            size = self.subject.domain.between(share)
+            n = int(cost.capacity(size if len(size) > 1 else size[0], int(_NEW * self.room)))
+            n = min(n, self.subject.most_samples(size))
+            if n >= 1 and all(probe.size != size for probe in self.probes):
+                try:
+                    self.probes.append(self.runner.run(n, size, held_out=True))
+                except ProbeOutOfMemoryError:
+                    self._note_out_of_memory(n, size)
+
+    def _grid_cost(self, nodes: Sequence[Sequence[int]]) -> MeasuredCost:
+        domain, fitted = self.subject.domain, [p for p in self.probes if not p.held_out]
+        sizes = [
+            tuple(one for one in axis if any(p.size[k] == one for p in fitted))
+            for k, axis in enumerate(nodes)
+        ]
+        top = max(2, *(probe.n for probe in fitted))  # two numbers make a line
+        numbers = tuple(sorted({*(2**k for k in range(top.bit_length())), top}))
+        shape = tuple(map(len, sizes))
+        at: Any
+        values, reached = np.full((len(numbers), *shape), np.inf), np.zeros(shape)
+        floor = min(probe.peak_bytes for probe in fitted)
+        for at in product(*map(range, shape)):
+            size = tuple(axis[k] for axis, k in zip(sizes, at, strict=True))
+            runs = sorted((p for p in fitted if p.size == size), key=lambda p: p.n)
+            if not runs:
+                values[(slice(None), *at)] = floor
+                continue
+            n = np.array([0, *(p.n for p in runs)], float)
+            peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)])
+            slope = (peaks[-1] - peaks[-2]) / (n[-1] - n[-2])
+            beyond = np.maximum(np.array(numbers) - n[-1], 0) * slope
+            values[(slice(None), *at)] = np.interp(numbers, n, peaks) + beyond
+            reached[at] = peaks[-1]
+        flops = np.zeros(values.shape)
+        grid = Grid(numbers, tuple(sizes), values, float(floor), flops, reached)
+        return MeasuredCost(
+            pieces=(), grid=grid, smallest=domain.smallest, largest=domain.largest,
+            multiple=domain.multiple, empty=floor, probes=tuple(self.probes),
+        )  # fmt: skip
+
+
+# Shares of the probed samples that are replayed: smaller batches where larger ones in turn do not
+# fit the budget.
+_SHARES: Final = (1.0, 0.85, 0.7, 0.5)
+
+
+def reserve_of(probes: Sequence[Probe], runner: StepRunner, subject: Subject, room: int) -> int:
+    """Bytes that torch's allocator keeps on a card when shapes take turns, beyond the largest one.
+
+    A probe's peak is that of its shape on an empty cache. In training shapes take turns, and blocks
+    that one has left may not fit the next, above all in segments of fixed sizes. All probed shapes
+    are run in turn, twice, with the allocator limited to the budget.
+    """
+    memory = runner.memory
+    if memory is None:
+        return 0
+    reserve = _reserve(probes, runner, memory, room)
+    if reserve is None:
+        reserve = room // 2
+        subject.warn(
+            "the probed shapes in turn do not fit the budget, although each of them does: half of "
+            "it is left free for gaps between blocks; ask for expandable segments, as of "
+            "configure_allocators(), before CUDA is first used"
+        )
+    figures = memory.source.figures()
+    outside = format_bytes(memory.outside_bytes(figures))
+    allocator = memory.source.allocator()
+    subject.notes += [
+        f"{format_bytes(reserve)} are added for shapes that take turns: {allocator}",
+        f"outside torch's allocator this process uses {outside}: {memory.told_apart_by(figures)}",
+    ]
+    warn_of_kept(subject, memory)
+    return reserve
+
+
+def _reserve(
+    probes: Sequence[Probe], runner: StepRunner, memory: DeviceMemory, room: int
+) -> int | None:
+    """Bytes that shapes in turn take beyond the largest one; `None` if small ones do not fit."""
+    fraction = memory.source.figures().fraction
+    memory.limit(room)
+    try:
+        for share in _SHARES:
+            shapes = [(max(int(share * probe.n), 1), probe.size) for probe in probes]
+            shapes.sort(key=lambda shape: shape[1])
+            mixed = [shape for pair in zip(shapes, reversed(shapes), strict=True) for shape in pair]
+            try:
+                together = runner.peak_of(mixed)
+                alone = max(runner.peak_of([shape] * 2).bytes for shape in shapes)
+            except ProbeOutOfMemoryError:
+                continue
+            if not together.retries:  # gaps that were closed by flushing, at the limit
+                return round(min(room - alone, max(together.bytes - alone, 0) / share))
+        return None
+    finally:
+        memory.source.set_fraction(fraction)
+
+
+def warn_of_kept(subject: Subject, memory: DeviceMemory | None) -> None:
+    """Warn of what keeps memory of its own on CUDA for every new shape.
+
+    Args:
+        subject: that is warned.
+        memory: of the device; `None`: this process does not use it, so that it has no graphs there.
+    """
+    if torch.backends.cudnn.benchmark:
+        subject.warn(
+            "torch.backends.cudnn.benchmark is on: cuDNN tries its algorithms on every new shape, "
+            "with workspaces of any size, and keeps a plan of each; ragged batches have ever new "
+            "shapes, so set it to False, or give the sampler a coarse size_multiple"
+        )
+    graphs = 0 if memory is None else memory.source.graph_bytes()
+    if graphs:
+        subject.warn(
+            f"CUDA graphs, or other memory pools, keep {format_bytes(graphs)} reserved, and more "
+            "for every new shape that is captured; the cost has those of the probed shapes at "
+            "most. Compile without mode='reduce-overhead', or give the sampler a coarse "
+            "size_multiple"
+        )

@@ -1,0 +1,254 @@
+"""The subject of a measurement: a step, its batches, and the shapes that they may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchbudget.checks import is_int
+from torchbudget.cost.batch_recipe import Shape, batch_bytes
+from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.step_checks import StepChecks
+from torchbudget.errors import CostError, MeasureWarning
+from torchbudget.machine.out_of_memory import is_out_of_memory
+from torchbudget.restoring import TrainingState
+from torchbudget.warn import warn
+
+Size: TypeAlias = tuple[int, ...]
+
+_MOST_AXES: Final = 8
+# The smallest size, as a share of the largest one, where neither it nor sizes are given.
+_SMALLEST: Final = 1 / 64
+# A batch of a probe or of a concrete trace takes at most this, and has at most so many samples.
+_BATCH_BYTES: Final = 2**28
+_MOST_SAMPLES: Final = 2**16
+# Fractions of the range of sizes, on a logarithmic scale, at which steps are run.
+_JUDGED: Final = (0.0, 0.35, 0.65, 1.0)
+
+
+class BatchError(CostError):
+    """`make_batch` ignores its arguments, so that the step cannot be measured in any way."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Domain:
+    """The sizes that batches may have.
+
+    Attributes:
+        smallest: the smallest size on every axis.
+        largest: the largest size on every axis.
+        multiple: sizes are multiples of it.
+        known: the different sizes of the data set, shape `(N, d)`; `None`: any size may occur.
+    """
+
+    smallest: Size
+    largest: Size
+    multiple: int
+    known: IntArray | None = None
+
+    @classmethod
+    def of(
+        cls,
+        max_size: int | Sequence[int] | None,
+        multiple: int,
+        *,
+        min_size: int | Sequence[int] | None = None,
+        sizes: npt.ArrayLike | None = None,
+    ) -> Domain:
+        """The domain from `min_size` to `max_size`, rounded up to a multiple.
+
+        Raises:
+            CostError: a size is not an int of at least 1, or several; they differ in their axes;
+                or neither the largest size nor sizes are given.
+        """
+        known = None if sizes is None else _sizes_array(sizes)
+        if max_size is None:
+            if known is None:
+                raise CostError("give max_size, or the data set's sizes")
+            max_size = known.max(axis=0).tolist()
+        largest = _rounded(_size_of("max_size", max_size), multiple)
+        if min_size is not None:
+            smallest = _size_of("min_size", min_size)
+        elif known is not None:
+            smallest = tuple(np.maximum(known.min(axis=0), 1).tolist())
+        else:
+            smallest = tuple(max(round(_SMALLEST * one), 1) for one in largest)
+        smallest = _rounded(smallest, multiple)
+        if len(smallest) != len(largest) or (known is not None and known.shape[1] != len(largest)):
+            raise CostError("max_size, min_size and sizes must have the same number of axes")
+        if any(low > high for low, high in zip(smallest, largest, strict=True)):
+            raise CostError(f"the smallest size, {smallest}, is above the largest one, {largest}")
+        if known is not None:
+            known = np.clip(-(-known // multiple) * multiple, smallest, largest)
+            known = np.unique(known, axis=0)
+        return cls(smallest, largest, multiple, known)
+
+    @property
+    def axes(self) -> int:
+        """The number of ragged axes, d."""
+        return len(self.largest)
+
+    def between(self, fractions: npt.ArrayLike) -> Size:
+        """The size at fractions of the way from smallest to largest, on a logarithmic scale.
+
+        Where sizes are known, the nearest of them.
+        """
+        share = np.resize(np.asarray(fractions, float), self.axes)
+        low, high = np.array(self.smallest, float), np.array(self.largest, float)
+        wanted = low * (high / low) ** share
+        if self.known is not None:
+            off = np.abs(np.log(self.known / wanted)).sum(axis=1)
+            return tuple(self.known[int(off.argmin())].tolist())
+        rounded = -(-np.rint(wanted).astype(int) // self.multiple) * self.multiple
+        return tuple(np.clip(rounded, self.smallest, self.largest).tolist())
+
+    def judged(self) -> list[Size]:
+        """Sizes at which steps are run, from short to long."""
+        return list(dict.fromkeys(self.between(share) for share in _JUDGED))
+
+    def draw(self, count: int, most_samples: int, seed: int = 0) -> IntArray:
+        """Shapes of any number of samples, geometrically, corners among them: `(S, 1 + d)`."""
+        rng = np.random.default_rng(seed)
+        shares = rng.beta(0.7, 0.7, (count, self.axes))  # more at the ends than in between
+        corners = list(product((0.0, 1.0), repeat=self.axes))
+        sizes = np.array([self.between(one) for one in [*corners, *shares]])
+        n = np.rint(most_samples ** rng.beta(0.7, 0.7, len(sizes))).astype(np.int64)
+        both = [np.column_stack([n, sizes])]
+        for number in (1, most_samples):
+            ends = sizes[: len(corners)]
+            both.append(np.column_stack([np.full(len(ends), number), ends]))
+        return np.unique(np.concatenate(both), axis=0)
+
+    def recipe_shapes(self) -> list[Shape]:
+        """Small shapes that tell apart how a batch's sizes follow from its shape."""
+        if self.known is not None:
+            # Of many sizes, some from short to long; short ones take little memory.
+            order = np.argsort(self.known.prod(axis=1), kind="stable")
+            count = min(len(order), 3 * 2**self.axes)
+            rows = self.known[order[np.linspace(0, len(order) - 1, count).astype(int)]]
+            terms = [[math.prod(x) for x in _subsets(row)] for row in rows.tolist()]
+            if np.linalg.matrix_rank(np.array(terms, float)) == 2**self.axes:
+                sizes = [tuple(row) for row in rows.tolist()]
+                return [(n, *size) for n in (3, 5) for size in sizes]
+        each = []
+        for low, high in zip(self.smallest, self.largest, strict=True):
+            room = (high - low) // self.multiple
+            steps = sorted({min(k, room) for k in (0, 5, 12)} if room > 12 else range(min(room, 3)))
+            each.append([low + k * self.multiple for k in steps] or [low])
+        shapes = [(n, *size) for n in (3, 5) for size in product(*each)]
+        return [*shapes, (7, *(one[-1] for one in each))]
+
+
+def _subsets(row: Sequence[int]) -> list[tuple[int, ...]]:
+    return [
+        tuple(one for one, taken in zip(row, bits, strict=True) if taken)
+        for bits in product((0, 1), repeat=len(row))
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class Subject:
+    """A training step and the batches to measure it on.
+
+    Attributes:
+        step: the full training step.
+        make_batch: makes a batch of n samples padded to a size.
+        domain: the sizes.
+        state: what the step refers to.
+        target: the device that the step is to run on.
+        notes: what the user should know; appended to while measuring.
+        depends_on_values: whether the step's memory depends on the values in its batch.
+        advance: is called with 1 after each shape, to show progress.
+        checks: of the step.
+    """
+
+    step: Callable[[Any], object]
+    make_batch: Callable[[int, Any], Any]
+    domain: Domain
+    state: TrainingState
+    target: torch.device
+    notes: list[str] = field(default_factory=list)
+    depends_on_values: bool = False
+    advance: Callable[[int], object] = lambda _: None
+    checks: StepChecks = field(init=False)
+    _most: dict[Size, int] = field(default_factory=dict)
+    _seen: dict[Any, Shape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.checks = StepChecks(self.state)
+
+    def batch(self, shape: Shape) -> Any:
+        """A batch of a shape; its size is an int for `make_batch` if it has one axis.
+
+        Raises:
+            BatchError: `make_batch` raised, or made the same tensors of another shape before.
+        """
+        n, *size = shape
+        asked = size[0] if len(size) == 1 else tuple(size)
+        try:
+            batch = self.make_batch(n, asked)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise BatchError(
+                f"make_batch({n}, {asked}) raised {error!r}; if there are no samples this short, "
+                "pass min_size"
+            ) from error
+        leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+        arrays = (one for one in leaves if isinstance(one, (torch.Tensor, np.ndarray)))
+        shapes = tuple(tuple(one.shape) for one in arrays)
+        before = self._seen.setdefault(shapes, shape) if shapes else shape
+        if before != shape:
+            raise BatchError(
+                f"make_batch ignores what it is asked for: (n, size) = {before} and {shape} both "
+                f"gave tensors of the shapes {list(shapes)}"
+            )
+        return batch
+
+    def most_samples(self, size: Size) -> int:
+        """The most samples of a size in a real batch: so many that it takes 256 MiB."""
+        if size not in self._most:
+            each = max(batch_bytes(self.batch((2, *size))) / 2, 1)
+            self._most[size] = min(max(int(_BATCH_BYTES / each), 2), _MOST_SAMPLES)
+        return self._most[size]
+
+    def warn(self, text: str) -> None:
+        """Note it, and warn of it."""
+        self.notes.append(text)
+        warn(text, MeasureWarning)
+
+
+def _size_of(name: str, size: int | Sequence[int]) -> Size:
+    each = tuple(size) if isinstance(size, Sequence) else (size,)
+    if not 1 <= len(each) <= _MOST_AXES or not all(is_int(n) and n >= 1 for n in each):
+        raise CostError(
+            f"{name} must be an int of at least 1, or one for each of at most {_MOST_AXES} "
+            f"axes, got {size!r}"
+        )
+    return tuple(map(int, each))
+
+
+def _rounded(size: Size, multiple: int) -> Size:
+    return tuple(-(-one // multiple) * multiple for one in size)
+
+
+def _sizes_array(sizes: npt.ArrayLike) -> IntArray:
+    try:
+        array = np.asarray(sizes)
+    except ValueError as error:
+        raise CostError(f"sizes must be integers of shape (N,) or (N, d): {error}") from error
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not len(array):
+        raise CostError(
+            f"sizes must be integers of shape (N,) or (N, d), got {array.dtype} {array.shape}"
+        )
+    if array.min() < 0 or array.max() < 1 or array.max() >= 2**53:
+        raise CostError(f"sizes must be from 0 to 2**53, got {array.min()} to {array.max()}")
+    return array.reshape(len(array), -1).astype(np.int64)

@@ -1,0 +1,297 @@
+"""The bytes of every shape, monotone, as a table of polynomials in n for each size.
+
+At each size a row is `c₀ + c₁·n + c₂·n²` from one number of samples to another: below, it says
+nothing; above, it stays at its last value. The largest row counts. Each coefficient is the running
+maximum over all shorter sizes, so neither more samples nor longer ones ever cost less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchbudget.cost.pieces import NOT_HELD, Grid, Piece
+from torchbudget.cost.protocol import ArrayLike, FloatArray, IntArray
+from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
+
+# Sizes that a table has in all: of more, the table has some, evenly in their logarithms, and others
+# are rounded up. Of two axes these are 256 each, of which two that follow differ by up to 1.7 %.
+_MOST_SIZES: Final = 2**16
+# Whether a piece holds is asked at powers of two. What holds at the last one holds for every n.
+_STARTS: Final = tuple(2**k for k in range(21))
+_ANY_N: Final = 2 * _STARTS[-1]
+_NOTHING: Final = -(2.0**62)
+_LARGE: Final = 2.0**62  # bytes from here on count as too many for any budget
+
+
+def levels_of(smallest: int, largest: int, multiple: int, axes: int) -> IntArray:
+    """The sizes of one axis that a table of several axes has."""
+    most = int(_MOST_SIZES ** (1 / axes))
+    every = np.arange(smallest, largest + multiple, multiple, dtype=np.int64)
+    if len(every) > most:
+        spread = np.geomspace(max(smallest, 1), largest, most)
+        every = np.unique(-(-spread.astype(np.int64) // multiple) * multiple)
+    return np.unique([smallest, *np.clip(every, smallest, largest)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surface:
+    """Bytes of n samples of a size.
+
+    Attributes:
+        levels: the sizes of the table, for each axis.
+        starts: the fewest samples of each row, shape `(rows,)`.
+        ends: the most samples of each row.
+        rows: coefficients in bytes, shape `(rows, 3, sizes)`.
+        most: up to this number of samples bytes are known, shape `(sizes,)`.
+        empty: bytes of a batch without samples.
+    """
+
+    levels: tuple[IntArray, ...]
+    starts: IntArray
+    ends: IntArray
+    rows: IntArray
+    most: IntArray
+    empty: int
+
+    @classmethod
+    def of(
+        cls,
+        levels: Sequence[IntArray],
+        pieces: Sequence[Piece],
+        grid: Grid | None,
+        *,
+        empty: int,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        raised: float = 0.0,
+    ) -> Surface:
+        """The table of pieces, where they hold, and of a grid elsewhere.
+
+        Args:
+            levels: the sizes of the table, for each axis.
+            pieces: of which the first one counts that holds.
+            grid: for shapes that no piece holds; `None`: there is none, and nothing is known there.
+            empty: traced bytes of a batch without samples.
+            offset: bytes beside the traced ones.
+            scale: of the traced bytes.
+            raised: share that the grid's bytes are raised by.
+        """
+        points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
+        numbers = () if grid is None else grid.numbers
+        starts = np.array(sorted({*_STARTS, *numbers}), np.int64)
+        ends = np.append(starts[1:] - 1, MAX_BYTES)
+        owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
+        shape = tuple(map(len, levels))
+        found: list[tuple[int, int, FloatArray]] = []
+        for at, piece in enumerate(pieces):
+            active = (owner == at).any(axis=0)
+            coefficients = piece.in_n(points) if active.any() else ()
+            for first, last in _same_intervals(active):
+                for total in coefficients:
+                    rising = _monotone_in_n(total, int(starts[first]))
+                    row = _running_maximum(rising, active[first], shape)
+                    found.append((int(starts[first]), int(ends[last]), row))
+        missing = (owner == len(pieces)).any(axis=0)
+        reached = numbers[-1] if numbers else 0
+        for k in np.flatnonzero(missing.any(axis=1) & (starts < reached)).tolist():
+            if grid is not None:
+                span = int(starts[k]), min(int(ends[k]) + 1, reached)
+                found.append((*span, _line(grid, points, missing[k], span, shape, 1 + raised)))
+        unknown = missing & (starts[:, None] >= reached)
+        known = np.where(unknown.any(axis=0), starts[unknown.argmax(axis=0)] - 1, MAX_BYTES)
+        most = np.maximum(known, reached).reshape(shape)
+        for axis in range(len(shape)):
+            most = np.minimum.accumulate(most, axis=axis)
+        if not found:
+            raise CostError("nothing is known of the step at any shape")
+        rows = np.array([row for _, _, row in found])
+        rows[:, 0] = np.where(rows[:, 0] > _NOTHING, rows[:, 0] * scale + offset, _NOTHING)
+        rows[:, 1:] *= scale
+        floor = max(int(np.ceil(empty * scale + offset)), 0)
+        rows = np.ceil(np.clip(rows, _NOTHING, _LARGE)).astype(np.int64)
+        return (
+            cls(
+                tuple(levels),
+                np.array([start for start, _, _ in found], np.int64),
+                np.array([end for _, end, _ in found], np.int64),
+                rows,
+                most.ravel(),
+                floor,
+            )
+            .pruned()
+            ._within(grid, points, 1 + raised)
+        )
+
+    def pruned(self) -> Surface:
+        """Without rows that another one is nowhere below."""
+        kept: list[int] = []
+        order = sorted(range(len(self.rows)), key=lambda k: (self.starts[k], -self.ends[k]))
+        for k in order:
+            covered = any(
+                self.starts[j] <= self.starts[k]
+                and self.ends[j] >= self.ends[k]
+                and (self.rows[j] >= self.rows[k]).all()
+                for j in kept
+            )
+            if not covered:
+                kept.append(k)
+        return Surface(
+            self.levels, self.starts[kept], self.ends[kept], self.rows[kept], self.most, self.empty
+        )
+
+    def _within(self, grid: Grid | None, points: IntArray, factor: float) -> Surface:
+        """With no more samples than need the bytes that a grid has reached."""
+        if grid is None or grid.reached is None:
+            return self
+        reach = np.ceil(grid.reach(points) * factor).astype(np.int64)
+        most = np.minimum(self.most, self.capacities(reach)).reshape(tuple(map(len, self.levels)))
+        for axis in range(most.ndim):
+            most = np.minimum.accumulate(most, axis=axis)
+        return replace(self, most=most.ravel())
+
+    def place(self, padded_size: ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """The column of each size, rounded up, and which sizes are above all, of shape `(…)`.
+
+        Raises:
+            CostError: the sizes have another number of axes.
+        """
+        size, axes = np.asarray(padded_size), len(self.levels)
+        if axes == 1:
+            size = size[..., None]
+        elif size.ndim == 0 or size.shape[-1] != axes:
+            raise CostError(
+                f"this cost has {axes} axes: expected sizes of shape (…, {axes}), got {size.shape}"
+            )
+        column: Any = 0
+        beyond: Any = False
+        for axis, known in enumerate(self.levels):
+            each = np.searchsorted(known, size[..., axis])
+            beyond = beyond | (each == len(known))
+            column = column * len(known) + np.minimum(each, len(known) - 1)
+        return column, beyond
+
+    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
+        """See `CostModel.batch_bytes`; `MAX_BYTES` where nothing is known."""
+        number = np.asarray(n, np.int64)
+        if number.size and number.min() < 0:
+            raise CostError(f"a batch has at least 0 samples, got {number.min()}")
+        column, beyond = self.place(padded_size)
+        number, column, beyond = np.broadcast_arrays(number, column, beyond)
+        rows = self.rows[:, :, column]
+        lead = (slice(None), *(None,) * number.ndim)
+        m = np.minimum(number, self.ends[lead])
+        as_float = m.astype(float)
+        about = rows[:, 0] + as_float * (rows[:, 1] + as_float * rows[:, 2])
+        too_many = about >= _LARGE
+        m = np.where(too_many, 0, m)
+        total = rows[:, 0] + m * (rows[:, 1] + m * rows[:, 2])
+        total = np.where(too_many, MAX_BYTES, total)
+        total = np.where(number >= self.starts[lead], total, self.empty)
+        largest: IntArray = np.maximum(total.max(axis=0), self.empty)
+        unknown = beyond | (number > self.most[column])
+        return np.where(number == 0, self.empty, np.where(unknown, MAX_BYTES, largest))
+
+    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary."""
+        column, beyond = self.place(padded_size)
+        budgets = np.asarray(budget_bytes, np.int64)
+        column, beyond, budgets = np.broadcast_arrays(column, beyond, budgets)
+        found = np.zeros(column.shape, np.int64)
+        for budget in np.unique(budgets).tolist():
+            found = np.where(budgets == budget, self.capacities(budget)[column], found)
+        return np.where(beyond, 0, found)
+
+    def capacities(self, budget_bytes: int | IntArray) -> IntArray:
+        """The most samples that fit, for each size of the table; one budget, or one for each."""
+        room = np.asarray(budget_bytes, np.int64) - self.rows[:, 0]
+        each, square = self.rows[:, 1], self.rows[:, 2]
+        n = np.where(room < 0, 0, np.maximum(room, 0) // np.maximum(each, 1))
+        n = np.where((each == 0) & (room >= 0), MAX_BYTES, n)
+        if square.any():
+            n = np.where(square > 0, _largest_root(square, each, room), n)
+        # Nothing is said of fewer samples than a row's first, and no more than its last value.
+        n = np.maximum(n, self.starts[:, None] - 1)
+        n = np.where(n >= self.ends[:, None], MAX_BYTES, n)
+        most = np.minimum(n.min(axis=0), self.most)
+        return np.where(np.asarray(budget_bytes) < self.empty, 0, most)
+
+
+def _same_intervals(active: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Runs of consecutive rows that are equal and not empty: the first and the last of each."""
+    runs: list[tuple[int, int]] = []
+    for k, row in enumerate(active):
+        if row.any():
+            if runs and runs[-1][1] == k - 1 and np.array_equal(row, active[k - 1]):
+                runs[-1] = runs[-1][0], k
+            else:
+                runs.append((k, k))
+    return runs
+
+
+def _monotone_in_n(rows: FloatArray, start: int) -> FloatArray:
+    """Coefficients of a polynomial that is nowhere smaller from a number of samples on."""
+    rows = rows.copy()
+    rows[2] = np.maximum(rows[2], 0)
+    falling = np.minimum(rows[1], 0)
+    rows[0] += falling * start
+    rows[1] -= falling
+    return rows
+
+
+def _running_maximum(
+    rows: FloatArray, active: npt.NDArray[np.bool_], shape: tuple[int, ...]
+) -> FloatArray:
+    """The largest of each coefficient over all sizes up to each one, where a row is active."""
+    started = np.where(active, rows, np.array([[_NOTHING], [0.0], [0.0]])).reshape(3, *shape)
+    for axis in range(1, len(shape) + 1):
+        started = np.maximum.accumulate(started, axis=axis)
+    return started.reshape(3, -1)
+
+
+def _owners(pieces: Sequence[Piece], n: IntArray, points: IntArray) -> IntArray:
+    """Which piece holds first, of shape `(len(n), sizes)`; the number of pieces where none does."""
+    owners = np.full((len(n), len(points)), len(pieces))
+    for row, number in zip(owners, np.minimum(n, _ANY_N).tolist(), strict=True):
+        shapes = np.column_stack([np.full(len(points), number), points])
+        for at in reversed(range(len(pieces))):
+            row[pieces[at].holds(shapes) != NOT_HELD] = at
+    return owners
+
+
+def _line(
+    grid: Grid,
+    points: IntArray,
+    active: npt.NDArray[np.bool_],
+    span: tuple[int, int],
+    shape: tuple[int, ...],
+    factor: float,
+) -> FloatArray:
+    """The row of a grid from one number of samples to another."""
+    ends = []
+    for n in span:
+        values = grid.bytes_at(np.column_stack([np.full(len(points), n), points])) * factor
+        column = np.stack([np.nan_to_num(values), 0 * values, 0 * values])
+        ends.append(_running_maximum(np.nan_to_num(column), active, shape)[0])
+    low, high = ends
+    slope = np.where(low > _NOTHING, np.maximum(high - low, 0) / max(span[1] - span[0], 1), 0)
+    first = np.where(low > _NOTHING, low - slope * span[0], _NOTHING)
+    return np.stack([first, slope, 0 * slope])
+
+
+def _largest_root(square: IntArray, each: IntArray, room: IntArray) -> IntArray:
+    """The largest n ≥ 0 with `each·n + square·n² ≤ room`, where `square` is at least 1."""
+    square, room = np.maximum(square, 1), np.clip(room, 0, 2**62)  # beyond, products could wrap
+    half = each / 2
+    # The form of the root that does not subtract two nearly equal numbers.
+    root = room / np.maximum(half + np.sqrt(half * half + square * room.astype(np.float64)), 1)
+    n: IntArray = np.maximum(np.floor(root).astype(np.int64) - 1, 0)
+    for _ in range(2):  # n is below 2**32, where its error is below 1
+        more = n + 1
+        n = np.where(more * each + more * more * square <= room, more, n)
+    return n

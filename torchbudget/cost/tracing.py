@@ -1,0 +1,605 @@
+"""A training step traced on fake tensors: its live bytes, without the memory and the arithmetic.
+
+Two steps run, the first, in which optimizers allocate their state, and a later one. A dispatch mode
+records when each storage is allocated and freed. With numbers for the batch's shape, this gives the
+peak of that shape; with symbols, an expression of it, and the conditions under which it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torchbudget.cost.agree import bucket_bytes, reducing
+from torchbudget.cost.as_on_cuda import CUDA_BLOCK_BYTES, as_on_cuda, check_not_recurrent
+from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
+from torchbudget.cost.expressions import Expressions, UntraceableError
+from torchbudget.cost.mended import OPERATIONS, mended
+from torchbudget.cost.pieces import Piece
+from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.step_checks import StepChecks
+from torchbudget.errors import CostError
+from torchbudget.restoring import TrainingState, reachable
+
+# Torch's allocator on the CPU rounds a block up to this.
+_CPU_BLOCK: Final = 64
+
+# A gradient scaler's operations: are the gradients finite, which the trace assumes; the next scale.
+_UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_UPDATE_SCALE: Final = torch.ops.aten._amp_update_scale_.default
+_ITEM: Final = torch.ops.aten._local_scalar_dense.default
+# Asked of a fake tensor wherever a kernel looks at its device: no operation of the step.
+_DEVICE: Final = torch.ops.prim.device.default
+# They wrap a tensor that was just made from Python numbers; fake tensors remember such values,
+_LIFTS: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# of as many elements as a shape may have, and what is computed from them alone, as in
+# torch.tensor(x.shape).min(); larger ones may be masks that the step draws.
+_REMEMBERED: Final = 8
+_MOST_CELLS: Final = 10**7  # of arrays of events by shapes
+
+
+class ValueDependentError(CostError):
+    """What the step allocates depends on the values of tensors, not only on their shapes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """The storages of two steps, and the shapes at which they come and go just so.
+
+    Attributes:
+        expressions: that the others refer to.
+        sizes: the different sizes of storages in bytes, as numbers of expressions.
+        events: the storage size of each event, an index of `sizes`.
+        signs: +1 where a storage was allocated, −1 where it was freed.
+        starts: the event at which the second step begins, and the number of events.
+        conditions: conditions on the shape, as expressions, and the line of code that asked.
+        fixed: the value of each coordinate that has no symbol, `None` of others.
+        granularity: each storage takes a multiple of it, in bytes.
+        flops: floating-point operations of the second step, as an expression.
+        assumed: how often a step asked a tensor for a truth value, and got `False`.
+    """
+
+    expressions: Expressions
+    sizes: tuple[int, ...]
+    events: IntArray
+    signs: IntArray
+    starts: tuple[int, int]
+    conditions: tuple[tuple[int, str], ...]
+    fixed: tuple[int | None, ...]
+    granularity: int
+    flops: int
+    assumed: int = 0
+
+    def sizes_at(self, shapes: npt.ArrayLike) -> IntArray:
+        """Bytes of the different storages at each shape, `(S, d)`: shape `(sizes, S)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        sizes = np.empty((len(self.sizes), len(shapes)), np.int64)
+        values = self.expressions.evaluate(shapes, self.sizes)
+        for row, value in zip(sizes, values, strict=True):
+            row[:] = value
+        return -(-sizes // self.granularity) * self.granularity
+
+    def living(self, shapes: npt.ArrayLike) -> IntArray:
+        """Bytes that live after each event at each shape, `(events, S)`."""
+        changes = self.sizes_at(shapes)[self.events] * self.signs[:, None]
+        living: IntArray = np.cumsum(changes, axis=0)
+        return living
+
+    def peaks(self, shapes: npt.ArrayLike) -> IntArray:
+        """The larger peak of both steps at each shape, `(S, d)`: shape `(S,)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        parts = np.array_split(shapes, 1 + len(shapes) * len(self.events) // _MOST_CELLS)
+        return np.concatenate([self.living(some).max(axis=0) for some in parts])
+
+    def left_at(self, shape: Shape) -> int:
+        """Bytes that the second step leaves behind."""
+        living = self.living([shape])[:, 0]
+        first, last = self.starts
+        return int(living[last - 1] - living[first - 1])
+
+    def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        rows = []
+        for fixed, column in zip(self.fixed, shapes.T, strict=True):
+            rows.append(column < 2 if fixed is None else column != fixed)
+        values = self.expressions.evaluate(shapes, [at for at, _ in self.conditions])
+        rows += [~np.broadcast_to(value, len(shapes)).astype(bool) for value in values]
+        return np.array(rows, bool)
+
+    @property
+    def equalities(self) -> list[int]:
+        """The rows of `failed` that are equalities: a loop's count, a symbol turned into a number.
+
+        A coordinate that is fixed to 1 is none: torch only takes another kernel there.
+        """
+        nodes = self.expressions.nodes
+        start = len(self.fixed)
+        return [
+            start + k for k, (at, _) in enumerate(self.conditions) if nodes[at][0] == "Equality"
+        ]
+
+    def piece(self, shapes: npt.ArrayLike, harmless: Iterable[tuple[int, ...]]) -> Piece:
+        """Keep the running sums that are the peak at one of many shapes, `(S, d)`."""
+        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+        tops: set[int] = set()
+        for some in np.array_split(shapes, 1 + len(shapes) * len(self.events) // _MOST_CELLS):
+            tops.update(self.living(some).argmax(axis=0).tolist())
+        changes = np.zeros((len(self.events), len(self.sizes)), np.int64)
+        changes[np.arange(len(self.events)), self.events] = self.signs
+        counts = np.cumsum(changes, axis=0)[sorted(tops)]
+        sums = {
+            tuple((self.sizes[k], int(row[k])) for k in np.flatnonzero(row).tolist())
+            for row in counts
+        }
+        return Piece(
+            nodes=tuple(self.expressions.nodes),
+            sums=tuple(sorted(sums)),
+            conditions=tuple(at for at, _ in self.conditions),
+            fixed=self.fixed,
+            harmless=tuple(sorted(harmless)),
+            granularity=self.granularity,
+            flops=self.flops,
+        )
+
+    def why(self, shape: Shape) -> str:
+        """The first condition that does not hold at a shape, and the line of code that asked."""
+        failed = np.flatnonzero(self.failed([shape])[:, 0])
+        if not len(failed):
+            return ""
+        at = int(failed[-1]) - len(self.fixed)
+        return f"the branch at {self.conditions[at][1]}" if at >= 0 else "a batch of one sample"
+
+    def same(self, other: Trace, shape: Shape) -> bool:
+        """Whether another trace has the same storages at a shape, in the same order."""
+        return len(self.events) == len(other.events) and np.array_equal(
+            self.living([shape]), other.living([shape])
+        )
+
+
+class Tracer:
+    """Traces a step; leaves no trace in what the step refers to.
+
+    Args:
+        step: the full training step on a batch, or forward only.
+        make: makes a batch of a shape.
+        state: what the step refers to.
+        checks: of the step.
+        target: the device that the step is to run on, where that is another one.
+        complete: whether it must be a whole training step, or forward only.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], object],
+        make: Callable[[Shape], Any],
+        state: TrainingState,
+        *,
+        checks: StepChecks | None = None,
+        target: torch.device | None = None,
+        complete: bool = True,
+    ) -> None:
+        self._complete = complete
+        self._step, self._make, self._state = step, make, state
+        self._checks = StepChecks(state) if checks is None else checks
+        self._target = state.device if target is None else target
+        self._checks.check_parameters(contents=False)
+        self.num_symbolic = self.num_concrete = 0
+        if self._target.type == "cuda":
+            check_not_recurrent(state)
+
+    def concrete(self, shape: Shape) -> Trace:
+        """Trace the step on a batch of a shape, without any symbol and any mended function.
+
+        Raises:
+            ValueDependentError: its memory depends on the values in the batch.
+            CostError: it does not run on fake tensors, or is only a part of a training step.
+        """
+        self.num_concrete += 1
+        batch = self._make(shape)
+        # A step may take items out of its batch.
+        fresh: Callable[[Any], Any] = copy.copy if isinstance(batch, (dict, list)) else _same
+        return self._traced(lambda _: fresh(batch), shape, None)
+
+    def symbolic(self, recipe: Recipe, shape: Shape) -> Trace:
+        """Trace the step with symbols in place of the coordinates of `shape` that are above 1.
+
+        Raises:
+            UntraceableError: an operation does not run on symbols.
+            CostError: as `concrete`.
+        """
+        from torch._dynamo import source as sources
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+        self.num_symbolic += 1
+        env = ShapeEnv(
+            duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        )
+        coordinates: list[Any] = []
+        for at, value in enumerate(shape):
+            source: Any = sources.ConstantSource(f"c{at}")
+            if value > 1:
+                symbol: Any = env.create_symbol(value, source, DimDynamic.DYNAMIC, None)
+                coordinates.append(env.create_symintnode(symbol, hint=value, source=source))
+            else:
+                coordinates.append(value)
+
+        def build(fakes: FakeTensorMode) -> Any:
+            with fakes:
+                return recipe.build(coordinates)
+
+        return self._traced(build, shape, env, coordinates)
+
+    def _traced(
+        self,
+        batch_of: Callable[[FakeTensorMode], Any],
+        shape: Shape,
+        env: Any,
+        coordinates: Sequence[Any] = (),
+    ) -> Trace:
+        # Taken now: a symbol that the step turns into a number is replaced later.
+        symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
+        traced, integers = self._two_steps(batch_of, env, shape, symbols, 1)
+        if integers:
+            again, _ = self._two_steps(batch_of, env, shape, symbols, 2)
+            if not traced.same(again, shape):
+                raise ValueDependentError(
+                    "an integer that the step reads from a tensor, as in int(lengths.max()), "
+                    "becomes a shape or a number of turns, which a trace cannot know; take it from "
+                    "a shape, or measure_cost(method='run')"
+                )
+        return traced
+
+    def _two_steps(
+        self,
+        batch_of: Callable[[FakeTensorMode], Any],
+        env: Any,
+        shape: Shape,
+        symbols: Sequence[Any],
+        integer: int,
+    ) -> tuple[Trace, int]:
+        with self._undisturbed():
+            counter = _Counter(self._state.device, self._granularity, env, integer)
+            buckets = [counter.on_its_own(module) for module in reducing(self._state)]
+            try:
+                for tensor in self._state.tensors():
+                    counter.stand_in(tensor)
+            except Exception as error:  # of fake tensors, which do not know every layout
+                where = self._checks.name_of(tensor)
+                raise CostError(f"{where} cannot be traced: {error}") from error
+            starts = []
+            for _ in range(2):
+                counter.flops = 0
+                batch = batch_of(counter.fakes)
+                # A symbolic batch is not searched: its symbols lead to all that is known of them.
+                found = reachable(batch) if env is None else leaves_of(batch)
+                tensors = [one for one in found if isinstance(one, torch.Tensor)]
+                counter.arrive(tensors)
+                try:
+                    self._run(batch, counter, symbolic=env is not None)
+                finally:
+                    counter.leave(tensors)
+                del batch, found, tensors
+                starts.append(len(counter.events))
+            del buckets
+        return counter.trace(env, symbols, shape, (starts[0], starts[1])), counter.integers
+
+    @property
+    def _granularity(self) -> int:
+        return {"cuda": CUDA_BLOCK_BYTES, "cpu": _CPU_BLOCK}.get(self._target.type, 1)
+
+    def _run(self, batch: Any, counter: _Counter, *, symbolic: bool) -> None:
+        try:
+            with ExitStack() as stack:
+                if self._complete:
+                    stack.enter_context(self._checks.checked())
+                stack.enter_context(counter.fakes)
+                stack.enter_context(counter)
+                if symbolic:
+                    stack.enter_context(mended())
+                self._step(batch)
+        except CostError:
+            raise
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ValueDependentError(
+                f"the shapes in the step depend on values of tensors ({error.func}), and a trace "
+                "has only shapes; measure_cost(method='run') runs the real step"
+            ) from error
+        except Exception as error:
+            if symbolic:
+                first = str(error).partition("\n")[0]
+                raise UntraceableError(f"with symbols: {type(error).__name__}: {first}") from error
+            raise CostError(
+                "the step does not run on fake tensors, which have shapes but no values; "
+                f"measure_cost(method='run') runs the real one: {type(error).__name__}: {error}"
+            ) from error
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Restore references at the end; free tensors by reference counts only."""
+        state = self._state
+        with state.restored(contents=False), ExitStack() as stack:
+            if self._target.type == "cuda" and state.device.type == "cpu":
+                stack.enter_context(as_on_cuda(state))
+            # The compiler would remember that it cannot compile under fake tensors.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if gc.isenabled():  # which would free tensors at a moment that differs
+                gc.disable()
+                stack.callback(gc.enable)
+            # Shared by all of the process's fake tensors, and unbounded.
+            stack.callback(_forget_outputs, dict(FakeTensorMode.cache))
+            yield
+
+
+def _same(one: Any) -> Any:
+    return one
+
+
+def _forget_outputs(known: dict[Any, Any]) -> None:
+    """Leave in the cache of fake tensors' outputs what was there before."""
+    FakeTensorMode.cache.clear()
+    FakeTensorMode.cache.update(known)
+
+
+def trace_peak_bytes(step: Callable[[Any], object], batch: Any) -> int:
+    """The most bytes of tensors that live at once in a training step on `batch`.
+
+    The step is traced, not run: it takes neither the memory nor the time of a real one, and model,
+    optimizer and random generators do not change. The larger of two steps counts, the first, in
+    which optimizers make their state, and the next one. Blocks are rounded up as the device's
+    allocator does; kernels' workspaces, and what the allocator keeps beside living tensors, are not
+    counted.
+
+    In the trace, `item()` of a floating-point tensor is 1.0, and of a boolean one `False`, as in
+    `if loss.isnan()` or `if mask.all()`. An integer may be computed with, as in
+    `loss / int(mask.sum())`, but if it becomes a shape, the step cannot be traced, nor can one that
+    indexes by a boolean mask. What is computed of Python's numbers alone, as in
+    `torch.div(x.shape[1], 2)`, has its true value.
+
+    Args:
+        step: the full training step: forward, loss, backward, optimizer step, gradients cleared;
+            or forward only, for evaluation. Model and optimizer are found in what it refers to.
+        batch: what it is called with; its tensors may be real ones.
+
+    Raises:
+        CostError: no parameters are found, the step does not run on fake tensors, or it is only a
+            part of a training step.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(100, 10)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def step(batch):
+    ...     model(batch).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> trace_peak_bytes(step, torch.zeros(1000, 100)) // 1000  # the batch alone is 400,000 bytes
+    444
+    """
+    tracer = Tracer(step, lambda _: batch, TrainingState(step))
+    return int(tracer.concrete((1, 1)).peaks([(1, 1)])[0])
+
+
+class _Fakes(FakeTensorMode):
+    """Fake tensors that remember what was computed from Python's numbers alone."""
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Whether the values of a real tensor are remembered."""
+        if type(t) is torch.Tensor and 1 < t.numel() <= _REMEMBERED:
+            return t.layout is torch.strided and t.device.type == "cpu"
+        return bool(super().may_turn_const(t))
+
+
+# torch leaves the dispatch mode's class and constructor without types.
+class _Counter(TorchDispatchMode):
+    """Records when storages of fake tensors on a device are allocated and freed."""
+
+    def __init__(
+        self, device: torch.device, granularity: int, env: Any = None, integer: int = 1
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
+        # Reads the environment, and is imported by no one where there is no optimizer.
+        from torch._functorch import config as functorch_config
+        from torch.utils.flop_counter import flop_registry
+
+        self._device, self._granularity, self._integer = device.type, granularity, integer
+        self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
+        self.events: list[tuple[Any, int]] = []  # bytes, an int or an expression; sign
+        self.flops: Any = 0
+        self.assumed = self.integers = 0
+        self._living: dict[int, weakref.ref[Any]] = {}
+        # A kernel that the step launches itself must not get the null pointer of a fake tensor.
+        with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            self.fakes = _Fakes(shape_env=env, allow_non_fake_inputs=True)
+        self._apart: dict[Any, bool] = {}  # of each operation: may its outputs come from a cache
+        self._no_infinity = WeakIdKeyDictionary()  # storages of flags that a scaler has written
+        # The fake of a real tensor must live as long as the real one.
+        self._stand_ins = WeakIdKeyDictionary()
+
+    def trace(
+        self, env: Any, symbols: Sequence[Any], shape: Shape, starts: tuple[int, int]
+    ) -> Trace:
+        """What was recorded."""
+        expressions = Expressions()
+        numbers: dict[Any, int] = {}
+        events = [numbers.setdefault(size, len(numbers)) for size, _ in self.events]
+        guards = {} if env is None else {one.expr: _line_of(one) for one in env.guards}
+        flops = self.flops.node.expr if isinstance(self.flops, torch.SymInt) else self.flops
+        known = [None] * len(shape) if env is None else list(symbols)
+        return Trace(
+            expressions,
+            tuple(expressions.add(size, known) for size in numbers),
+            np.array(events, np.int64),
+            np.array([sign for _, sign in self.events], np.int64),
+            starts,
+            tuple((expressions.add(guard, known), line) for guard, line in guards.items()),
+            tuple(
+                value if symbol is None else None
+                for symbol, value in zip(known, shape, strict=True)
+            ),
+            self._granularity,
+            expressions.add(flops, known),
+            self.assumed,
+        )
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a fake tensor's storage until it is freed."""
+        if tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._living:
+            return
+        size: Any = storage.nbytes()
+        size = size.node.expr if isinstance(size, torch.SymInt) else int(size)
+        living, events = self._living, self.events
+
+        def freed(_: Any) -> None:
+            del living[key]
+            events.append((size, -1))
+
+        living[key] = weakref.ref(storage, freed)
+        events.append((size, +1))
+
+    def on_its_own(self, module: DistributedDataParallel) -> torch.Tensor:
+        """Keep a module from summing gradients and buffers over ranks, as inside `no_sync`.
+
+        Returns:
+            A fake of its buckets.
+        """
+        module.require_backward_grad_sync = module.require_forward_param_sync = False
+        with self.fakes:
+            buckets = torch.empty(bucket_bytes(module), dtype=torch.uint8, device=module.device)
+        self.count(buckets)
+        return buckets
+
+    def arrive(self, batch: Iterable[torch.Tensor]) -> None:
+        """Count the tensors of a batch, which are there from the beginning, even if used late."""
+        for one in batch:
+            self.count(self.stand_in(one))
+
+    def leave(self, batch: Iterable[torch.Tensor]) -> None:
+        """Drop the fakes of a batch."""
+        for one in batch:
+            self._stand_ins.pop(one, None)
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a real tensor, which counts as long as the real one lives."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake: torch.Tensor | None = self._stand_ins.get(tensor)
+        if fake is None:
+            fake = self._stand_ins[tensor] = self.fakes.from_tensor(tensor, static_shapes=True)
+            self.count(fake)
+        return fake
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return func(*args)
+        if func is _ITEM:
+            value = self._value_of(args[0])
+            if value is not None:
+                return value
+        if func is _UPDATE_SCALE:
+            return args[0]
+        kwargs = kwargs or {}
+        if func not in _LIFTS and (_has_real(args) or _has_real(kwargs.values())):
+            # Fake mode computes some operations for real if all of their tensors are real.
+            args, kwargs = tree_map_only(torch.Tensor, self.stand_in, (args, kwargs))
+        if func is _UNSCALE:
+            self._no_infinity[args[1].untyped_storage()] = True
+        self.fakes.cache_enabled = self._apart.get(func, False)
+        replaced = self._mended.get(func) or _WITHOUT_VALUES.get(func, func)
+        outputs = replaced(*args, **kwargs)
+        leaves = [one for one in tree_leaves(outputs) if isinstance(one, FakeTensor)]
+        for one in leaves:
+            self.count(one)
+        if func not in self._apart:
+            # Of one tensor that is returned twice, a cache would make two.
+            storages = [one.untyped_storage()._cdata for one in leaves]
+            self._apart[func] = len(set(storages)) == len(storages)
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.flops = self.flops + formula(*args, **kwargs, out_val=outputs)
+        return outputs
+
+    def _value_of(self, tensor: torch.Tensor) -> float | None:
+        """The value that a tensor of one element is taken to have; `None` of a complex one."""
+        constant = getattr(tensor, "constant", None)
+        if constant is not None and tensor.untyped_storage() not in self._no_infinity:
+            value: float = constant.item()  # of Python's numbers, as in torch.div(x.shape[1], 2)
+            return value
+        if tensor.dtype.is_floating_point:
+            # 1.0 of a loss that is logged, of an optimizer's count of steps.
+            return 0.0 if tensor.untyped_storage() in self._no_infinity else 1.0
+        if tensor.dtype is torch.bool:
+            self.assumed += 1
+            return False  # is a loss NaN, does a mask hide nothing
+        if not tensor.dtype.is_complex:
+            self.integers += 1
+            return self._integer  # how many tokens are not padding
+        return None
+
+
+def _line_of(guard: Any) -> str:
+    """The line of the user's code that took a guard."""
+    place = getattr(guard.sloc, "user_loc", None) or getattr(guard.sloc, "framework_loc", None)
+    name = getattr(place, "filename", "?").rpartition("site-packages/")[2].rpartition("/")[2]
+    return f"{name}:{getattr(place, 'lineno', '?')} in {getattr(place, 'name', '?')}"
+
+
+def _has_real(values: Iterable[Any]) -> bool:
+    """Whether any of the arguments of an operation is a real tensor."""
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            if not isinstance(one, FakeTensor):
+                return True
+        elif isinstance(one, (list, tuple)) and _has_real(one):
+            return True
+    return False
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, _: Any, lengths: Any, *__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shapes of `F.ctc_loss`, for targets that are as long as their padding."""
+    turns, n, _ = log_probs.shape
+    # Of lengths in a list, torch makes a tensor whose memory no mode can replace.
+    if (targets.dim() == 1 and n > 1) or not isinstance(lengths, torch.Tensor):
+        raise ValueDependentError(
+            "the memory of a CTC loss grows with its longest target, and a trace knows only what "
+            "targets are padded to: pass ctc_loss targets of shape (n, S), not one after another, "
+            "and tensors of lengths, not lists; or measure_cost(method='run')"
+        )
+    return log_probs.new_empty(n), log_probs.new_empty(n, turns, 2 * targets.shape[-1] + 1)
+
+
+def _ctc_loss_backward(_: torch.Tensor, log_probs: torch.Tensor, *__: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+# Operations whose shapes torch's own fake tensors take from values.
+_WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
+    torch.ops.aten._ctc_loss.default: _ctc_loss,
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
