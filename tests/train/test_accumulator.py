@@ -27,13 +27,13 @@ from tests.support.large_steps import (
     parts_of,
     sgd,
 )
+from tests.support.live_bytes import LiveBytes
 from torchbudget import (
     GradAccumulator,
     MemoryBudgetBatchSampler,
     PaddedCost,
     trace_peak_bytes,
 )
-from tests.support.live_bytes import LiveBytes
 from torchbudget.errors import OptionError, StepError
 
 
