@@ -119,7 +119,7 @@ def errors_of(training: Training, cost: MeasuredCost, budget: int, number: int =
         device_memory("cuda").source.empty_cache()
         with peak_memory("cuda") as peak:
             training.step(training.make_batch(n, size))
-        predicted = int(cost.fitted_bytes(n, size))
+        predicted = int(dataclasses.replace(cost, margin=0.0).batch_bytes(n, size))
         errors.append(predicted / (peak.bytes + reserve) - 1)
     return errors
 

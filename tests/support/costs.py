@@ -56,6 +56,6 @@ def measured(cost: PaddedCost | None = None, *, margin: float = 0, **options: An
     """By default a thousand bytes a unit."""
     cost = cost or PaddedCost(unit_bytes=1000)
     given = {"pieces": (piece_of(cost),), "grid": None, "smallest": (0,) * cost.axes}
-    given["largest"] = (2**13 - 1,) if cost.axes == 1 else (255,) * cost.axes
+    given["largest"] = (2**13 - 1,) * cost.axes
     given["empty"] = int(max(cost.fixed_bytes, cost.floor_bytes))
     return MeasuredCost(margin=margin, **given | options)

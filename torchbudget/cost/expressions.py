@@ -71,7 +71,7 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class InN:
     """An expression as a polynomial in n for each of several sizes, bounded from both sides.
 

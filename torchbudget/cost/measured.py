@@ -239,9 +239,9 @@ class MeasuredCost:
         """How well the bytes of a shape are known.
 
         Returns:
-            "exact": an expression whose every condition holds; "tested": one whose conditions
-            fail in a way that concrete traces showed not to matter; "interpolated": in the grid;
-            "raised": only larger shapes are known.
+            "exact" where every condition of an expression holds, "tested" where they fail in a
+            way that concrete traces showed not to matter, "interpolated" in the grid, "raised"
+            where only larger shapes are known.
         """
         shapes, _ = self._shapes(n, padded_size)
         inside = (shapes[0, 1:] >= self.smallest).all() and (shapes[0, 1:] <= self.largest).all()
