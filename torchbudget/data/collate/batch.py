@@ -19,21 +19,21 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
     register_pytree_node,
-    tree_flatten,
     tree_leaves,
     tree_map,
     tree_map_only,
+    tree_structure,
 )
 
 from torchbudget.checks import check_flags, is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.columns import (
     MISSING,
+    BoolArray,
     FieldPath,
     find_path,
     path_of,
@@ -90,7 +90,7 @@ class Batch:
     The base of `PaddedBatch` and `PackedBatch`, made by a collate. A batch of dict samples is a
     `Mapping` from field to tensor, so that `model(**batch)` works. A batch of tuple samples is a
     `Sequence`, so that `x, y = batch` works. A batch of bare samples has its tensor in `data`.
-    Batches are immutable; `dict(batch)` is not. A batch equals only itself.
+    A batch equals only itself.
 
     Hosts that move or cast a batch rebuild it as `type(batch)(fields)`. That gives a batch of those
     fields, which does not know its samples any more: whatever needs them raises a `CollateError`.
@@ -348,9 +348,7 @@ class Batch:
 def _shown(field: Any) -> str:
     if isinstance(field, Tensor):
         return f"{str(field.dtype).removeprefix('torch.')}{list(field.shape)}"
-    if not isinstance(field, list):
-        return str(field)
-    return f"{'text' if all(isinstance(one, str) for one in field) else 'list'}[{len(field)}]"
+    return f"list[{len(field)}]" if isinstance(field, list) else str(field)
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], Arrangement | None]:
@@ -369,8 +367,6 @@ class MappingView(Batch, Mapping[Any, Any]):
 
     @staticmethod
     def _read(data: Any) -> dict[Any, Any]:
-        if not isinstance(data, Mapping):
-            raise _not_fields("a mapping from field to tensor", data)
         return dict(data)
 
     def __getitem__(self, key: Any) -> Any:
@@ -383,16 +379,16 @@ class MappingView(Batch, Mapping[Any, Any]):
         return len(self.data)
 
     def update(self, fields: Mapping[Any, Any]) -> None:
-        """Accept the batch's own fields, which change nothing, or pinned copies of them.
+        """Take over fields of the same shapes: copies that were pinned or converted.
 
         A `DataLoader` with `batch_size=None` copies each mapping and updates the copy with its own
         fields; torch 2.6 pins a mapping that way. Without this method both would return a plain
         dict instead.
 
         Raises:
-            TypeError: the fields are neither.
+            TypeError: the fields are others.
         """
-        _accept(self, {**self.data, **fields})
+        _take_over(self, {**self.data, **fields})
 
 
 class SequenceView(Batch, Sequence[Any]):
@@ -400,8 +396,6 @@ class SequenceView(Batch, Sequence[Any]):
 
     @staticmethod
     def _read(data: Any) -> tuple[Any, ...]:
-        if isinstance(data, (Tensor, str, Mapping)) or not isinstance(data, Iterable):
-            raise _not_fields("the fields in their order", data)
         return data if isinstance(data, tuple) else tuple(data)
 
     def __getitem__(self, index: Any) -> Any:
@@ -411,7 +405,7 @@ class SequenceView(Batch, Sequence[Any]):
         fields = list(self.data)
         fields[index] = value
         named = hasattr(self.data, "_fields")  # as in MappingView.update
-        _accept(self, type(self.data)(*fields) if named else tuple(fields))
+        _take_over(self, type(self.data)(*fields) if named else tuple(fields))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -422,29 +416,14 @@ MutableMapping.register(MappingView)
 MutableSequence.register(SequenceView)
 
 
-def _accept(batch: Batch, given: Any) -> None:
-    """Take over pinned copies of a batch's fields; the fields themselves change nothing.
-
-    Raises:
-        TypeError: something else was given, since a batch cannot be changed.
-    """
-    (ours, structure), (theirs, other) = tree_flatten(batch.data), tree_flatten(given)
-    if structure != other or not all(map(_is_same, ours, theirs)):
-        raise TypeError("a batch cannot be changed; dict(batch) or list(batch) can")
-    if any(mine is not leaf for mine, leaf in zip(ours, theirs, strict=True)):
-        batch._data = given
-
-
-def _is_same(mine: Any, given: Any) -> bool:
-    """Whether it is the same object, or a pinned copy of a tensor."""
-    if mine is given:
-        return True
-    tensors = isinstance(mine, Tensor) and isinstance(given, Tensor)
-    return tensors and given.is_pinned() and (given.shape, given.dtype) == (mine.shape, mine.dtype)
-
-
-def _not_fields(expected: str, came: Any) -> CollateError:
-    return CollateError(f"a batch is rebuilt from {expected}, got {type(came).__name__}")
+def _take_over(batch: Batch, data: Any) -> None:
+    known = batch._arrangement
+    is_same = tree_structure(data) == tree_structure(batch.data)
+    if not is_same or (known is not None and not known.fits(data)):
+        raise TypeError(
+            "a batch keeps its fields and their shapes; dict(batch) and list(batch) do not"
+        )
+    batch._data = data
 
 
 class PaddedBatch(Batch):
@@ -516,8 +495,8 @@ class PackedBatch(Batch):
 
     @property
     def padded_total(self) -> int:
-        """Positions of the samples and of their padding to multiples; not that to a fixed total."""
-        return self._measured(JoinedLayout).padded_total
+        """Positions of the samples and of their padding to multiples."""
+        return self._measured(JoinedLayout).total
 
     @property
     def position_ids(self) -> Tensor:
@@ -573,9 +552,8 @@ class PackedSequence(PackedBatch, SequenceView):
 def _block_mask(bounds: IntArray, device: torch.device, *, causal: bool) -> BlockMask:
     """The mask in which positions see those of their own segment alone.
 
-    `create_block_mask` evaluates the mask at every pair of positions. The blocks that a row of
-    blocks sees are one run, whose ends follow from the segments at the row's own ends: O(blocks²)
-    to write them all, since the format is dense in blocks.
+    `create_block_mask` evaluates the mask at every pair of positions. A block follows from the
+    segments at its ends: O(blocks²) to write them all, since the format is dense in blocks.
 
     Args:
         bounds: 0 and the end of each segment, in order.
@@ -591,63 +569,33 @@ def _block_mask(bounds: IntArray, device: torch.device, *, causal: bool) -> Bloc
     total = int(bounds[-1])
     if not total:
         raise CollateError("a batch without positions has no block mask: all its samples are empty")
-    seen, full = _blocks(bounds, causal=causal)
-    parts = {"": seen & ~full, "full_": full}
-    blocks: dict[str, Any] = {
-        f"{kind}{axis}_{name}": part
-        for kind, matrix in parts.items()
-        for axis, rows in (("kv", matrix), ("q", matrix.T))
-        for name, part in _ordered(rows, device).items()
-    }
-    # Not BlockMask.from_kv_blocks, which takes most of the time to transpose what is known here.
-    return BlockMask(
+    lengths = np.diff(bounds)
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = np.arange(0, total, _BLOCK)
+    first, last = segments[starts], segments[np.minimum(starts + _BLOCK, total) - 1]
+    seen = (first <= last[:, None]) & (first[:, None] <= last)
+    # All positions of a full block exist and are of one segment, in the row and in the column.
+    is_whole = (first == last) & (starts + _BLOCK <= total)
+    full = (first == first[:, None]) & is_whole & is_whole[:, None]
+    if causal:
+        seen, full = np.tril(seen), np.tril(full, -1)
+    segment = on_device(segments, device)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = segment[query] == segment[key]
+        return same & (query >= key) if causal else same
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~full, device),
+        *_ordered(full, device),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
         seq_lengths=(total, total),
-        BLOCK_SIZE=(_BLOCK, _BLOCK),
-        mask_mod=_mask_mod(bounds, device, causal=causal),
-        **blocks,
     )
 
 
-def _blocks(bounds: IntArray, *, causal: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Which blocks are seen at all, and which at every pair of positions: bool, rows × columns."""
-    starts, ends, total = bounds[:-1], bounds[1:], bounds[-1]
-    columns = np.arange(-(-total // _BLOCK))
-    first = columns * _BLOCK  # positions of each row
-    past = np.minimum(first + _BLOCK, total)
-    # The segment of a position is the first that ends after it.
-    one, other = (np.searchsorted(ends, at, side="right") for at in (first, past - 1))
-    lowest = starts[one] // _BLOCK
-    highest = columns if causal else (ends[other] - 1) // _BLOCK
-    # Of a full block all positions exist and are of one segment, in the row and in the column.
-    from_full = -(-starts[one] // _BLOCK)
-    to_full = columns if causal else ends[one] // _BLOCK
-    to_full = np.where((one == other) & (past == first + _BLOCK), to_full, 0)
-    seen = (columns >= lowest[:, None]) & (columns <= highest[:, None])
-    return seen, (columns >= from_full[:, None]) & (columns < to_full[:, None])
-
-
-def _ordered(blocks: npt.NDArray[Any], device: torch.device) -> dict[str, Tensor]:
+def _ordered(blocks: BoolArray, device: torch.device) -> tuple[Tensor, Tensor]:
     """The number of blocks in each row, `(1, 1, rows)`, and their columns first: int32."""
-    unseen = np.logical_not(blocks, order="C")  # the kernels take contiguous rows
     counts = blocks.sum(axis=1, dtype=np.int32)
-    columns = np.argsort(unseen, axis=1, kind="stable").astype(np.int32)
-    return {
-        name: on_device(part[None, None], device)
-        for name, part in (("num_blocks", counts), ("indices", columns))
-    }
-
-
-def _mask_mod(
-    bounds: IntArray, device: torch.device, *, causal: bool
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The mask of one pair of positions, which is evaluated where a block is not full."""
-    lengths = np.diff(bounds)
-    segment = on_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), device)
-
-    def same_segment(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return segment[query] == segment[key]
-
-    def earlier_in_segment(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return same_segment(batch, head, query, key) & (query >= key)
-
-    return earlier_in_segment if causal else same_segment
+    columns = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return on_device(counts[None, None], device), on_device(columns[None, None], device)

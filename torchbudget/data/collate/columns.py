@@ -357,20 +357,6 @@ def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
     return Column(field, _shapes(field, values), dtype, values[0].device, values)
 
 
-def check_dense(field: Field) -> None:
-    """Raise a `CollateError` if a tensor is not dense, or not on the device of the first.
-
-    For short samples a check takes as long as the copy. So torch refuses such tensors, and this
-    explains it.
-    """
-    values = field.values if field.kind == "tensor" else ()
-    for index, tensor in enumerate(values):
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            field.fail(index, "a dense tensor", f"a nested one, or one of {tensor.layout}")
-    if len({t.device for t in values}) > 1:
-        field.fail_at_odd_one([t.device for t in values], "a tensor on {}".format)
-
-
 @functools.lru_cache(maxsize=128)
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
     with suppress(TypeError):

@@ -13,10 +13,8 @@ from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.batch import Arrangement, Batch
 from torchbudget.data.collate.columns import (
     OPTIONAL,
-    Column,
     Field,
     FieldPath,
-    check_dense,
     find_path,
     key_of,
     path_of,
@@ -25,12 +23,21 @@ from torchbudget.data.collate.columns import (
     show,
     take_apart,
 )
-from torchbudget.data.collate.layouts import Layout, StackedLayout, stack
+from torchbudget.data.collate.layouts import (
+    Layout,
+    PaddingRule,
+    PaddingValue,
+    RowRule,
+    StackedLayout,
+    join,
+    own_padding,
+    pad,
+    stack,
+)
 from torchbudget.errors import CollateError, OptionError
 
 Rule: TypeAlias = str | tuple[str, ...]
 BatchT = TypeVar("BatchT", bound=Batch)
-CollateT = TypeVar("CollateT", bound="FieldCollate")
 
 RULES: Final = ("padded", "joined", "stacked", "listed")
 
@@ -40,11 +47,12 @@ class FieldCollate:
     """The base of `PadCollate` and `PackCollate`, which explain the options."""
 
     fields: Mapping[Any, Rule] | None = None
-    # The field that a stream's sizes are taken of. An argument, for replace() to keep.
-    _sized_field: Any | None = field(default=None, repr=False)
+    _ids: str | None = field(default=None, repr=False)  # the field whose lengths are the batch's
+    _row: RowRule = field(default=RowRule(), init=False, repr=False)  # of fields without a rule
 
     # Each option that may have a value per field, and the function that checks one.
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    _ragged: ClassVar[str] = ""  # the rule of ragged fields without one
 
     def __post_init__(self) -> None:
         """Read every option once, so that an invalid one fails here and not in a worker."""
@@ -60,10 +68,6 @@ class FieldCollate:
     def _readers(self) -> dict[str, Callable[[Any], Any]]:
         rules = {} if self.fields is None else {"fields": _read_rule}
         return {**rules, **self._per_field}
-
-    def of_sized_field(self: CollateT, name: Any | None) -> CollateT:
-        """The same collate for samples whose sizes are those of a field, as a stream's are."""
-        return self if name is None else replace(self, _sized_field=name)
 
     def _collate(
         self, samples: Sequence[Any], kinds: tuple[type[BatchT], type[BatchT], type[BatchT]]
@@ -83,18 +87,17 @@ class FieldCollate:
         optional = [path for path, rule in rules.items() if OPTIONAL in rule]
         self._check_names([*(one.path for one in fields), *optional])
         shared: dict[Any, Any] = {}
-        try:
-            with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
-                written = [self._write(one, rules.get(one.path), shared) for one in fields]
-        except (RuntimeError, TypeError):
-            for one in fields:
-                check_dense(one)
-            raise
-        layouts = {
-            one.path: layout if one.present is None else replace(layout, present=one.present)
-            for one, (_, layout) in zip(fields, written, strict=True)
-        }
-        data = put_together(structure, iter([value for value, _ in written]))
+        values, layouts = [], {}
+        for one in fields:
+            try:
+                with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+                    value, layout = self._write(one, rules.get(one.path), shared)
+            except (RuntimeError, TypeError) as error:  # other devices, or tensors that are sparse
+                raise CollateError(f"{show(one.path)}: torch cannot join it: {error}") from error
+            values.append(value)
+            has_all = one.present is None
+            layouts[one.path] = layout if has_all else replace(layout, present=one.present)
+        data = put_together(structure, iter(values))
         arrangement = Arrangement(
             num_samples=len(samples), layouts=layouts, measured=self._measured(layouts, rules)
         )
@@ -113,19 +116,21 @@ class FieldCollate:
             values = _filled(field, None)
             has_lengths = field.kind == "text" and field.present is None
             lengths = [(len(text),) for text in values] if has_lengths else [()] * len(values)
-            return values, StackedLayout(shapes=np.array(lengths, np.int64), is_list=True)
+            return values, StackedLayout(shapes=np.array(lengths, np.int64))
         if field.present is not None and kind != "stacked" and np.ndim(field.values[0]):
             # A sample without the field is an empty one, of length 0.
             field = field._replace(values=_filled(field, field.values[0][:0]))
         column = read_column(field)
         if kind == "stacked" or not column.shapes.shape[1]:
             return stack(column)
-        return self._write_ragged(column, kind, is_own=rule is not None, shared=shared)
+        if (kind or self._ragged) == "joined":
+            row = self._row if rule is None else RowRule()
+            return join(column, row, own_padding(field.names) or 0, shared)
+        return pad(column, *self._padding(field, column.shapes.shape[1]), shared)
 
-    def _write_ragged(
-        self, column: Column, kind: str | None, *, is_own: bool, shared: dict[Any, Any]
-    ) -> tuple[torch.Tensor, Layout]:
-        raise NotImplementedError
+    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
+        """How a field of d axes is padded."""
+        return PaddingRule(0.0, (1,) * ndim, (0,)), own_padding(field.names) or 0
 
     def _check_names(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` where an option names a field that the samples do not have."""
@@ -139,26 +144,25 @@ class FieldCollate:
     ) -> FieldPath:
         """The path of the field whose lengths are the batch's.
 
-        It is the field that sizes are taken of; else the first ragged field without a rule, if all
-        of those are equally long in each sample. It never depends on which samples share a batch.
+        It is the first ragged field without a rule, if all of those are equally long in each
+        sample. It never depends on which samples share a batch.
 
         Raises:
             CollateError: the lengths of these fields differ.
         """
-        lengths = {layout: layout.lengths for layout in set(layouts.values())}
-        ragged = {p: lengths[layout] for p, layout in layouts.items() if lengths[layout].shape[1]}
-        if (self._sized_field,) in ragged:
-            return (self._sized_field,)
-        one, *others = [path for path in ragged if path not in rules] or ragged or layouts
+        ragged = [path for path, layout in layouts.items() if layout.length_axes]
+        if (self._ids,) in ragged:
+            return (self._ids,)
+        one, *others = [path for path in ragged if path not in rules] or ragged or [*layouts][:1]
         for other in others:
-            if layouts[other] is not layouts[one] and ragged:
-                self._check_alike(ragged, one, other)
+            if layouts[other] is not layouts[one]:
+                self._check_alike(layouts, one, other)
         return one
 
     def _check_alike(
-        self, lengths: Mapping[FieldPath, IntArray], one: FieldPath, other: FieldPath
+        self, layouts: Mapping[FieldPath, Layout], one: FieldPath, other: FieldPath
     ) -> None:
-        ours, theirs = lengths[one], lengths[other]
+        ours, theirs = layouts[one].lengths, layouts[other].lengths
         axes = min(ours.shape[1], theirs.shape[1])
         differ = (ours[:, :axes] != theirs[:, :axes]).any(axis=1)
         for i in np.flatnonzero(differ)[:1].tolist():
@@ -169,11 +173,20 @@ class FieldCollate:
                 '"stacked" for a field of one fixed shape'
             )
 
-    _ragged: ClassVar[str] = ""
-
 
 def _by(lengths: IntArray) -> str:
     return " by ".join(map(str, lengths.tolist()))
+
+
+def check_ids(batch: Batch, name: str, kind: type[Layout], option: str) -> None:
+    """Raise a `CollateError` if a field is not of one token id per position, padded or joined."""
+    layouts = batch._known.layouts
+    if not isinstance(layouts.get((name,)), kind) or batch[name].ndim != 2:
+        shape = f" of shape {list(batch[name].shape)}" if (name,) in layouts else ""
+        raise CollateError(
+            f"{option} takes dict samples with a field {name!r} of one token id per position, got "
+            f"samples of {', '.join(map(show, layouts))}{shape}"
+        )
 
 
 def _filled(field: Field, value: Any) -> Sequence[Any]:
@@ -189,14 +202,6 @@ def of_field(option: Any, path: FieldPath, default: Any) -> Any:
     if not isinstance(option, dict):
         return option
     return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
-
-
-def sized_by(
-    collate_fn: Callable[[list[Any]], Any], name: Any | None
-) -> Callable[[list[Any]], Any]:
-    """The collate for samples whose sizes are those of a field; one of another kind as it is."""
-    of_sized_field = getattr(collate_fn, "of_sized_field", None)
-    return collate_fn if of_sized_field is None else of_sized_field(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +241,6 @@ class HookedCollate:
             inputs if self.on_input is None else self.on_input(inputs),
             targets if self.on_target is None else self.on_target(targets),
         )
-
-    def of_sized_field(self, name: Any | None) -> HookedCollate:
-        """The same collate for samples whose sizes are those of a field."""
-        return replace(self, collate_fn=sized_by(self.collate_fn, name))
 
 
 def _read_rule(rule: Any) -> tuple[str, ...]:

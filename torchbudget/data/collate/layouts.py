@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -63,40 +63,40 @@ class Layout(ABC):
 
     Attributes:
         shapes: the lengths of each sample on all axes in which samples may differ, `(n, d)`.
+        length_axes: the ragged ones of these axes.
+        shape: of the field's first axes, which are those of the samples; `()` of a list.
         present: False for samples without the field, `(n,)`; `None`: all have it.
     """
 
     shapes: IntArray
+    length_axes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
     present: BoolArray | None = None
 
     @property
     def lengths(self) -> IntArray:
         """The lengths of each sample on its ragged axes, `(n, k)`."""
-        return self.shapes
+        return self.shapes[:, list(self.length_axes)]
 
-    def samples(self, field: Any) -> Sequence[Any]:
-        """The n samples, as views of the field; `MISSING` for samples without the field."""
-        views = self._views(field)
-        if self.present is None:
-            return views
-        pairs = zip(views, self.present.tolist(), strict=True)
-        return [view if has else MISSING for view, has in pairs]
-
-    def fits(self, field: Any) -> bool:
-        """Whether the samples can be in this field; it may have more axes, after theirs."""
-        shape = self._shape
-        return isinstance(field, Tensor) and field.shape[: len(shape)] == shape
+    @property
+    @abstractmethod
+    def places(self) -> list[Any]:
+        """The index of each sample in the field."""
 
     @abstractmethod
     def part(self, start: int, stop: int) -> tuple[Any, Layout]:
         """The index of samples `start` to `stop` in the field, and their layout in the result."""
 
-    @abstractmethod
-    def _views(self, field: Any) -> Sequence[Any]: ...
+    def samples(self, field: Any) -> list[Any]:
+        """The n samples, as views of the field; `MISSING` for samples without the field."""
+        has = np.ones(len(self.shapes), np.bool_) if self.present is None else self.present
+        pairs = zip(self.places, has.tolist(), strict=True)
+        return [field[place] if is_present else MISSING for place, is_present in pairs]
 
-    @property
-    @abstractmethod
-    def _shape(self) -> tuple[int, ...]: ...  # of the tensor's first axes
+    def fits(self, field: Any) -> bool:
+        """Whether the samples can be in this field; it may have more axes, after theirs."""
+        is_same = isinstance(field, Tensor) and field.shape[: len(self.shape)] == self.shape
+        return is_same or not self.shape
 
     def _present(self, start: int, stop: int) -> BoolArray | None:
         return None if self.present is None else self.present[start:stop]
@@ -106,35 +106,27 @@ class Layout(ABC):
 class StackedLayout(Layout):
     """One row for each sample that has the field; of a list, one value for every sample."""
 
-    is_list: bool = False
-
     @property
-    def lengths(self) -> IntArray:
-        """See `Layout.lengths`: there are none."""
-        return self.shapes[:, :0]
-
-    def fits(self, field: Any) -> bool:
-        """See `Layout.fits`."""
-        return self.is_list or Layout.fits(self, field)
+    def places(self) -> list[int]:
+        """See `Layout.places`."""
+        return [self._rows(i) for i in range(len(self.shapes))]
 
     def part(self, start: int, stop: int) -> tuple[slice, StackedLayout]:
         """See `Layout.part`."""
-        layout = replace(self, shapes=self.shapes[start:stop], present=self._present(start, stop))
-        return slice(self._rows(start), self._rows(stop)), layout
+        first, last = self._rows(start), self._rows(stop)
+        layout = replace(
+            self,
+            shapes=self.shapes[start:stop],
+            shape=(last - first,) if self.shape else (),
+            present=self._present(start, stop),
+        )
+        return slice(first, last), layout
 
     def _rows(self, stop: int) -> int:
         """The number of rows of the samples before `stop`."""
-        return stop if self.is_list or self.present is None else int(self.present[:stop].sum())
-
-    def _views(self, field: Any) -> Sequence[Any]:
-        rows: Sequence[Any] = field if self.is_list else field.unbind()
-        if self.is_list or self.present is None:
-            return rows
-        return [rows[self._rows(i)] if has else MISSING for i, has in enumerate(self.present)]
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (self._rows(len(self.shapes)),)
+        if self.present is None or not self.shape:
+            return stop
+        return int(np.count_nonzero(self.present[:stop]))
 
 
 def stack(column: Column) -> tuple[Tensor, StackedLayout]:
@@ -152,7 +144,7 @@ def stack(column: Column) -> tuple[Tensor, StackedLayout]:
     if out.numel():
         column.join(out if out.ndim == 1 else out.flatten(0, 1))
     n = len(shapes) if present is None else len(present)
-    return out, StackedLayout(shapes=np.empty((n, 0), np.int64))
+    return out, StackedLayout(shapes=np.empty((n, 0), np.int64), shape=(len(shapes),))
 
 
 class RowRule(NamedTuple):
@@ -160,14 +152,12 @@ class RowRule(NamedTuple):
 
     Attributes:
         multiple: each sample gets room that is a multiple of it.
-        total: the length of the joined tensor; `None`: as long as the samples need.
         total_multiple: the length of the joined tensor is rounded up to a multiple of it.
         in_row: whether the tensor is one row, `(1, total, …)`, and not `(total, …)`.
         first_position: the position of each sample's first element, for the model of a row.
     """
 
     multiple: int = 1
-    total: int | None = None
     total_multiple: int = 1
     in_row: bool = False
     first_position: int = 0
@@ -179,105 +169,77 @@ class JoinedLayout(Layout):
 
     Attributes:
         rule: how they were joined.
-        bounds: 0 and the end of each segment: a sample, or padding, `(segments + 1,)`. Padding is
-            in segments of its own, none longer than the longest sample: so it costs no more than
-            samples of its size do, and its positions are ones that the model has.
-        total: the length of the tensor.
-        padded_total: the length without the padding up to `RowRule.total`.
-        num_elements: Σ lengths, less than the total where positions are padding.
     """
 
     rule: RowRule
-    bounds: IntArray
-    total: int
-    padded_total: int
-    num_elements: int
 
     @classmethod
     def of(cls, lengths: IntArray, rule: RowRule) -> JoinedLayout:
         """The layout of samples of these lengths, `(n, 1)`.
 
         Raises:
-            CollateError: the samples have more positions than the rule's total, or than int32 can
-                count.
+            CollateError: the samples have more positions than int32 can count.
         """
-        bounds = np.zeros(len(lengths) + 1, np.int64)
-        _rounded_up(lengths[:, 0], rule.multiple).cumsum(out=bounds[1:])
-        padded_total = int(_rounded_up(bounds[-1], rule.total_multiple))
-        if rule.total is not None and padded_total > rule.total:
-            raise CollateError(
-                f"the samples of a batch have {padded_total} positions, more than "
-                f"total={rule.total}; plan with a budget that is at most total, such as "
-                "PackedCost(unit_bytes=1) and a budget of total units, and with the same multiples"
-            )
-        bounds[-1] = total = rule.total or padded_total
+        total = int(_rounded_up(_rounded_up(lengths, rule.multiple).sum(), rule.total_multiple))
         if total >= 2**31:
             raise CollateError(
                 f"{total} positions are more than the offsets, torch.int32, can count; make "
                 "smaller batches"
             )
-        num_elements = int(lengths.sum())
-        if total > num_elements:
-            bounds = np.array(_with_padding(lengths[:, 0].tolist(), bounds.tolist()))
-        return cls(
-            shapes=lengths,
-            rule=rule,
-            bounds=bounds,
-            total=total,
-            padded_total=padded_total,
-            num_elements=num_elements,
-        )
+        shape = (1, total) if rule.in_row else (total,)
+        return cls(shapes=lengths, length_axes=(0,), shape=shape, rule=rule)
+
+    @property
+    def total(self) -> int:
+        """The length of the tensor."""
+        return self.shape[-1]
 
     @property
     def starts(self) -> IntArray:
-        """The position of each sample's first element, `(n,)`."""
-        rooms: IntArray = _rounded_up(self.shapes[:, 0], self.rule.multiple)
-        return rooms.cumsum() - rooms
+        """The position of each sample's first element, and the end of the last room, `(n + 1,)`."""
+        rooms = _rounded_up(self.shapes[:, 0], self.rule.multiple)
+        return np.cumsum([0, *rooms.tolist()])
 
     @property
-    def places(self) -> list[slice]:
-        """The positions of each sample."""
-        starts = self.starts
-        return list(map(slice, starts.tolist(), (starts + self.shapes[:, 0]).tolist()))
+    def bounds(self) -> IntArray:
+        """0 and the end of each segment: a sample, or padding, `(segments + 1,)`.
+
+        Padding is in segments of its own, none longer than the longest sample: so it costs no more
+        than samples of its size do, and its positions are ones that the model has.
+        """
+        lengths = self.shapes[:, 0].tolist()
+        found, longest = [0], max(*lengths, 1)
+        edges = pairwise([*self.starts[:-1].tolist(), self.total])
+        for length, (start, stop) in zip(lengths, edges, strict=True):
+            found.append(start + length)
+            found += range(found[-1] + longest, stop, longest)
+            found += [stop] if found[-1] < stop else []
+        return np.array(found)
+
+    @property
+    def places(self) -> list[Any]:
+        """See `Layout.places`."""
+        starts = self.starts[:-1]
+        positions = map(slice, starts.tolist(), (starts + self.shapes[:, 0]).tolist())
+        return [(0, own) if self.rule.in_row else own for own in positions]
 
     def part(self, start: int, stop: int) -> tuple[Any, JoinedLayout]:
         """See `Layout.part`; the index is without the padding up to a multiple of the total."""
-        rule = self.rule._replace(total=None)
-        layout = JoinedLayout.of(self.shapes[start:stop], rule)
-        first = int(self.starts[start])
-        own = slice(first, first + int(_rounded_up(layout.shapes, rule.multiple).sum()))
+        layout = JoinedLayout.of(self.shapes[start:stop], self.rule)
+        own = slice(*self.starts[[start, stop]].tolist())
         layout = replace(layout, present=self._present(start, stop))
-        return (slice(None), own) if rule.in_row else own, layout
+        return (slice(None), own) if self.rule.in_row else own, layout
 
     def filled(self, part: Tensor, value: int) -> Tensor:
         """The tensor of a part, padded to the layout's total."""
-        axis = int(self.rule.in_row)
+        axis = len(self.shape) - 1
         missing = self.total - part.shape[axis]
         if not missing:
             return part
         return pad_tensor(part, (0, 0) * (part.ndim - axis - 1) + (0, missing), value=value)
 
-    def _views(self, field: Tensor) -> list[Tensor]:
-        flat = field[0] if self.rule.in_row else field
-        return [flat[place] for place in self.places]
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (1, self.total) if self.rule.in_row else (self.total,)
-
-
-def _with_padding(lengths: list[int], bounds: list[int]) -> list[int]:
-    """The bounds of samples and of padding, from those of the samples' rooms."""
-    found = [0]
-    longest = max(*lengths, 1)
-    for length, (start, stop) in zip(lengths, pairwise(bounds), strict=True):
-        found.append(start + length)
-        found += range(found[-1] + longest, stop, longest)
-        found += [stop] if found[-1] < stop else []
-    return found
-
-
-def _rounded_up(lengths: Any, multiple: int) -> Any:
+def _rounded_up(lengths: Any, multiple: Any) -> Any:
     return lengths if multiple == 1 else -(-lengths // multiple) * multiple
 
 
@@ -307,28 +269,27 @@ def join(
     layout = shared.get(key)
     if layout is None:
         layout = shared[key] = JoinedLayout.of(lengths, rule)
-    out = new_tensor((layout.total, *shapes[0, 1:].tolist()), column.dtype, column.device)
-    if layout.total > layout.num_elements:
+    out = new_tensor((*layout.shape, *shapes[0, 1:].tolist()), column.dtype, column.device)
+    num_elements = int(lengths.sum())
+    if layout.total > num_elements:
         _check_fits(column, value)
         out.fill_(value)
     if rule.multiple == 1:
-        column.join(out[: layout.num_elements])
+        column.join((out[0] if rule.in_row else out)[:num_elements])
     else:
         column.write(out, layout.places)
-    return out[None] if rule.in_row else out, layout
+    return out, layout
 
 
 class PaddingRule(NamedTuple):
     """How a field of d axes is padded.
 
     Attributes:
-        value: the padding value, or a function from a sample's value to it.
         left_share: the share of the padding, in [0, 1], before a sample.
         multiples: the padded shape is rounded up to a multiple of it on each axis, `(d,)`.
         length_axes: the axes of lengths and masks.
     """
 
-    value: PaddingValue
     left_share: float
     multiples: tuple[int, ...]
     length_axes: tuple[int, ...]
@@ -340,35 +301,31 @@ class PaddedLayout(Layout):
 
     Attributes:
         starts: the position of each sample's first element on each axis, `(n, d)`.
-        padded_shape: the shape that all samples are padded to, `(d,)`.
-        multiples: the padded shape is a multiple of it on each axis, `(d,)`.
-        length_axes: the axes, of d, of lengths and masks.
+        rule: how they were padded.
     """
 
     starts: IntArray
-    padded_shape: tuple[int, ...]
-    multiples: tuple[int, ...]
-    length_axes: tuple[int, ...]
+    rule: PaddingRule
 
     @classmethod
     def of(cls, shapes: IntArray, rule: PaddingRule) -> PaddedLayout:
         """The layout of samples of these shapes, `(n, d)`."""
-        padded = -(-shapes.max(axis=0) // rule.multiples) * rule.multiples
+        padded = _rounded_up(shapes.max(axis=0), rule.multiples)
         starts = np.zeros_like(shapes)
         if rule.left_share:
             starts = np.floor((padded - shapes) * rule.left_share).astype(np.int64)
         return cls(
             shapes=shapes,
-            starts=starts,
-            padded_shape=tuple(padded.tolist()),
-            multiples=rule.multiples,
             length_axes=rule.length_axes,
+            shape=(len(shapes), *padded.tolist()),
+            starts=starts,
+            rule=rule,
         )
 
     @property
-    def lengths(self) -> IntArray:
-        """See `Layout.lengths`."""
-        return self.shapes[:, list(self.length_axes)]
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape that all samples are padded to, `(d,)`."""
+        return self.shape[1:]
 
     @property
     def is_short(self) -> bool:
@@ -385,7 +342,7 @@ class PaddedLayout(Layout):
 
     @property
     def places(self) -> list[tuple[int | slice, ...]]:
-        """The index of each sample in the field's tensor."""
+        """See `Layout.places`."""
         starts, stops = self.starts.tolist(), (self.starts + self.shapes).tolist()
         edges = enumerate(zip(starts, stops, strict=True))
         return [(i, *map(slice, first, last)) for i, (first, last) in edges]
@@ -398,29 +355,24 @@ class PaddedLayout(Layout):
         """
         shapes, starts = self.shapes[start:stop], self.starts[start:stop]
         first = starts.min(axis=0)
-        size = (starts + shapes).max(axis=0) - first
-        size = -(-size // self.multiples) * self.multiples
+        size = _rounded_up((starts + shapes).max(axis=0) - first, self.rule.multiples)
         first = np.minimum(first, self.padded_shape - size)
         layout = replace(
             self,
             shapes=shapes,
+            shape=(stop - start, *size.tolist()),
             present=self._present(start, stop),
             starts=starts - first,
-            padded_shape=tuple(size.tolist()),
         )
         window = map(slice, first.tolist(), (first + size).tolist())
         return (slice(start, stop), *window), layout
 
     def of_mask(self) -> PaddedLayout:
         """The layout of the mask, which has only the length axes."""
-        axes = list(self.length_axes)
-        return PaddedLayout(
-            shapes=self.shapes[:, axes],
-            starts=self.starts[:, axes],
-            padded_shape=tuple(self.padded_shape[a] for a in axes),
-            multiples=tuple(self.multiples[a] for a in axes),
-            length_axes=tuple(range(len(axes))),
-        )
+        axes = self.length_axes
+        multiples = tuple(self.rule.multiples[axis] for axis in axes)
+        rule = PaddingRule(self.rule.left_share, multiples, tuple(range(len(axes))))
+        return PaddedLayout.of(self.lengths, rule)
 
     def mask(self, device: torch.device) -> Tensor:
         """False where an element is padding along a length axis: bool, `(n, L, …)`."""
@@ -434,20 +386,16 @@ class PaddedLayout(Layout):
             mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
         return mask
 
-    def _views(self, field: Tensor) -> list[Tensor]:
-        return [field[place] for place in self.places]
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (len(self.shapes), *self.padded_shape)
-
-
-def pad(column: Column, rule: PaddingRule, shared: dict[Any, Any]) -> tuple[Tensor, PaddedLayout]:
+def pad(
+    column: Column, rule: PaddingRule, value: PaddingValue, shared: dict[Any, Any]
+) -> tuple[Tensor, PaddedLayout]:
     """Write all samples into one tensor, `(n, *padded_shape)`.
 
     Args:
         column: one field of a batch, of d ≥ 1 axes.
         rule: how to pad it.
+        value: the padding value, or a function from a sample's value to it.
         shared: see `join`: fields of equal shapes, such as a text's ids and its attention mask,
             share their layout.
 
@@ -456,17 +404,17 @@ def pad(column: Column, rule: PaddingRule, shared: dict[Any, Any]) -> tuple[Tens
     """
     shapes = column.shapes
     # Arrays of shape (2, 1) and (1, 2) may have the same bytes; the rule's d multiples differ.
-    key = (shapes.tobytes(), *rule[1:])
+    key = (shapes.tobytes(), rule)
     if key not in shared:
         layout = PaddedLayout.of(shapes, rule)
         shared[key] = layout, layout.own() if layout.is_short else None
     layout, own = shared[key]
-    out = new_tensor((len(shapes), *layout.padded_shape), column.dtype, column.device)
-    if callable(rule.value):
-        _fill_each(out, column, rule.value, layout)
+    out = new_tensor((*layout.shape,), column.dtype, column.device)
+    if callable(value):
+        _fill_each(out, column, value, layout)
     else:
-        _check_fits(column, rule.value)
-        out.fill_(rule.value)
+        _check_fits(column, value)
+        out.fill_(value)
     if own is not None and out.is_cpu:
         with suppress(TypeError):  # NumPy has no bfloat16
             out.numpy()[own] = column.join().numpy()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, TypeGuard
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from torchbudget.checks import (
     at_least_one,
     check_flags,
     natural,
-    optional,
     size_multiple_of,
 )
 from torchbudget.cost.protocol import IntArray
@@ -25,20 +24,15 @@ from torchbudget.data.collate.batch import (
     PackedMapping,
     PackedSequence,
 )
-from torchbudget.data.collate.columns import MISSING, Column, FieldPath, new_tensor, show
-from torchbudget.data.collate.fields import FieldCollate
+from torchbudget.data.collate.columns import MISSING, new_tensor, show
+from torchbudget.data.collate.fields import FieldCollate, check_ids
 from torchbudget.data.collate.layouts import (
     ATTENTION_MASK,
     IGNORED_LABEL,
     LABELS,
     JoinedLayout,
-    Layout,
-    PaddingRule,
     RowRule,
-    join,
     on_device,
-    own_padding,
-    pad,
 )
 from torchbudget.errors import CollateError, OptionError
 
@@ -72,9 +66,8 @@ class PackCollate(FieldCollate):
             `cu_seqlens` has more entries than samples, and `lengths` counts without padding.
         total_multiple: the total is rounded up to a multiple of it, in the same way. It must be
             that of the cost, `PackedCost(total_multiple=…)`: give an int, or the sampler, stream or
-            cost, from which it is read once.
-        total: the length of every batch, for shapes that stay the same; padded in the same way. A
-            batch with more positions raises an error. Parts of a split batch are shorter.
+            cost, from which it is read once. With the budget's number of positions, all batches
+            are equally long.
         position_ids_start: the position of each sample's first token in `layout="transformers"`: 0
             for most models, and `padding_idx + 1` for those like RoBERTa.
         causal_labels: in `layout="transformers"` labels are those of the next token: the first of
@@ -106,11 +99,8 @@ class PackCollate(FieldCollate):
     layout: str | None = None
     size_multiple: int | HasSizeMultiple = 1
     total_multiple: Any = 1
-    total: int | None = None
     position_ids_start: int = 0
     causal_labels: bool = True
-
-    _row: RowRule = field(default=RowRule(), init=False, repr=False)
 
     _ragged: ClassVar[str] = "joined"
 
@@ -126,7 +116,6 @@ class PackCollate(FieldCollate):
         object.__setattr__(self, "total_multiple", at_least_one("total_multiple", total_multiple))
         row = RowRule(
             multiple=size_multiple_of(self.size_multiple),
-            total=optional("total", self.total),
             total_multiple=self.total_multiple,
             in_row=self.layout is not None,
             first_position=natural("position_ids_start", self.position_ids_start),
@@ -140,19 +129,9 @@ class PackCollate(FieldCollate):
     def __call__(self, samples: Sequence[Any]) -> PackedBatch:
         """Collate n ≥ 1 samples, in time linear in their elements."""
         batch = self._collate(samples, (PackedBatch, PackedMapping, PackedSequence))
-        return (
-            batch if self.layout is None else _in_one_row(batch, causal_labels=self.causal_labels)
-        )
-
-    def _write_ragged(
-        self, column: Column, kind: str | None, *, is_own: bool, shared: dict[Any, Any]
-    ) -> tuple[Tensor, Layout]:
-        """See `FieldCollate._write_ragged`."""
-        value = own_padding(column.field.names) or 0
-        if kind == "padded":
-            ndim = column.shapes.shape[1]
-            return pad(column, PaddingRule(value, 0.0, (1,) * ndim, (0,)), shared)
-        return join(column, RowRule() if is_own else self._row, value, shared)
+        if self.layout is None:
+            return batch
+        return _in_one_row(batch, causal_labels=self.causal_labels)
 
 
 class TransformersBatch(PackedMapping):
@@ -196,7 +175,7 @@ def _in_one_row(packed: PackedBatch, *, causal_labels: bool) -> TransformersBatc
         CollateError: the samples are not of fields that a model takes.
     """
     known = packed._known
-    _check(packed, known.layouts)
+    _check(packed)
     layouts = {path: own for path, own in known.layouts.items() if path != (ATTENTION_MASK,)}
     fields = dict(packed)
     if causal_labels:
@@ -206,49 +185,35 @@ def _in_one_row(packed: PackedBatch, *, causal_labels: bool) -> TransformersBatc
     return _with_inputs({path[0]: fields[path[0]] for path in layouts}, arrangement)
 
 
-def _check(packed: PackedBatch, layouts: Mapping[FieldPath, Layout]) -> None:
+def _check(packed: PackedBatch) -> None:
     """Raise a `CollateError` for fields that no model takes."""
-    ids = layouts.get((IDS,))
-    if not _is_in_row(ids) or packed[IDS].ndim != 2:
-        axes = f" of shape {list(packed[IDS].shape)}" if _is_in_row(ids) else ""
-        raise CollateError(
-            f'layout="transformers" takes dict samples with a field {IDS!r} of one token id per '
-            f"position, got samples of {', '.join(map(show, layouts))}{axes}"
-        )
-    for path, layout in layouts.items():
+    check_ids(packed, IDS, JoinedLayout, 'layout="transformers"')
+    for path in packed._known.layouts:
         if len(path) > 1 or path[0] in _MADE:
             raise CollateError(
                 f'layout="transformers" makes {", ".join(_MADE)} itself, and its models take no '
                 f"nested fields: leave {show(path)} out of the samples"
             )
-        if _is_in_row(layout) and layout.lengths.tolist() != ids.lengths.tolist():
-            raise CollateError(
-                f"{show(path)} is not as long as {show((IDS,))} in each sample, with which it "
-                'would be in one row: give it a rule, as in fields={name: "joined"}'
-            )
     mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
-    if mask is not None and int(torch.count_nonzero(mask)) != ids.lengths.sum():
+    if mask is not None and int(torch.count_nonzero(mask)) != packed.num_tokens:
         raise CollateError(
             f"field {ATTENTION_MASK!r} masks positions of the samples, and a packed batch has no "
             "such mask: tokenize without padding"
         )
 
 
-def _is_in_row(layout: Layout | None) -> TypeGuard[JoinedLayout]:
-    return isinstance(layout, JoinedLayout) and layout.rule.in_row
-
-
-def _causal(fields: dict[str, Tensor], layout: Layout | None) -> Tensor:
+def _causal(fields: dict[str, Tensor], layout: Any) -> Tensor:
     """The labels of next tokens; nothing before a sample predicts its first one."""
     labels = fields.get(LABELS)
-    if not _is_in_row(layout) or (labels is not None and labels.dtype not in _SIGNED):
+    in_row = isinstance(layout, JoinedLayout) and layout.rule.in_row
+    if not in_row or (labels is not None and labels.dtype not in _SIGNED):
         raise CollateError(
             f"field {LABELS!r} must be of one signed integer per position, {IGNORED_LABEL} where "
             "nothing is predicted; causal_labels=False takes labels as they are"
         )
-    ignored = np.ones(layout.total, np.bool_)  # padding, and the first position of each sample
-    for place in layout.places:
-        ignored[place.start + 1 : place.stop] = False
+    ignored = np.ones(layout.shape, np.bool_)  # padding, and the first position of each sample
+    for row, place in layout.places:
+        ignored[row, place.start + 1 : place.stop] = False
     if labels is None:
         ids = fields[IDS]
         labels = new_tensor((*ids.shape,), ids.dtype, ids.device).copy_(ids)

@@ -10,42 +10,28 @@ import torch
 
 from torchbudget.checks import HasSizeMultiple, is_int, size_multiple_of
 from torchbudget.data.collate.batch import PaddedBatch, PaddedMapping, PaddedSequence
-from torchbudget.data.collate.columns import Column, FieldPath, new_tensor, show
-from torchbudget.data.collate.fields import FieldCollate, of_field
+from torchbudget.data.collate.columns import Field, new_tensor
+from torchbudget.data.collate.fields import FieldCollate, check_ids, of_field
 from torchbudget.data.collate.layouts import (
     ATTENTION_MASK,
     IGNORED_LABEL,
     OWN_PADDING,
-    Layout,
     PaddedLayout,
     PaddingRule,
     PaddingValue,
-    RowRule,
-    join,
     own_padding,
-    pad,
 )
 from torchbudget.errors import CollateError, OptionError
 
 Axes: TypeAlias = int | tuple[int, ...]
 Side: TypeAlias = str | float
-Multiple: TypeAlias = int | tuple[int, ...] | HasSizeMultiple
 
 
 class TokenizerRules(NamedTuple):
-    """How the samples of a tokenizer are padded.
+    """How a tokenizer pads: the side, and the padding value of fields by their names."""
 
-    Attributes:
-        ids: the name of the field of token ids, which the mask is of.
-        adds_mask: whether the model takes an attention mask.
-        side: the side of the padding.
-        padding: the padding value of a field, by its name or its path.
-    """
-
-    ids: str
-    adds_mask: bool
     side: str
-    padding: dict[Any, Any]
+    padding: dict[str, Any]
 
 
 def _read_value(value: Any) -> Any:
@@ -66,12 +52,6 @@ def _read_side(side: Any) -> float:
             f"got {side!r}"
         )
     return float(side)
-
-
-def _read_multiple(multiple: Any) -> int | tuple[int, ...]:
-    if isinstance(multiple, tuple):
-        return tuple(map(size_multiple_of, multiple))
-    return size_multiple_of(multiple)
 
 
 def _read_axes(axes: Any) -> tuple[int, ...]:
@@ -106,11 +86,11 @@ class PadCollate(FieldCollate):
 
     Fields with a rule of their own have their own lengths. All other ragged fields must be equally
     long in each sample, as a text's ids and labels are: their lengths are the batch's `lengths`,
-    `mask` and `num_tokens`. In a stream, those are the lengths of the field that `size` names.
+    `mask` and `num_tokens`.
 
-    Each option is one value for all fields, or a mapping from field to value. A field is named by
-    its key or position, and by a tuple of those if samples are nested. A field that is not in the
-    mapping has the default.
+    `padding_value`, `side` and `length_axes` are one value for all fields, or a mapping from field
+    to value. A field is named by its key or position, and by a tuple of those if samples are
+    nested. A field that is not in the mapping has the default.
 
     Inside a `DataLoader` worker the batch is written directly into shared memory.
 
@@ -126,9 +106,9 @@ class PadCollate(FieldCollate):
             padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
             channels, -1 for channels by time, `()` for a field without a length. A field without
             such an axis has no length.
-        size_multiple: padded lengths are rounded up to a multiple of it. It must be that of the
-            sampler or stream: give an int for all of `length_axes`, a tuple of one per axis, or
-            the sampler or stream itself, from which the int is read once.
+        size_multiple: padded lengths are rounded up to a multiple of it, in all fields. It must be
+            that of the sampler or stream: give an int, or the sampler or stream itself, from which
+            the int is read once.
         mask: the name, such as "attention_mask", of a field that is added to a batch of dict
             samples: the batch's mask as int64 ones and zeros, as Hugging Face models take it.
             `PaddedBatch.mask` is the same as bool.
@@ -158,24 +138,22 @@ class PadCollate(FieldCollate):
     padding_value: PaddingValue | Mapping[Any, PaddingValue] = 0
     side: Side | Mapping[Any, Side] = "right"
     length_axes: Axes | Mapping[Any, Axes] = 0
-    size_multiple: Multiple | Mapping[Any, Multiple] = 1
+    size_multiple: int | HasSizeMultiple = 1
     mask: str | None = None
-    _tokenizer: TokenizerRules | None = field(default=None, repr=False)  # see _sized_field
-    _paddings: dict[Any, PaddingRule] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _tokenizer: TokenizerRules | None = field(default=None, repr=False)
 
     _ragged: ClassVar[str] = "padded"
     _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
         "padding_value": _read_value,
         "side": _read_side,
         "length_axes": _read_axes,
-        "size_multiple": _read_multiple,
     }
 
     def __post_init__(self) -> None:
         """Check the options."""
         FieldCollate.__post_init__(self)
+        # A copy of the number: a collate is sent to workers, and a sampler is large.
+        object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
 
@@ -183,13 +161,10 @@ class PadCollate(FieldCollate):
     def for_tokenizer(cls, tokenizer: Any, **options: Any) -> PadCollate:
         """A collate that pads as a tokenizer of transformers does, labels too.
 
-        Token ids are padded with the tokenizer's padding token, `token_type_ids` with its type of
-        padding, `special_tokens_mask` with 1, `attention_mask` with 0 and `labels` or `label` with
-        -100, on the tokenizer's side. Dict samples get an `attention_mask` where they have none,
-        the model takes one, and the ids are a field of theirs that is not nested. `lengths` are
-        those of the ids. Of pairs the first field is the ids and the second the labels; in larger
-        tuples `padding_value` names the others, unless they are named tuples of these names. Where
-        no mask is added, it is the batch's `mask`.
+        Samples are dicts. Token ids are padded with the tokenizer's padding token,
+        `token_type_ids` with its type of padding, `special_tokens_mask` with 1, `attention_mask`
+        with 0 and `labels` or `label` with -100, on the tokenizer's side. An `attention_mask` is
+        added to samples that have none, if the model takes one. `lengths` are those of the ids.
 
         Args:
             tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
@@ -201,8 +176,7 @@ class PadCollate(FieldCollate):
 
         Raises:
             OptionError: the tokenizer has no padding token, or an option is invalid.
-            CollateError: when called with samples that have no token ids, or with tuples of more
-                than two fields of which nothing says how they are padded.
+            CollateError: when called with samples that are no dicts of token ids.
 
         >>> from types import SimpleNamespace
         >>> tokenizer = SimpleNamespace(pad_token_id=9, padding_side="left")
@@ -232,110 +206,51 @@ class PadCollate(FieldCollate):
             "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
             "special_tokens_mask": 1,  # padding is a special token
             "label": IGNORED_LABEL,  # as the collators of transformers take it, too
-            (1,): IGNORED_LABEL,  # the second of a pair
-            **dict.fromkeys([ids, (), (0,)], token),
+            ids: token,
         }
-        rules = TokenizerRules(ids, ATTENTION_MASK in others, side, padding)
-        # A mapping of no fields: all are the tokenizer's.
-        own = {"_tokenizer": rules, "_sized_field": ids}
-        return cls(**{"side": side, "padding_value": {}} | options | own)
+        defaults: dict[str, Any] = {"side": side, "padding_value": {}}  # {}: as the tokenizer says
+        if ATTENTION_MASK in others:
+            defaults["mask"] = ATTENTION_MASK
+        return cls(**defaults | options, _ids=ids, _tokenizer=TokenizerRules(side, padding))
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
         """Collate n ≥ 1 samples, in time linear in the padded elements."""
         batch = self._collate(samples, (PaddedBatch, PaddedMapping, PaddedSequence))
-        if self.mask is not None:
-            batch = _add_mask(batch, self.mask, batch._known.measured)
-        return batch if self._tokenizer is None else self._as_tokenized(batch, self._tokenizer)
+        if self._ids is not None:
+            check_ids(batch, self._ids, PaddedLayout, "for_tokenizer")
+            if self.mask in batch:
+                return batch
+        return batch if self.mask is None else _add_mask(batch, self.mask)
 
-    def _write_ragged(
-        self, column: Column, kind: str | None, *, is_own: bool, shared: dict[Any, Any]
-    ) -> tuple[torch.Tensor, Layout]:
-        """See `FieldCollate._write_ragged`."""
-        path, names, *_ = column.field
-        if kind == "joined":
-            return join(column, RowRule(), 0, shared)
-        key = (path, names, column.shapes.shape[1])
-        if key not in self._paddings:
-            self._paddings[key] = self._padding(*key)
-        return pad(column, self._paddings[key], shared)
+    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
+        """See `FieldCollate._padding`."""
+        named = of_field(self.length_axes, field.path, (0,))
+        axes = tuple(dict.fromkeys(axis % ndim for axis in named if -ndim <= axis < ndim))
+        multiple = size_multiple_of(self.size_multiple)
+        multiples = tuple(multiple if axis in axes else 1 for axis in range(ndim))
+        side = 0.0 if self._tokenizer is None else _read_side(self._tokenizer.side)
+        rule = PaddingRule(of_field(self.side, field.path, side), multiples, axes)
+        return rule, self._value(field)
 
-    def _padding(self, path: FieldPath, names: FieldPath, ndim: int) -> PaddingRule:
-        """How the options apply to a field."""
-        axes: list[int] = []
-        multiples = [1] * ndim
-        named = of_field(self.length_axes, path, (0,))
-        multiple = of_field(self.size_multiple, path, 1)
-        each = multiple if isinstance(multiple, tuple) else (multiple,) * len(named)
-        if len(each) != len(named):
-            raise OptionError(
-                f"size_multiple {multiple!r} must have one entry per length axis, {named!r}"
-            )
-        for axis, rounded_to in zip(named, each, strict=True):
-            if -ndim <= axis < ndim:
-                axes.append(axis % ndim)
-                multiples[axis % ndim] = rounded_to
-        if len(set(axes)) < len(axes):
-            raise OptionError(f"length_axes {named!r} name one axis of {show(path)} twice")
-        right = 0.0 if self._tokenizer is None else _read_side(self._tokenizer.side)
-        return PaddingRule(
-            value=self._value(path, names),
-            left_share=of_field(self.side, path, right),
-            multiples=tuple(multiples),
-            length_axes=tuple(axes),
-        )
-
-    def _value(self, path: FieldPath, names: FieldPath) -> Any:
+    def _value(self, field: Field) -> Any:
         given = self.padding_value
-        padding = OWN_PADDING if self._tokenizer is None else self._tokenizer.padding
-        named = of_field(given, path, None) if isinstance(given, dict) else None
-        own = own_padding(names, padding) if named is None else named
-        return padding.get(path, 0 if isinstance(given, dict) else given) if own is None else own
-
-    def _as_tokenized(self, batch: PaddedBatch, rules: TokenizerRules) -> PaddedBatch:
-        """The batch with an attention mask, after a check of its fields.
-
-        Raises:
-            CollateError: see `for_tokenizer`.
-        """
-        data, paths = batch.data, batch._known.layouts
-        ids = [path for path in paths if path in ((), (0,)) or path[-1] == rules.ids]
-        if not ids:
-            raise CollateError(
-                f"the tokenizer pads samples with a field {rules.ids!r}, pairs of ids and labels, "
-                f"or ids alone; got samples of the fields {[path[0] for path in paths]}"
-            )
-        for (path, layout), value in zip(paths.items(), batch._fields, strict=True):
-            if path in ids and value.ndim > 2:
-                raise CollateError(
-                    f"{show(path)} of each sample has several axes, of shape "
-                    f"{tuple(value.shape[1:])}, as return_tensors='pt' gives: tokenize without it, "
-                    "or take the first of each field"
-                )
-            # Of three, the second is most often the mask, which -100 would turn on at padding.
-            unnamed = isinstance(data, tuple) and len(data) > 2 and not hasattr(data, "_fields")
-            given = self.padding_value if isinstance(self.padding_value, dict) else {}
-            is_named = path == (0,) or of_field(given, path, None) is not None
-            if unnamed and len(path) == 1 and not is_named and isinstance(layout, PaddedLayout):
-                raise CollateError(
-                    "the tokenizer pads pairs, of ids and labels; in larger tuples nothing says "
-                    f"whether {show(path)} is a mask, labels or something else: give its padding, "
-                    "as in padding_value={1: 0, 2: -100}, or make dicts in the dataset"
-                )
-        if not rules.adds_mask or (rules.ids,) not in ids or ATTENTION_MASK in data:
-            return batch
-        return _add_mask(batch, ATTENTION_MASK, (rules.ids,))
+        is_mapping = isinstance(given, dict)
+        if is_mapping and (named := of_field(given, field.path, None)) is not None:
+            return named
+        own = own_padding(field.names, self._tokenizer.padding if self._tokenizer else OWN_PADDING)
+        return own if own is not None else 0 if is_mapping else given
 
 
-def _add_mask(batch: PaddedBatch, name: str, path: FieldPath) -> PaddedBatch:
-    """The batch with the mask of the field of this path as a further field."""
+def _add_mask(batch: PaddedBatch, name: str) -> PaddedBatch:
+    """The batch with its mask as a further field."""
     data, known = batch.data, batch._known
-    layout = known.layouts[path]
     if not isinstance(data, dict):
         raise CollateError(
             "mask= adds a field to dict samples, which these are not: use batch.mask"
         )
     if name in data:
         raise CollateError(f"mask={name!r} would overwrite a field that the samples have")
+    layout = known.layouts[known.measured]
     if not isinstance(layout, PaddedLayout) or not layout.length_axes:
         raise CollateError(f"mask={name!r} needs a field with a ragged axis")
     mask = layout.mask(torch.device("cpu"))

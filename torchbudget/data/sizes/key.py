@@ -31,13 +31,6 @@ def check_key(key: SizeKey) -> None:
         )
 
 
-def field_of(key: SizeKey) -> FieldName | None:
-    """The field that a key names, the first of several; `None` for a function or the sample."""
-    if callable(key):
-        return None
-    return key[0] if isinstance(key, tuple) and key else key  # type: ignore[return-value]  # checked
-
-
 def size_of(sample: Any, key: SizeKey, index: int) -> Size:
     """The size of one sample: an int, or one int per ragged axis.
 

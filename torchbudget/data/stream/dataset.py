@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.protocol import CostModel
-from torchbudget.data.collate.fields import sized_by
 from torchbudget.data.collate.pad_collate import PadCollate
 from torchbudget.data.frameworks import Caller
 from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
-from torchbudget.data.sizes.key import SizeKey, field_of
+from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.stream.cursor import (
     Progress,
     Split,
@@ -220,7 +219,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             drop_last=drop_last,
             skip_failed=on_error == "skip",
             batches_per_epoch=optional("batches_per_epoch", batches_per_epoch),
-            collate_fn=sized_by(collate, field_of(size)),
+            collate_fn=collate,
             rules=rules,
         )
         self._progress = Progress()
