@@ -11,8 +11,7 @@ from torchbudget.cost.protocol import AdditiveCost, CostModel
 from torchbudget.cost.tracing import trace_peak_bytes
 from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
-from torchbudget.data.collate.pack_collate import PackCollate
-from torchbudget.data.collate.pad_collate import PadCollate
+from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset

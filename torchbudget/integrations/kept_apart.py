@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from torchbudget.data.collate.collates import IDS, TransformersBatch
 from torchbudget.data.collate.layouts import LABELS
-from torchbudget.data.collate.pack_collate import IDS, TransformersBatch
 from torchbudget.errors import OptionError
 from torchbudget.train.loop import evaluation_mode
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchbudget.data.collate.pack_collate import TransformersBatch
+from torchbudget.data.collate.collates import TransformersBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError, StateError
 from torchbudget.integrations.hosted import (

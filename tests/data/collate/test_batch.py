@@ -45,20 +45,23 @@ class TestReading:
         assert isinstance(plain.data, Tensor)
         assert collate(["a", "b"]).lengths.shape == (2, 0)
 
-    def test_it_is_an_immutable_value_of_its_own(self, collate: Any) -> None:
+    def test_it_is_a_value_of_its_own_that_keeps_its_fields_and_their_shapes(
+        self, collate: Any
+    ) -> None:
         batch, other = collate(dicts), collate(dicts)
         assert batch == batch
         assert len({batch, other}) == 2
         assert "num_samples=3, {x: int64[" in repr(batch)
-        assert "s: text[3]" in repr(batch)
+        assert "s: list[3]" in repr(batch)
         with pytest.raises(TypeError):
             batch["x"] = 1
         with pytest.raises(AttributeError):
             batch.num_samples = 1
-        with pytest.raises(TypeError, match="cannot be changed"):
-            batch.update({"x": torch.zeros(3)})
-        with pytest.raises(TypeError, match="cannot be changed"):
-            collate(tuples)[0] = torch.zeros(3)
+        for fields in ({"x": torch.zeros(2)}, {"z": batch["x"]}, {"x": 1}):
+            with pytest.raises(TypeError, match="keeps its fields and their shapes"):
+                batch.update(fields)
+        with pytest.raises(TypeError, match="keeps its fields and their shapes"):
+            collate(tuples)[0] = torch.zeros(2)
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_a_loader_without_batches_lets_it_be(self, collate: Any, workers: int) -> None:
@@ -122,12 +125,6 @@ class TestMoving:
             for key, field in fields:
                 copied = pin(field) if isinstance(field, Tensor) else list(field)
                 clone.update({key: copied}) if samples is dicts else clone.__setitem__(key, copied)
-            key = "x" if samples is dicts else 0
-            for other in (batch[key] + 1, pin(batch[key][:1])):
-                with pytest.raises(TypeError, match="a batch cannot be changed"):
-                    clone.update({key: other}) if samples is dicts else clone.__setitem__(
-                        key, other
-                    )
         assert type(clone) is type(batch)
         assert all(tensor.is_pinned() for tensor in tensors_of(clone))
         assert not any(tensor.is_pinned() for tensor in tensors_of(batch))
@@ -179,10 +176,6 @@ class TestRebuilt:
             assert {**type(batch)(fields)} == {**batch}
         assert [*type(row)(field for field in row)] == [*row]
         assert type(type(named)(named.data).data) is Pair
-        with pytest.raises(CollateError, match="a mapping from field to tensor, got list"):
-            type(batch)([1])
-        with pytest.raises(CollateError, match="the fields in their order"):
-            type(row)({"x": 1})
 
     @structures
     def test_what_it_no_longer_knows_raises_and_says_why(

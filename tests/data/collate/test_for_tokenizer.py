@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,32 +26,25 @@ def duck(**changes: Any) -> Any:
 
 class TestDicts:
     def test_the_mask_of_the_ids_is_added_where_the_model_takes_one(self) -> None:
-        """Of their lengths, whatever the padding token and sizes are; nested ids get none."""
-        collate = PadCollate.for_tokenizer(duck())
+        """Of their lengths, whatever the padding token is."""
         texts = [{"input_ids": [7, 7], "labels": [1]}, {"input_ids": [7], "labels": [1, 2]}]
-        for made, lengths in ((collate, [2, 1]), (collate.of_sized_field("labels"), [1, 2])):
-            batch = made(texts)
-            assert batch["attention_mask"].tolist() == [[1, 1], [0, 1]]
-            assert batch.lengths.tolist() == lengths
-        own = collate([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
+        batch = PadCollate.for_tokenizer(duck())(texts)
+        assert batch["attention_mask"].tolist() == [[1, 1], [0, 1]]
+        assert batch.lengths.tolist() == [2, 1]
+        own = PadCollate.for_tokenizer(duck())([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
         assert own["attention_mask"].tolist() == [[0, 1]]
         plain = PadCollate.for_tokenizer(duck(model_input_names=["input_ids"]))
         assert set(plain(texts)) == {"input_ids", "labels"}
-        nested = collate([{"text": {"input_ids": [1]}}, {"text": {"input_ids": [1, 2]}}])
-        assert nested["text"]["input_ids"].tolist() == [[7, 1], [1, 2]]
-        assert set(nested) == {"text"}
-        assert nested.mask.tolist() == [[False, True], [True, True]]
 
     @pytest.mark.parametrize("value", [5, 0, {"labels": -1}])
     def test_options_come_first(self, value: Any) -> None:
-        """One padding value for all takes the place of the token, not of conventions."""
+        """One padding value for all is that of fields which the tokenizer does not know."""
         own = {"token_type_ids": 3, "special_tokens_mask": 1, "attention_mask": 0, "labels": -100}
         names = ["input_ids", *own, "weights"]
         samples = [{name: [1] * n for name in names} for n in (1, 2)]
         batch = PadCollate.for_tokenizer(duck(), padding_value=value)(samples)
-        given = {"input_ids": 7, "weights": 0} if isinstance(value, dict) else {}
-        expected = {**dict.fromkeys(names, value), **own, **given}
-        expected |= value if isinstance(value, dict) else {}
+        expected = {"input_ids": 7, **own, "weights": 0}
+        expected |= value if isinstance(value, dict) else {"weights": value}
         assert {name: int(field[0, 0]) for name, field in batch.items()} == expected
         for side in ("right", {"input_ids": "right"}):
             right = PadCollate.for_tokenizer(duck(), side=side)(samples)
@@ -63,44 +56,20 @@ class TestDicts:
         assert padding == {"input_ids": 7, **own, "weights": -100}  # ids are ids
 
 
-class Text(NamedTuple):
-    attention_mask: list[int]
-    labels: list[int]
-    input_ids: list[int]
-
-
 @pytest.mark.parametrize(
-    ("options", "samples", "expected"),
+    ("sample", "match"),
     [
-        ({}, [([1, 2], [3, 4]), ([5], [6])], [[7, 5], [-100, 6]]),
-        ({}, [([1, 2], 0, 3), ([5], 1, 4)], [[7, 5], 1, 4]),
-        (
-            {"padding_value": {1: 0, (2,): -100}},
-            [([1, 2], [1, 1], [3, 4]), ([5], [1], [6])],
-            [[7, 5], [0, 1], [-100, 6]],
-        ),
-        ({}, [Text([1, 1], [3, 4], [1, 2]), Text([1], [6], [5])], [[0, 1], [-100, 6], [7, 5]]),
-    ],
-)
-def test_tuples(options: dict[str, Any], samples: list[Any], expected: list[Any]) -> None:
-    """Pairs are ids and labels; in larger ones the others are named."""
-    batch = PadCollate.for_tokenizer(duck(), **options)(samples)
-    assert [field[1].tolist() for field in batch] == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "samples", "match"),
-    [
-        ({}, [([1, 2], [1, 1], [3, 4])], "larger tuples nothing says whether field 1 "),
-        ({"padding_value": {1: 0}}, [([1, 2], [1, 1], [3, 4])], "whether field 2 is"),
-        ({}, [{"text": "a", "label": 1}], r"a field 'input_ids'.*\['text', 'label'\]"),
+        ({"text": "a", "label": 1}, "field 'input_ids' .* got samples of field 'text', field 'lab"),
+        (([1, 2], [3, 4]), "takes dict samples .* got samples of field 0, field 1"),
+        ([1, 2], "got samples of the sample"),
+        ({"text": {"input_ids": [1]}}, r"got samples of field \('text', 'input_ids'\)"),
         # As return_tensors="pt" makes of each text: every length would be 1.
-        ({}, [{"input_ids": torch.ones(1, 2)}], "'input_ids' of each sample has several axes"),
+        ({"input_ids": torch.ones(1, 2)}, r"got samples of field 'input_ids' of shape \[1, 1, 2\]"),
     ],
 )
-def test_samples_of_which_nothing_says_how(options: Any, samples: Any, match: str) -> None:
+def test_samples_that_are_no_dicts_of_ids(sample: Any, match: str) -> None:
     with pytest.raises(CollateError, match=match):
-        PadCollate.for_tokenizer(duck(), **options)(samples)
+        PadCollate.for_tokenizer(duck())([sample])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +77,7 @@ def test_samples_of_which_nothing_says_how(options: Any, samples: Any, match: st
     [
         *((duck(pad_token_id=pad), r"tokenizer\.pad_token = tok") for pad in (None, "7", True)),
         (object(), "got None from object"),
-        (duck(padding_side="top"), "padding_side"),
+        (duck(padding_side="top"), "side must be"),
     ],
 )
 def test_what_is_no_tokenizer(tokenizer: Any, match: str) -> None:

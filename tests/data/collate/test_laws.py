@@ -24,7 +24,7 @@ from tests.support.sample_strategies import (
 )
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import PackCollate, PadCollate
-from torchbudget.errors import CollateError, OptionError
+from torchbudget.errors import CollateError
 
 
 def pad(drawn: Samples, **options: Any) -> PadCollate:
@@ -96,11 +96,9 @@ def test_the_mask_marks_what_lengths_and_samples_say(
     drawn: Samples, side: str | float, multiple: int, axes: int | tuple[int, ...]
 ) -> None:
     named = axes if isinstance(axes, tuple) else (axes,)
-    if axes == (0, -1) and any(spec.ndim == 1 for spec in drawn.specs):
-        with pytest.raises(OptionError, match="twice"):
-            PadCollate(length_axes=axes)(drawn.samples)
-        return
-    present = [[a % s.ndim for a in named if -s.ndim <= a < s.ndim] for s in drawn.specs]
+    present = [
+        [*dict.fromkeys(a % s.ndim for a in named if -s.ndim <= a < s.ndim)] for s in drawn.specs
+    ]
     field = next((i for i, axes_ in enumerate(present) if axes_), None)
     rules = {p: "padded" for i, p in enumerate(drawn.paths) if i != field}
     batch = PadCollate(side=side, size_multiple=multiple, length_axes=axes, fields=rules)(

@@ -10,14 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.support.sample_strategies import same as bitwise
-from torchbudget import BudgetedIterableDataset, PackCollate, PadCollate, PaddedCost
+from torchbudget import PackCollate, PadCollate
 from torchbudget.errors import CollateError, OptionError
-from torchbudget.readers import HookedCollate
 
-TOKENS = PaddedCost(unit_bytes=1)
 SAMPLES = [{"image": torch.ones(256), "ids": [1] * n} for n in (1, 3)]
 KINDS = {PadCollate: "padded", PackCollate: "joined"}
 collates = pytest.mark.parametrize("collate", KINDS)
@@ -49,16 +46,6 @@ class TestLengths:
             position = next(i for i, (a, b) in enumerate(drawn) if a != b)
             with pytest.raises(CollateError, match=f"sample {position} of the batch.*fields="):
                 collate()(one)
-
-    @pytest.mark.parametrize("key", ["ids", ("ids", "image")])
-    @pytest.mark.parametrize("hooked", [False, True])
-    def test_a_stream_gives_its_size_key(self, key: Any, hooked: bool) -> None:
-        """Its batches report the lengths of that field."""
-        cost = PaddedCost(unit_bytes=[1, 0]) if isinstance(key, tuple) else TOKENS
-        collate = HookedCollate(collate_fn=PadCollate()) if hooked else None
-        stream = BudgetedIterableDataset([SAMPLES * 4], cost, 8, size=key, collate_fn=collate)
-        batches = DataLoader(stream, batch_size=None, num_workers=0)
-        assert sum(batch.num_tokens for batch in batches) == 4 * 4
 
 
 class TestNotJoined:

@@ -92,9 +92,8 @@ def test_a_sample_that_differs_is_named_with_its_field(third: Any, match: str) -
         ([np.ma.masked_less(np.arange(4), 2)], "sample 0 .*got MaskedArray; convert it"),
         ([np.ones(1), np.ones(1, np.float32)], "sample 1 .*dtype float64.*got dtype float32"),
         ([torch.ones(1), torch.ones(1, 1)], "sample 1 .*expected 1 axes"),
-        ([torch.ones(1), torch.ones(1).to_sparse()], "sample 1 .*expected a dense tensor"),
-        ([torch.ones(2).to_sparse(), torch.ones(1).to_sparse()], "sample 0 .*expected a dense"),
-        ([torch.ones(1), torch.ones(1, device="meta")], "sample 1 .*a tensor on cpu.*on meta"),
+        ([torch.ones(1), torch.ones(1).to_sparse()], "the sample: torch cannot join it"),
+        ([torch.ones(1), torch.ones(1, device="meta")], "the sample: torch cannot join it"),
     ],
 )
 def test_what_forms_no_batch(samples: list[Any], match: str) -> None:

@@ -24,11 +24,11 @@ COMMON = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64,
 }  # fmt: skip
-# The row as it is, with room of a multiple for each sample, of a multiple, and of a fixed length.
+# The row as it is, with room of a multiple for each sample, and of a multiple.
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"size_multiple": 8}, {"total_multiple": 64}, {"size_multiple": 8, "total": 128},
+    {}, {"size_multiple": 8}, {"size_multiple": 8, "total_multiple": 128},
 ]  # fmt: skip
-rows = pytest.mark.parametrize("options", OPTIONS, ids=["row", "multiple", "rounded", "total"])
+rows = pytest.mark.parametrize("options", OPTIONS, ids=["row", "multiple", "rounded"])
 
 
 def model_of(kind: str, attention: str) -> Any:

@@ -100,7 +100,11 @@ class Batch:
 
     def __init__(self, data: Any, arrangement: Arrangement | None = None) -> None:
         # No dataclass: Lightning copies those, and then assigns their fields.
-        self._data = self._read(data)
+        # Hosts rebuild batches from any mapping, list or generator.
+        kind: Any = type(self)
+        self._data = dict(data) if issubclass(kind, Mapping) else data
+        if issubclass(kind, Sequence) and not isinstance(data, tuple):
+            self._data = tuple(data)
         self._arrangement = arrangement
 
     def __init_subclass__(cls) -> None:
@@ -123,11 +127,6 @@ class Batch:
     # Mapping compares by content, but `tensor == tensor` has no truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    @staticmethod
-    def _read(data: Any) -> Any:
-        """The data of a batch of this class, from fields that a host may have changed."""
-        return data
 
     @property
     def data(self) -> Any:
@@ -301,7 +300,8 @@ class Batch:
         Arrays, lists and numbers come back as tensors. The samples can be collated again, also by
         another collate: `PackCollate()(padded_batch.samples())`.
         """
-        pairs = zip(self._known.layouts.values(), self._fields, strict=True)
+        known = self._known
+        pairs = zip(known.layouts.values(), known.fields(self.data), strict=True)
         columns = [layout.samples(field) for layout, field in pairs]
         return [self._structured(row) for row in zip(*columns, strict=True)]
 
@@ -309,11 +309,14 @@ class Batch:
         """The batch of samples `start` to `stop`."""
         known = self._known
         values, layouts = [], {}
-        for (path, whole), field in zip(known.layouts.items(), self._fields, strict=True):
+        fields = known.fields(self.data)
+        for (path, whole), field in zip(known.layouts.items(), fields, strict=True):
             index, layout = whole.part(start, stop)
-            if layout.present is not None and not layout.present.any() and path != known.measured:
-                values.append(MISSING)  # as if these samples were collated by themselves
-                continue
+            if whole.present is not None:
+                layout = replace(layout, present=whole.present[start:stop])
+                if not whole.present[start:stop].any() and path != known.measured:
+                    values.append(MISSING)  # as if these samples were collated by themselves
+                    continue
             # What is trimmed is copied, since some models need contiguous input; the rest are
             # views.
             value = field[index]
@@ -323,19 +326,11 @@ class Batch:
             values.append(value)
             layouts[path] = layout
         part = replace(known, num_samples=stop - start, layouts=layouts)
-        return self._of_fields(values, part)
-
-    def _of_fields(self: BatchT, values: Sequence[Any], arrangement: Arrangement) -> BatchT:
-        """The batch of the fields of a part."""
-        return type(self)(self._structured(values), arrangement)
+        return type(self)(self._structured(values), part)
 
     def _structured(self, values: Iterable[Any]) -> Any:
         """The values of the fields, or of one sample's, in the structure of a sample."""
         return put_together(self.data, iter(values))
-
-    @property
-    def _fields(self) -> list[Any]:  # in the order of the layouts
-        return self._known.fields(self.data)
 
     def __repr__(self) -> str:
         known = self._arrangement
@@ -365,10 +360,6 @@ def _unflatten(
 class MappingView(Batch, Mapping[Any, Any]):
     """A batch of dict samples: a mapping from field to tensor."""
 
-    @staticmethod
-    def _read(data: Any) -> dict[Any, Any]:
-        return dict(data)
-
     def __getitem__(self, key: Any) -> Any:
         return self.data[key]
 
@@ -393,10 +384,6 @@ class MappingView(Batch, Mapping[Any, Any]):
 
 class SequenceView(Batch, Sequence[Any]):
     """A batch of tuple samples: a sequence of tensors."""
-
-    @staticmethod
-    def _read(data: Any) -> tuple[Any, ...]:
-        return data if isinstance(data, tuple) else tuple(data)
 
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
@@ -447,7 +434,7 @@ class PaddedBatch(Batch):
         if not self._host_lengths.shape[1]:
             return ()
         layout = self._measured(PaddedLayout)
-        return tuple([layout.padded_shape[axis] for axis in layout.length_axes])
+        return tuple([layout.shape[1 + axis] for axis in layout.length_axes])
 
     @property
     def mask(self) -> Tensor:
@@ -496,7 +483,7 @@ class PackedBatch(Batch):
     @property
     def padded_total(self) -> int:
         """Positions of the samples and of their padding to multiples."""
-        return self._measured(JoinedLayout).total
+        return self._measured(JoinedLayout).shape[-1]
 
     @property
     def position_ids(self) -> Tensor:

@@ -66,9 +66,10 @@ class Field(NamedTuple):
 
     def fail(self, index: int, expected: str, came: str) -> NoReturn:
         """Raise the error for the value of this index, which differs from the first one."""
+        if self.present is not None and len(self.values) < len(self.present):
+            index = int(np.flatnonzero(self.present)[index])
         raise CollateError(
-            f"sample {self._place(index)} of the batch, {show(self.path)}: expected {expected}, "
-            f"got {came}"
+            f"sample {index} of the batch, {show(self.path)}: expected {expected}, got {came}"
         )
 
     def fail_at_odd_one(
@@ -83,12 +84,6 @@ class Field(NamedTuple):
         first = 0 if self.present is None else int(self.present.argmax())
         expected = f"{describe(keys[0])} as in sample {first}"
         self.fail(index, expected, describe(keys[index]))
-
-    def _place(self, index: int) -> int:
-        """The position of a value in the batch."""
-        if self.present is None or len(self.values) == len(self.present):
-            return index
-        return int(np.flatnonzero(self.present)[index])
 
 
 def show(path: FieldPath) -> str:
@@ -409,11 +404,10 @@ def _lists_to_tensors(field: Field) -> list[Tensor]:
             f"{show(field.path)}: all {len(tensors)} lists of this batch are empty, and so have no "
             "dtype: make tensors in the data set, such as torch.tensor(ids, dtype=torch.int64)"
         )
-    for index, tensor in enumerate(tensors):
-        if not tensor.numel():
-            shape = tensor.shape if values[index] else (0, *model.shape[1:])
-            tensors[index] = torch.empty(shape, dtype=model.dtype)
-    return tensors
+    return [
+        t if t.numel() else model.new_empty(t.shape if value else (0, *model.shape[1:]))
+        for t, value in zip(tensors, values, strict=True)
+    ]
 
 
 def _tensor(field: Field, index: int, values: Any, expected: str) -> Tensor:

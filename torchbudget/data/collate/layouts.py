@@ -7,7 +7,6 @@ one tensor, and a layout that finds the samples in the tensor again.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -58,8 +57,11 @@ def on_device(values: Any, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout(ABC):
+class Layout:
     """The places of n samples in a field of a batch.
+
+    Of itself, a stacked field, with one row for each sample that has it; or a list, with one value
+    for every sample.
 
     Attributes:
         shapes: the lengths of each sample on all axes in which samples may differ, `(n, d)`.
@@ -79,13 +81,15 @@ class Layout(ABC):
         return self.shapes[:, list(self.length_axes)]
 
     @property
-    @abstractmethod
     def places(self) -> list[Any]:
         """The index of each sample in the field."""
+        return [self._rows(i) for i in range(len(self.shapes))]
 
-    @abstractmethod
     def part(self, start: int, stop: int) -> tuple[Any, Layout]:
         """The index of samples `start` to `stop` in the field, and their layout in the result."""
+        first, last = self._rows(start), self._rows(stop)
+        shape = (last - first,) if self.shape else ()
+        return slice(first, last), replace(self, shapes=self.shapes[start:stop], shape=shape)
 
     def samples(self, field: Any) -> list[Any]:
         """The n samples, as views of the field; `MISSING` for samples without the field."""
@@ -98,30 +102,6 @@ class Layout(ABC):
         is_same = isinstance(field, Tensor) and field.shape[: len(self.shape)] == self.shape
         return is_same or not self.shape
 
-    def _present(self, start: int, stop: int) -> BoolArray | None:
-        return None if self.present is None else self.present[start:stop]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StackedLayout(Layout):
-    """One row for each sample that has the field; of a list, one value for every sample."""
-
-    @property
-    def places(self) -> list[int]:
-        """See `Layout.places`."""
-        return [self._rows(i) for i in range(len(self.shapes))]
-
-    def part(self, start: int, stop: int) -> tuple[slice, StackedLayout]:
-        """See `Layout.part`."""
-        first, last = self._rows(start), self._rows(stop)
-        layout = replace(
-            self,
-            shapes=self.shapes[start:stop],
-            shape=(last - first,) if self.shape else (),
-            present=self._present(start, stop),
-        )
-        return slice(first, last), layout
-
     def _rows(self, stop: int) -> int:
         """The number of rows of the samples before `stop`."""
         if self.present is None or not self.shape:
@@ -129,7 +109,7 @@ class StackedLayout(Layout):
         return int(np.count_nonzero(self.present[:stop]))
 
 
-def stack(column: Column) -> tuple[Tensor, StackedLayout]:
+def stack(column: Column) -> tuple[Tensor, Layout]:
     """Write all samples into one tensor, `(n, …)`, one row each.
 
     Raises:
@@ -144,7 +124,7 @@ def stack(column: Column) -> tuple[Tensor, StackedLayout]:
     if out.numel():
         column.join(out if out.ndim == 1 else out.flatten(0, 1))
     n = len(shapes) if present is None else len(present)
-    return out, StackedLayout(shapes=np.empty((n, 0), np.int64), shape=(len(shapes),))
+    return out, Layout(shapes=np.empty((n, 0), np.int64), shape=(len(shapes),))
 
 
 class RowRule(NamedTuple):
@@ -190,11 +170,6 @@ class JoinedLayout(Layout):
         return cls(shapes=lengths, length_axes=(0,), shape=shape, rule=rule)
 
     @property
-    def total(self) -> int:
-        """The length of the tensor."""
-        return self.shape[-1]
-
-    @property
     def starts(self) -> IntArray:
         """The position of each sample's first element, and the end of the last room, `(n + 1,)`."""
         rooms = _rounded_up(self.shapes[:, 0], self.rule.multiple)
@@ -209,7 +184,7 @@ class JoinedLayout(Layout):
         """
         lengths = self.shapes[:, 0].tolist()
         found, longest = [0], max(*lengths, 1)
-        edges = pairwise([*self.starts[:-1].tolist(), self.total])
+        edges = pairwise([*self.starts[:-1].tolist(), self.shape[-1]])
         for length, (start, stop) in zip(lengths, edges, strict=True):
             found.append(start + length)
             found += range(found[-1] + longest, stop, longest)
@@ -225,15 +200,14 @@ class JoinedLayout(Layout):
 
     def part(self, start: int, stop: int) -> tuple[Any, JoinedLayout]:
         """See `Layout.part`; the index is without the padding up to a multiple of the total."""
-        layout = JoinedLayout.of(self.shapes[start:stop], self.rule)
         own = slice(*self.starts[[start, stop]].tolist())
-        layout = replace(layout, present=self._present(start, stop))
-        return (slice(None), own) if self.rule.in_row else own, layout
+        index = (slice(None), own) if self.rule.in_row else own
+        return index, JoinedLayout.of(self.shapes[start:stop], self.rule)
 
     def filled(self, part: Tensor, value: int) -> Tensor:
         """The tensor of a part, padded to the layout's total."""
         axis = len(self.shape) - 1
-        missing = self.total - part.shape[axis]
+        missing = self.shape[-1] - part.shape[axis]
         if not missing:
             return part
         return pad_tensor(part, (0, 0) * (part.ndim - axis - 1) + (0, missing), value=value)
@@ -266,12 +240,12 @@ def join(
         )
     lengths = shapes[:, :1]
     key = (lengths.tobytes(), rule)
-    layout = shared.get(key)
-    if layout is None:
-        layout = shared[key] = JoinedLayout.of(lengths, rule)
+    if key not in shared:
+        shared[key] = JoinedLayout.of(lengths, rule)
+    layout = shared[key]
     out = new_tensor((*layout.shape, *shapes[0, 1:].tolist()), column.dtype, column.device)
     num_elements = int(lengths.sum())
-    if layout.total > num_elements:
+    if layout.shape[-1] > num_elements:
         _check_fits(column, value)
         out.fill_(value)
     if rule.multiple == 1:
@@ -322,21 +296,16 @@ class PaddedLayout(Layout):
             rule=rule,
         )
 
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape that all samples are padded to, `(d,)`."""
-        return self.shape[1:]
+    def own(self) -> BoolArray | None:
+        """False where axis 0 is padding: bool, `(n, L)`.
 
-    @property
-    def is_short(self) -> bool:
-        """Whether only the first axis is padded, and samples are short: then `own` is faster."""
-        few = 0 < math.prod(self.padded_shape) <= _FEW_ELEMENTS
-        return few and bool((self.shapes[:, 1:] == self.padded_shape[1:]).all())
-
-    def own(self) -> BoolArray:
-        """False where axis 0 is padding: bool, `(n, L)`."""
+        `None` if other axes are padded, or samples are long: then to write each is faster.
+        """
+        is_short = 0 < math.prod(self.shape[1:]) <= _FEW_ELEMENTS
+        if not is_short or (self.shapes[:, 1:] != self.shape[2:]).any():
+            return None
         first, last = self.starts[:, :1], self.starts[:, :1] + self.shapes[:, :1]
-        positions = np.arange(self.padded_shape[0], dtype=np.int16)  # fewer bytes are faster
+        positions = np.arange(self.shape[1], dtype=np.int16)  # fewer bytes are faster
         own: BoolArray = positions < last.astype(np.int16)
         return own & (positions >= first.astype(np.int16)) if first.any() else own
 
@@ -356,12 +325,11 @@ class PaddedLayout(Layout):
         shapes, starts = self.shapes[start:stop], self.starts[start:stop]
         first = starts.min(axis=0)
         size = _rounded_up((starts + shapes).max(axis=0) - first, self.rule.multiples)
-        first = np.minimum(first, self.padded_shape - size)
+        first = np.minimum(first, self.shape[1:] - size)
         layout = replace(
             self,
             shapes=shapes,
             shape=(stop - start, *size.tolist()),
-            present=self._present(start, stop),
             starts=starts - first,
         )
         window = map(slice, first.tolist(), (first + size).tolist())
@@ -381,7 +349,7 @@ class PaddedLayout(Layout):
         for place, axis in enumerate(self.length_axes):
             edges = np.stack([self.starts[:, axis], self.starts[:, axis] + self.shapes[:, axis]])
             first, last = on_device(edges[..., None], device)
-            positions = torch.arange(self.padded_shape[axis], device=device)
+            positions = torch.arange(self.shape[1 + axis], device=device)
             own = (positions >= first) & (positions < last)
             mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
         return mask
@@ -390,7 +358,7 @@ class PaddedLayout(Layout):
 def pad(
     column: Column, rule: PaddingRule, value: PaddingValue, shared: dict[Any, Any]
 ) -> tuple[Tensor, PaddedLayout]:
-    """Write all samples into one tensor, `(n, *padded_shape)`.
+    """Write all samples into one tensor, `(n, L, …)`.
 
     Args:
         column: one field of a batch, of d ≥ 1 axes.
@@ -407,7 +375,7 @@ def pad(
     key = (shapes.tobytes(), rule)
     if key not in shared:
         layout = PaddedLayout.of(shapes, rule)
-        shared[key] = layout, layout.own() if layout.is_short else None
+        shared[key] = layout, layout.own()
     layout, own = shared[key]
     out = new_tensor((*layout.shape,), column.dtype, column.device)
     if callable(value):
@@ -426,7 +394,7 @@ def pad(
 def _fill_each(
     out: Tensor, column: Column, value: Callable[[Any], Any], layout: PaddedLayout
 ) -> None:
-    is_padded = (layout.shapes < layout.padded_shape).any(axis=1)
+    is_padded = (layout.shapes < layout.shape[1:]).any(axis=1)
     for i in np.flatnonzero(is_padded).tolist():
         sample = column.values[i]
         sample = sample if column.field.kind == "array" else torch.as_tensor(sample)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchbudget.budget import MemoryBudget
 from torchbudget.checks import at_least_one, check_flags, natural, optional
 from torchbudget.cost.protocol import CostModel
-from torchbudget.data.collate.pad_collate import PadCollate
+from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
 from torchbudget.data.run import warn_of_discarded_state
 from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples

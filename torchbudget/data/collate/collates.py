@@ -1,0 +1,704 @@
+"""The collates: a rule per field, padded to one shape or joined, also into rows of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchbudget.checks import (
+    HasSizeMultiple,
+    at_least_one,
+    check_flags,
+    is_int,
+    natural,
+    size_multiple_of,
+)
+from torchbudget.cost.protocol import IntArray
+from torchbudget.data.collate.batch import (
+    Arrangement,
+    Batch,
+    PackedBatch,
+    PackedMapping,
+    PackedSequence,
+    PaddedBatch,
+    PaddedMapping,
+    PaddedSequence,
+)
+from torchbudget.data.collate.columns import (
+    MISSING,
+    OPTIONAL,
+    Field,
+    FieldPath,
+    find_path,
+    key_of,
+    new_tensor,
+    path_of,
+    put_together,
+    read_column,
+    show,
+    take_apart,
+)
+from torchbudget.data.collate.layouts import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    LABELS,
+    OWN_PADDING,
+    JoinedLayout,
+    Layout,
+    PaddedLayout,
+    PaddingRule,
+    PaddingValue,
+    RowRule,
+    join,
+    on_device,
+    own_padding,
+    pad,
+    stack,
+)
+from torchbudget.errors import CollateError, OptionError
+
+Rule: TypeAlias = str | tuple[str, ...]
+Axes: TypeAlias = int | tuple[int, ...]
+Side: TypeAlias = str | float
+
+RULES: Final = ("padded", "joined", "stacked", "listed")
+IDS: Final = "input_ids"
+_SIGNED: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
+_MADE: Final = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+                "seq_idx", "use_cache")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldCollate:
+    """The base of `PadCollate` and `PackCollate`, which explain the options."""
+
+    fields: Mapping[Any, Rule] | None = None
+    _ids: str | None = field(default=None, repr=False)  # the field whose lengths are the batch's
+    _row: RowRule = field(default=RowRule(), init=False, repr=False)  # of fields without a rule
+
+    # Each option that may have a value per field, and the function that checks one.
+    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    _ragged: ClassVar[str] = ""  # the rule of ragged fields without one
+    # The batches of samples that are neither dicts nor tuples, of dicts, of tuples.
+    _kinds: ClassVar[tuple[type[Batch], type[Batch], type[Batch]]]
+
+    def __post_init__(self) -> None:
+        """Read every option once, so that an invalid one fails here and not in a worker."""
+        if self.fields is not None and not isinstance(self.fields, Mapping):
+            raise OptionError(f"fields must be a mapping from field to rule, got {self.fields!r}")
+        for option, read in self._readers().items():
+            given = getattr(self, option)
+            is_mapping = isinstance(given, Mapping)
+            # A copy: later changes to the caller's mapping must not change a frozen value.
+            kept = {k: read(v) for k, v in given.items()} if is_mapping else read(given)
+            object.__setattr__(self, option, kept)
+
+    def _readers(self) -> dict[str, Callable[[Any], Any]]:
+        rules = {} if self.fields is None else {"fields": _read_rule}
+        return {**rules, **self._per_field}
+
+    def _collate(self, samples: Sequence[Any]) -> Any:
+        """Make a batch of the class that fits its samples, of which there is at least one.
+
+        Raises:
+            CollateError: the samples cannot form one batch; or an option names a field that the
+                samples do not have.
+        """
+        rules: dict[FieldPath, Any] = {path_of(n): rule for n, rule in (self.fields or {}).items()}
+        structure, fields = take_apart(samples, rules)
+        optional = [path for path, rule in rules.items() if OPTIONAL in rule]
+        self._check_names([*(one.path for one in fields), *optional])
+        shared: dict[Any, Any] = {}
+        values, layouts = [], {}
+        for one in fields:
+            try:
+                with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+                    value, layout = self._write(one, rules.get(one.path), shared)
+            except (RuntimeError, TypeError) as error:  # other devices, or tensors that are sparse
+                raise CollateError(f"{show(one.path)}: torch cannot join it: {error}") from error
+            values.append(value)
+            has_all = one.present is None
+            layouts[one.path] = layout if has_all else replace(layout, present=one.present)
+        data = put_together(structure, iter(values))
+        arrangement = Arrangement(
+            num_samples=len(samples), layouts=layouts, measured=self._measured(layouts, rules)
+        )
+        plain, mapping, sequence = self._kinds
+        kind = mapping if isinstance(data, dict) else sequence if isinstance(data, tuple) else plain
+        return kind(data, arrangement)
+
+    def _write(
+        self, field: Field, rule: tuple[str, ...] | None, shared: dict[Any, Any]
+    ) -> tuple[Any, Layout]:
+        """The value of a field in the batch, and the places of the samples in it."""
+        kind = next((word for word in rule or () if word != OPTIONAL), None)
+        if field.kind in ("text", "listed"):
+            if kind not in (None, "listed"):
+                field.fail(0, f"numbers, since the field is {kind}", "a string")
+            values = _filled(field, None)
+            has_lengths = field.kind == "text" and field.present is None
+            lengths = [(len(text),) for text in values] if has_lengths else [()] * len(values)
+            return values, Layout(shapes=np.array(lengths, np.int64))
+        if field.present is not None and kind != "stacked" and np.ndim(field.values[0]):
+            # A sample without the field is an empty one, of length 0.
+            field = field._replace(values=_filled(field, field.values[0][:0]))
+        column = read_column(field)
+        if kind == "stacked" or not column.shapes.shape[1]:
+            return stack(column)
+        if (kind or self._ragged) == "joined":
+            row = self._row if rule is None else RowRule()
+            return join(column, row, own_padding(field.names) or 0, shared)
+        return pad(column, *self._padding(field, column.shapes.shape[1]), shared)
+
+    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
+        """How a field of d axes is padded."""
+        return PaddingRule(0.0, (1,) * ndim, (0,)), own_padding(field.names) or 0
+
+    def _check_names(self, paths: Sequence[FieldPath]) -> None:
+        """Raise a `CollateError` where an option names a field that the samples do not have."""
+        for option in self._readers():
+            given = getattr(self, option)
+            for name in given if isinstance(given, dict) else ():
+                find_path(name, paths, option)
+
+    def _measured(
+        self, layouts: Mapping[FieldPath, Layout], rules: Mapping[FieldPath, Any]
+    ) -> FieldPath:
+        """The path of the field whose lengths are the batch's.
+
+        It is the first ragged field without a rule, if all of those are equally long in each
+        sample. It never depends on which samples share a batch.
+
+        Raises:
+            CollateError: the lengths of these fields differ.
+        """
+        ragged = [path for path, layout in layouts.items() if layout.length_axes]
+        if (self._ids,) in ragged:
+            return (self._ids,)
+        one, *others = [path for path in ragged if path not in rules] or ragged or [*layouts][:1]
+        for other in others:
+            if layouts[other] is not layouts[one]:
+                self._check_alike(layouts, one, other)
+        return one
+
+    def _check_alike(
+        self, layouts: Mapping[FieldPath, Layout], one: FieldPath, other: FieldPath
+    ) -> None:
+        ours, theirs = layouts[one].lengths, layouts[other].lengths
+        axes = min(ours.shape[1], theirs.shape[1])
+        differ = (ours[:, :axes] != theirs[:, :axes]).any(axis=1)
+        for i in np.flatnonzero(differ)[:1].tolist():
+            raise CollateError(
+                f"sample {i} of the batch: {show(one)} has the length {_by(ours[i, :axes])}, and "
+                f"{show(other)} {_by(theirs[i, :axes])}: give a rule to the one whose lengths are "
+                f'not the batch\'s, as in fields={{{key_of(other)!r}: "{self._ragged}"}}, or '
+                '"stacked" for a field of one fixed shape'
+            )
+
+
+def _by(lengths: IntArray) -> str:
+    return " by ".join(map(str, lengths.tolist()))
+
+
+def check_ids(batch: Batch, name: str, kind: type[Layout], option: str) -> None:
+    """Raise a `CollateError` if a field is not of one token id per position, padded or joined."""
+    layouts = batch._known.layouts
+    if not isinstance(layouts.get((name,)), kind) or batch[name].ndim != 2:
+        shape = f" of shape {list(batch[name].shape)}" if (name,) in layouts else ""
+        raise CollateError(
+            f"{option} takes dict samples with a field {name!r} of one token id per position, got "
+            f"samples of {', '.join(map(show, layouts))}{shape}"
+        )
+
+
+def _filled(field: Field, value: Any) -> Sequence[Any]:
+    """The values of all samples, with another value for samples without the field."""
+    if field.present is None:
+        return list(field.values)
+    values = iter(field.values)
+    return [next(values) if has else value for has in field.present.tolist()]
+
+
+def of_field(option: Any, path: FieldPath, default: Any) -> Any:
+    """The value of an option for a field."""
+    if not isinstance(option, dict):
+        return option
+    return option.get(path, option.get(path[0], default) if len(path) == 1 else default)
+
+
+def _read_rule(rule: Any) -> tuple[str, ...]:
+    words = rule if isinstance(rule, tuple) else (rule,)
+    layouts = [word for word in words if word in RULES]
+    if len(layouts) > 1 or not words or not set(words) <= {*RULES, OPTIONAL}:
+        raise OptionError(
+            'fields must be a mapping from field to rule, which is "padded", "joined", "stacked", '
+            f'"listed", "{OPTIONAL}", or a tuple of one of these and "{OPTIONAL}", got {rule!r}'
+        )
+    return words
+
+
+class TokenizerRules(NamedTuple):
+    """How a tokenizer pads: the side, and the padding value of fields by their names."""
+
+    side: float
+    padding: dict[str, Any]
+
+
+def _read_value(value: Any) -> Any:
+    if not callable(value) and not isinstance(value, (int, float)):
+        raise OptionError(
+            f"padding_value must be a number, a function or a mapping of those, got {value!r}"
+        )
+    return value
+
+
+def _read_side(side: Any) -> float:
+    """The share of the padding on the left."""
+    if side in ("right", "left"):
+        return float(side == "left")
+    if isinstance(side, bool) or not isinstance(side, (int, float)) or not 0 <= side <= 1:
+        raise OptionError(
+            'side must be "right", "left", or the share of padding on the left, from 0 to 1, '
+            f"got {side!r}"
+        )
+    return float(side)
+
+
+def _read_axes(axes: Any) -> tuple[int, ...]:
+    named = axes if isinstance(axes, tuple) else (axes,)
+    if not all(map(is_int, named)) or len(set(named)) < len(named):
+        raise OptionError(f"length_axes must be an int or a tuple of different ints, got {axes!r}")
+    return named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadCollate(FieldCollate):
+    """Collates ragged samples into a `PaddedBatch`: every field padded to one shape.
+
+    **Samples** are dicts, tuples (lists and named tuples too) or bare values, nested to any depth,
+    all of the same structure. **Fields** are tensors, NumPy arrays, lists of numbers (nested lists
+    for more axes), numbers, or strings. A field keeps its dtype; Python's ints become int64,
+    floats the default dtype, bools bool, as in `torch.tensor`. Nothing is guessed: a sample with
+    another dtype, another number of axes or a missing key raises an error that names the field and
+    the sample's position.
+
+    **Each field has a rule.** Fields with axes are padded, numbers stacked, strings listed.
+    `fields` gives other rules:
+
+    - "padded": every axis in which samples differ is padded to the longest: `(n, L, …)`.
+    - "joined": samples one after the other along their first axis: `(Σ lengths, …)`.
+    - "stacked": samples of one fixed shape, `(n, …)`.
+    - "listed": a list of the samples' values, whatever they are.
+    - "optional": samples may lack the key, or have None. Such a sample is an empty one in a padded
+      or joined field, has no row in a stacked one (`batch.present(name)` says which have), and is
+      None in a list. A batch of samples that all lack the field is without it. Together with
+      another rule in a tuple: `("stacked", "optional")`.
+
+    Fields with a rule of their own have their own lengths. All other ragged fields must be equally
+    long in each sample, as a text's ids and labels are: their lengths are the batch's `lengths`,
+    `mask` and `num_tokens`.
+
+    `padding_value`, `side` and `length_axes` are one value for all fields, or a mapping from field
+    to value. A field is named by its key or position, and by a tuple of those if samples are
+    nested. A field that is not in the mapping has the default.
+
+    Inside a `DataLoader` worker the batch is written directly into shared memory.
+
+    Args:
+        fields: a mapping from field to rule.
+        padding_value: a number, or a function of a sample's own value: `torch.min` for tensors and
+            lists, `np.min` for arrays. The fields `labels` and `attention_mask` pad with -100,
+            which `torch.nn.functional.cross_entropy` ignores, and 0, unless a mapping names them;
+            so do those of named tuples, and all fields within `labels`.
+        side: the side of the padding: "right", "left", or the share of it on the left, from 0 to 1;
+            0.5 centres samples.
+        length_axes: the axes, not counting the batch's, whose lengths the batch reports and whose
+            padded lengths are rounded: 0 for sequences, `(0, 1)` for images of height, width,
+            channels, -1 for channels by time, `()` for a field without a length. A field without
+            such an axis has no length.
+        size_multiple: padded lengths are rounded up to a multiple of it, in all fields. It must be
+            that of the sampler or stream: give an int, or the sampler or stream itself, from which
+            the int is read once.
+        mask: the name, such as "attention_mask", of a field that is added to a batch of dict
+            samples: the batch's mask as int64 ones and zeros, as Hugging Face models take it.
+            `PaddedBatch.mask` is the same as bool.
+
+    Raises:
+        OptionError: an option is invalid.
+        CollateError: when called with samples that cannot form one batch, or without a field that
+            an option names.
+
+    >>> collate = PadCollate(padding_value={"ids": 9}, side="left", mask="attention_mask")
+    >>> batch = collate([{"ids": [1, 2, 3], "labels": [4, 5, 6]}, {"ids": [7], "labels": [8]}])
+    >>> batch["ids"]
+    tensor([[1, 2, 3],
+            [9, 9, 7]])
+    >>> batch["labels"]
+    tensor([[   4,    5,    6],
+            [-100, -100,    8]])
+    >>> batch["attention_mask"]
+    tensor([[1, 1, 1],
+            [0, 0, 1]])
+    >>> images = PadCollate(length_axes=(0, 1), size_multiple=4)
+    >>> batch = images([torch.ones(5, 2, 3), torch.ones(3, 4, 3)])
+    >>> batch.data.shape, batch.lengths.tolist()
+    (torch.Size([2, 8, 4, 3]), [[5, 2], [3, 4]])
+    """
+
+    padding_value: PaddingValue | Mapping[Any, PaddingValue] = 0
+    side: Side | Mapping[Any, Side] = "right"
+    length_axes: Axes | Mapping[Any, Axes] = 0
+    size_multiple: int | HasSizeMultiple = 1
+    mask: str | None = None
+    _tokenizer: TokenizerRules | None = field(default=None, repr=False)
+
+    _ragged: ClassVar[str] = "padded"
+    _kinds: ClassVar = (PaddedBatch, PaddedMapping, PaddedSequence)
+    _per_field: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "padding_value": _read_value,
+        "side": _read_side,
+        "length_axes": _read_axes,
+    }
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        FieldCollate.__post_init__(self)
+        # A copy of the number: a collate is sent to workers, and a sampler is large.
+        object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
+        if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
+            raise OptionError(f"mask must be the name of a new field or None, got {self.mask!r}")
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Any, **options: Any) -> PadCollate:
+        """A collate that pads as a tokenizer of transformers does, labels too.
+
+        Samples are dicts. Token ids are padded with the tokenizer's padding token,
+        `token_type_ids` with its type of padding, `special_tokens_mask` with 1, `attention_mask`
+        with 0 and `labels` or `label` with -100, on the tokenizer's side. An `attention_mask` is
+        added to samples that have none, if the model takes one. `lengths` are those of the ids.
+
+        Args:
+            tokenizer: read once; it is not kept. Its `pad_token_id` and `padding_side` are needed,
+                its `model_input_names` and `pad_token_type_id` are used where it has them.
+            options: those of `PadCollate`, such as `size_multiple`; what they say comes first, and
+                fields that a mapping does not name are padded as the tokenizer says. One
+                `padding_value` for all is that of fields that the tokenizer does not know.
+
+        Raises:
+            OptionError: the tokenizer has no padding token, or an option is invalid.
+            CollateError: when called with samples that are no dicts of token ids.
+
+        >>> from types import SimpleNamespace
+        >>> tokenizer = SimpleNamespace(pad_token_id=9, padding_side="left")
+        >>> collate = PadCollate.for_tokenizer(tokenizer)
+        >>> dict(collate([{"input_ids": [1, 2]}, {"input_ids": [3]}]))
+        {'input_ids': tensor([[1, 2],
+                [9, 3]]), 'attention_mask': tensor([[1, 1],
+                [0, 1]])}
+        """
+        token = getattr(tokenizer, "pad_token_id", None)
+        if not is_int(token):
+            raise OptionError(
+                "for_tokenizer needs a tokenizer with a padding token, whose pad_token_id is an "
+                f"int, got {token!r} from {type(tokenizer).__name__}; set one, as in "
+                "tokenizer.pad_token = tokenizer.eos_token"
+            )
+        side = _read_side(getattr(tokenizer, "padding_side", None))
+        ids, *others = getattr(tokenizer, "model_input_names", ("input_ids", ATTENTION_MASK))
+        padding = OWN_PADDING | {
+            "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
+            "special_tokens_mask": 1,  # padding is a special token
+            "label": IGNORED_LABEL,  # as the collators of transformers take it, too
+            ids: token,
+        }
+        defaults: dict[str, Any] = {"side": side, "padding_value": {}}  # {}: as the tokenizer says
+        if ATTENTION_MASK in others:
+            defaults["mask"] = ATTENTION_MASK
+        return cls(**defaults | options, _ids=ids, _tokenizer=TokenizerRules(side, padding))
+
+    def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
+        """Collate n ≥ 1 samples, in time linear in the padded elements."""
+        batch: PaddedBatch = self._collate(samples)
+        if self._ids is not None:
+            check_ids(batch, self._ids, PaddedLayout, "for_tokenizer")
+            if self.mask in batch:
+                return batch
+        return batch if self.mask is None else _add_mask(batch, self.mask)
+
+    def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
+        """See `FieldCollate._padding`."""
+        named = of_field(self.length_axes, field.path, (0,))
+        axes = tuple(dict.fromkeys(axis % ndim for axis in named if -ndim <= axis < ndim))
+        multiple = size_multiple_of(self.size_multiple)
+        multiples = tuple(multiple if axis in axes else 1 for axis in range(ndim))
+        tokenizer = self._tokenizer or TokenizerRules(0.0, OWN_PADDING)
+        rule = PaddingRule(of_field(self.side, field.path, tokenizer.side), multiples, axes)
+        given: Any = self.padding_value
+        own = own_padding(field.names, tokenizer.padding)
+        if isinstance(given, dict):
+            return rule, of_field(given, field.path, own or 0)
+        return rule, given if own is None else own
+
+
+def _add_mask(batch: PaddedBatch, name: str) -> PaddedBatch:
+    """The batch with its mask as a further field."""
+    data, known = batch.data, batch._known
+    if not isinstance(data, dict):
+        raise CollateError(
+            "mask= adds a field to dict samples, which these are not: use batch.mask"
+        )
+    if name in data:
+        raise CollateError(f"mask={name!r} would overwrite a field that the samples have")
+    layout = known.layouts[known.measured]
+    if not isinstance(layout, PaddedLayout) or not layout.length_axes:
+        raise CollateError(f"mask={name!r} needs a field with a ragged axis")
+    mask = layout.mask(torch.device("cpu"))
+    field = new_tensor(tuple(mask.shape), torch.int64).copy_(mask)
+    layouts = {**known.layouts, (name,): layout.of_mask()}
+    return type(batch)(data | {name: field}, replace(known, layouts=layouts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackCollate(FieldCollate):
+    """Collates ragged samples without padding, one after the other, into a `PackedBatch`.
+
+    Every field is joined along its first axis; its other axes must agree. Samples, fields and
+    their rules are those of `PadCollate`, but fields with axes are joined by
+    default.
+
+    Args:
+        fields: as in `PadCollate`: a mapping from field to "joined", "padded", "stacked", "listed"
+            or "optional". Fields with a rule have their own lengths; all others must be equally
+            long in each sample, and `lengths`, `cu_seqlens` and `max_seqlen` are theirs. A padded
+            field is padded on the right with 0, labels with -100.
+        layout: `"transformers"` makes a `TransformersBatch` of dict samples: `input_ids`, `labels`
+            and other fields of one value per token in one row, `(1, total)`; `position_ids`,
+            `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx` of its
+            segments; no attention mask, which must be all ones in the samples; and
+            `use_cache=False`. Fields with a rule are not in the row.
+        size_multiple: each sample gets room that is a multiple of it; it must be that of the
+            sampler or stream, and may be read from it, as in `PadCollate`. Padding is 0
+            (-100 in `labels`) and is in segments of its own, which no sample sees; so
+            `cu_seqlens` has more entries than samples, and `lengths` counts without padding.
+        total_multiple: the total is rounded up to a multiple of it, in the same way. It must be
+            that of the cost, `PackedCost(total_multiple=…)`: give an int, or the sampler, stream or
+            cost, from which it is read once. With the budget's number of positions, all batches
+            are equally long.
+        position_ids_start: the position of each sample's first token in `layout="transformers"`: 0
+            for most models, and `padding_idx + 1` for those like RoBERTa.
+        causal_labels: in `layout="transformers"` labels are those of the next token: the first of
+            each sample is -100, since the last token of the sample before would predict it, and
+            samples without `labels` get their `input_ids`. False leaves labels as they are, for
+            models that do not shift them.
+
+    Raises:
+        OptionError: an option is invalid.
+        CollateError: when called with samples that cannot form one batch.
+
+    >>> batch = PackCollate()([torch.ones(2, 4), torch.zeros(3, 4)])
+    >>> batch.data.shape, batch.cu_seqlens
+    (torch.Size([5, 4]), tensor([0, 2, 5], dtype=torch.int32))
+    >>> collate = PackCollate(layout="transformers")
+    >>> for name, value in collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]).items():
+    ...     print(name, value.tolist() if isinstance(value, torch.Tensor) else value)
+    input_ids [[5, 6, 7, 8, 9]]
+    labels [[-100, 6, 7, -100, 9]]
+    position_ids [[0, 1, 2, 0, 1]]
+    cu_seq_lens_q [0, 3, 5]
+    cu_seq_lens_k [0, 3, 5]
+    max_length_q 3
+    max_length_k 3
+    seq_idx [[0, 0, 0, 1, 1]]
+    use_cache False
+    """
+
+    layout: str | None = None
+    size_multiple: int | HasSizeMultiple = 1
+    total_multiple: Any = 1
+    position_ids_start: int = 0
+    causal_labels: bool = True
+
+    _ragged: ClassVar[str] = "joined"
+    _kinds: ClassVar = (PackedBatch, PackedMapping, PackedSequence)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        FieldCollate.__post_init__(self)
+        if self.layout not in (None, "transformers"):
+            raise OptionError(f'layout must be "transformers" or None, got {self.layout!r}')
+        check_flags(causal_labels=self.causal_labels)
+        # Copies of the numbers: a collate is sent to workers, and a sampler is large.
+        object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
+        total_multiple = getattr(self.total_multiple, "total_multiple", self.total_multiple)
+        object.__setattr__(self, "total_multiple", at_least_one("total_multiple", total_multiple))
+        row = RowRule(
+            multiple=size_multiple_of(self.size_multiple),
+            total_multiple=self.total_multiple,
+            in_row=self.layout is not None,
+            first_position=natural("position_ids_start", self.position_ids_start),
+        )
+        object.__setattr__(self, "_row", row)
+        if self.layout is None and (self.position_ids_start, self.causal_labels) != (0, True):
+            raise OptionError(
+                'position_ids_start and causal_labels are options of layout="transformers"'
+            )
+
+    def __call__(self, samples: Sequence[Any]) -> PackedBatch:
+        """Collate n ≥ 1 samples, in time linear in their elements."""
+        batch: PackedBatch = self._collate(samples)
+        return batch if self.layout is None else _in_one_row(batch, self.causal_labels)
+
+
+class TransformersBatch(PackedMapping):
+    """n samples in one row, `(1, total, …)`: a mapping of what a model of transformers takes.
+
+    Made by `PackCollate(layout="transformers")`, for `model(**batch)`. `cu_seqlens`, `max_seqlen`,
+    `position_ids` and `block_mask` are those of the row's segments, padding included; they are
+    known to a batch that was rebuilt from its fields, too. `lengths` and `num_tokens` count the
+    samples' own positions.
+    """
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """0 and the end of each segment: int32, `(segments + 1,)`."""
+        offsets: Tensor = self.data["cu_seq_lens_q"]
+        return offsets
+
+    @property
+    def _device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    def _bounds(self) -> IntArray:
+        return self.cu_seqlens.cpu().numpy() if self._arrangement is None else super()._bounds()
+
+    def _structured(self, values: Iterable[Any]) -> dict[str, Any]:
+        named = zip(self._known.layouts, values, strict=True)
+        return {path[0]: value for path, value in named if value is not MISSING}
+
+    def _part(self, start: int, stop: int) -> TransformersBatch:
+        part = super()._part(start, stop)
+        return _with_inputs(part.data, part._known)
+
+
+def _in_one_row(packed: PackedBatch, causal_labels: bool) -> TransformersBatch:
+    """A packed batch of dicts as the inputs of a model.
+
+    Args:
+        packed: its fields without a rule are in one row.
+        causal_labels: see `PackCollate`.
+
+    Raises:
+        CollateError: the samples are not of fields that a model takes.
+    """
+    known = packed._known
+    _check(packed)
+    layouts = {path: own for path, own in known.layouts.items() if path != (ATTENTION_MASK,)}
+    fields = dict(packed)
+    if causal_labels:
+        layouts.setdefault((LABELS,), layouts[(IDS,)])
+        fields[LABELS] = _causal(fields, layouts[(LABELS,)])
+    arrangement = replace(known, layouts=layouts, measured=(IDS,))
+    return _with_inputs({path[0]: fields[path[0]] for path in layouts}, arrangement)
+
+
+def _check(packed: PackedBatch) -> None:
+    """Raise a `CollateError` for fields that no model takes."""
+    check_ids(packed, IDS, JoinedLayout, 'layout="transformers"')
+    for path in packed._known.layouts:
+        if len(path) > 1 or path[0] in _MADE:
+            raise CollateError(
+                f'layout="transformers" makes {", ".join(_MADE)} itself, and its models take no '
+                f"nested fields: leave {show(path)} out of the samples"
+            )
+    mask = packed.data.get(ATTENTION_MASK)  # 0 where the row is padded
+    if mask is not None and int(torch.count_nonzero(mask)) != packed.num_tokens:
+        raise CollateError(
+            f"field {ATTENTION_MASK!r} masks positions of the samples, and a packed batch has no "
+            "such mask: tokenize without padding"
+        )
+
+
+def _causal(fields: dict[str, Tensor], layout: Any) -> Tensor:
+    """The labels of next tokens; nothing before a sample predicts its first one."""
+    labels = fields.get(LABELS)
+    in_row = isinstance(layout, JoinedLayout) and layout.rule.in_row
+    if not in_row or (labels is not None and labels.dtype not in _SIGNED):
+        raise CollateError(
+            f"field {LABELS!r} must be of one signed integer per position, {IGNORED_LABEL} where "
+            "nothing is predicted; causal_labels=False takes labels as they are"
+        )
+    ignored = np.ones(layout.shape, np.bool_)  # padding, and the first position of each sample
+    for row, place in layout.places:
+        ignored[row, place.start + 1 : place.stop] = False
+    if labels is None:
+        ids = fields[IDS]
+        labels = new_tensor((*ids.shape,), ids.dtype, ids.device).copy_(ids)
+    return labels.masked_fill_(on_device(ignored, labels.device), IGNORED_LABEL)
+
+
+def _with_inputs(fields: dict[str, Any], arrangement: Arrangement) -> TransformersBatch:
+    """The fields of a row, and the ends of its segments as a model takes them."""
+    layout: Any = arrangement.layouts[(IDS,)]
+    bounds = layout.bounds
+    lengths = np.diff(bounds)
+    device = fields[IDS].device
+    segments = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(layout.shape[-1]) - bounds[segments] + layout.rule.first_position
+    cu_seq_lens = _tensor(bounds, torch.int32, device)
+    longest = int(lengths.max(initial=0))
+    made = {
+        "position_ids": _tensor(positions[None], torch.int64, device),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": _tensor(segments[None], torch.int32, device),
+        # With a cache, models do not look for segments in position_ids, and samples see each other.
+        "use_cache": False,
+    }
+    return TransformersBatch(fields | made, arrangement)
+
+
+def _tensor(values: IntArray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return new_tensor(values.shape, dtype).copy_(torch.from_numpy(values)).to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookedCollate:
+    """A collate with hooks on the batch of inputs and on the batch of targets.
+
+    Args:
+        collate_fn: makes a batch of a list of samples.
+        on_input: applied to the batch, or to its first field if samples are pairs; its result is
+            used instead.
+        on_target: applied to the second field of pairs.
+
+    Raises:
+        CollateError: when called with samples that are no pairs, if there is `on_target`.
+
+    >>> collate = HookedCollate(collate_fn=PadCollate(), on_input=lambda x: x / 10)
+    >>> collate([([1.0, 2.0], 3)])
+    (tensor([[0.1000, 0.2000]]), tensor([3]))
+    """
+
+    collate_fn: Callable[[list[Any]], Any]
+    on_input: Callable[[Any], Any] | None = None
+    on_target: Callable[[Any], Any] | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch after the hooks: a pair if samples are pairs."""
+        batch = self.collate_fn(samples)
+        if not (isinstance(samples[0], tuple) and len(samples[0]) == 2):
+            if self.on_target is not None:
+                raise CollateError(
+                    "on_target is for samples that are pairs, tuples of an input and a target; got "
+                    f"samples of type {type(samples[0]).__name__}"
+                )
+            return batch if self.on_input is None else self.on_input(batch)
+        hooks = zip(batch, (self.on_input, self.on_target), strict=True)
+        return tuple(field if hook is None else hook(field) for field, hook in hooks)
