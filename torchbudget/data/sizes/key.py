@@ -61,8 +61,8 @@ def size_of(sample: Any, key: SizeKey, index: int) -> Size:
         ) from error
 
 
-SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
-"""Types whose `len` is their size; subclasses may change it."""
+# Types whose `len` is their size; subclasses may change it.
+_SIZED: Final = frozenset({str, bytes, list, tuple, torch.Tensor, np.ndarray})
 
 
 def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArray[np.int64]:
@@ -77,7 +77,7 @@ def sizes_of_all(samples: Sequence[Any], key: SizeKey, first: int) -> npt.NDArra
         SizesError: a sample has no size, or sizes differ in their number of axes.
     """
     try:
-        sizes = quick_lengths(samples, key)
+        sizes = _quick_lengths(samples, key)
         numbers = chain.from_iterable(sizes) if isinstance(sizes[0], tuple) else sizes
         if {*map(type, numbers)} <= {int, np.int64}:  # no truth values
             if isinstance(sizes[0], tuple):
@@ -102,28 +102,19 @@ def sizes_one_by_one(samples: Iterable[tuple[int, Any]], key: SizeKey) -> npt.ND
     return np.array(sizes, dtype=np.int64)
 
 
-def quick_lengths(samples: Sequence[Any], key: SizeKey) -> list[Any]:
+def _quick_lengths(samples: Sequence[Any], key: SizeKey) -> list[Any]:
     """The sizes of many samples without the checks of `size_of`; may raise anything."""
     if callable(key):
         return list(map(key, samples))
     if isinstance(key, tuple):
-        columns = (quick_lengths(samples, field) for field in key)
+        columns = (_quick_lengths(samples, field) for field in key)
         return list(zip(*columns, strict=True))
     if isinstance(key, int) and not {torch.Tensor, np.ndarray}.isdisjoint(map(type, samples)):
         raise TypeError("an array has no fields")
     values = samples if key is None else list(map(operator.itemgetter(key), samples))
     if key is None and tuple in map(type, samples):
         raise TypeError("a tuple's length is its number of fields")
-    return lengths_of(values)
-
-
-def lengths_of(values: Sequence[Any]) -> list[int]:
-    """The plain lengths of values.
-
-    Raises:
-        TypeError: a type is not `SIZED`, or an array has no axes.
-    """
-    if not set(map(type, values)) <= SIZED:
+    if not set(map(type, values)) <= _SIZED:
         raise TypeError("not all of these types have a plain length")
     return list(map(len, values))
 

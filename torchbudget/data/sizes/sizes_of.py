@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +20,17 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from torchbudget.cost.protocol import Sizes
 from torchbudget.data.sizes.key import SizeKey, check_axes, check_key, sizes_one_by_one
-from torchbudget.data.sizes.quick import is_exactly, quick_sizes
 from torchbudget.errors import OptionError, OtherSizesWarning, SizesError
 from torchbudget.files import write_whole
 from torchbudget.progress import with_bar
 from torchbudget.protocols import MapStyle
 from torchbudget.warn import warn
 
-if TYPE_CHECKING:
-    from multiprocessing.context import BaseContext
-
 _CHUNK: Final = 64  # samples per message of a worker, which sends a kilobyte of sizes instead
 _PROBES: Final = 64  # samples that stand for all
-_FEWEST: Final = 8  # samples of one size by a function: fewer may be alike by chance
+# Columns whose values are stored as samples have them; others, such as images, are decoded.
+_STORED: Final = ("Value", "List", "LargeList", "Sequence", "list")
+_FORMATS: Final = (None, "numpy", "torch")  # under which values keep their lengths
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +42,15 @@ def sizes_of(
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
     progress: bool = True,
-    multiprocessing_context: str | BaseContext | None = None,
 ) -> Sizes:
     """The sizes of all samples of a map-style dataset, as one array.
 
     A length is `shape[0]` of a tensor or an array, and `len()` of anything else. A mapping is
-    refused, since its length counts fields. Lists, tuples, pandas Series and DataFrames, and the
-    text and list columns of a Hugging Face `datasets.Dataset` are measured without reading their
-    samples, unless a transform is applied to the column. A dataset with an `iloc` is read through
-    it: by position, not by index. If arrays are ragged in a later axis by itself too, the sizes say
-    nothing there: that is an `OtherSizesWarning`, unless the key is a callable.
+    refused, since its length counts fields. The text and list columns of a Hugging Face
+    `datasets.Dataset` are measured without reading samples, unless a transform is applied to the
+    column. Give pandas columns as lists: `frame["text"].tolist()`. If arrays are ragged in a later
+    axis by itself too, the sizes say nothing there: that is an `OtherSizesWarning`, unless the key
+    is a callable.
 
     Args:
         dataset: N samples; the size of a sample must depend on its index alone.
@@ -68,20 +66,19 @@ def sizes_of(
             is compared by its qualified name and those 64 sizes alone: delete the file after
             changing the function.
         progress: show a progress bar while samples are read, if tqdm is installed.
-        multiprocessing_context: how workers start, as in `DataLoader`.
 
     Returns:
         Shape `(N,)`, or `(N, d)` for a tuple of d keys and for a callable that returns tuples;
         int32 if every size fits into that, else int64.
 
     Raises:
-        SizesError: a sample cannot be read or has no size, or the dataset is not map-style; or all
-            samples are equally long in their first axis and differ in another one.
+        SizesError: a sample cannot be read or has no size, or the dataset is not map-style; or
+            `key` names a field that is equally long in all samples and differs in another axis.
         OptionError: `key` is none of the above; or `cache` is a directory.
 
     Complexity:
-        O(N) reads. Of columns and lists only the lengths are read: 100,000 of an Arrow list
-        column take 0.6 ms instead of 2.1 s, of a text column 8 ms instead of 1.7 s.
+        O(N) reads. Of columns only the lengths are read: 100,000 of an Arrow list column take
+        0.6 ms instead of 2.1 s, of a text column 8 ms instead of 1.7 s.
 
     >>> sizes_of([[5, 3, 8], [1], []])
     array([3, 1, 0], dtype=int32)
@@ -101,10 +98,10 @@ def sizes_of(
     measured = SizeDataset(dataset, key)
 
     def measure() -> Sizes:
-        sizes: Sizes | None = quick_sizes(dataset, key)
+        sizes = _stored_sizes(dataset, key)
         if sizes is None:
-            sizes = _one_pass(measured, num_workers, progress, multiprocessing_context)
-        _check_axes(lambda few: [sample for _, sample in measured.samples(few)], key, sizes, "key")
+            sizes = _one_pass(measured, num_workers, progress)
+        check_first_axis(lambda few: [one for _, one in measured.samples(few)], key, sizes, "key")
         return sizes.astype(np.int32) if sizes.max(initial=0) < 2**31 else sizes
 
     if cache is None:
@@ -136,7 +133,7 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
 
     def samples(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
         """Samples with their indices."""
-        rows: Any = getattr(self.dataset, "iloc", self.dataset)
+        rows: Any = self.dataset
         if hasattr(rows, "__getitems__"):  # many at once, as DataLoader reads them
             with suppress(Exception):  # the sample is found one by one, below
                 samples = list(rows.__getitems__(indices))
@@ -158,12 +155,7 @@ def _as_it_is(sizes: Any) -> Any:
     return sizes  # the default would make a tensor in shared memory of each small array
 
 
-def _one_pass(
-    measured: SizeDataset,
-    num_workers: int,
-    progress: bool,
-    multiprocessing_context: str | BaseContext | None,
-) -> Sizes:
+def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
     loader = DataLoader(
         measured,
         batch_size=None,
@@ -171,7 +163,6 @@ def _one_pass(
         num_workers=num_workers,
         collate_fn=_as_it_is,
         generator=torch.Generator(),  # without it the loader draws from the global generator
-        multiprocessing_context=multiprocessing_context,
     )
     read: Iterable[Sizes] = loader
     if progress:
@@ -194,73 +185,56 @@ def _spread(length: int) -> list[int]:
 # ------------------------------------------------------------------------------ axes
 
 
-def check_first_axis_of(samples: Sequence[Any], key: SizeKey, sizes: Sizes, option: str) -> None:
-    """Check that the sizes of samples are those of the axis in which the samples differ.
+def check_first_axis(
+    read: Callable[[list[int]], Sequence[Any]], key: SizeKey, sizes: Sizes, option: str
+) -> None:
+    """Check that sizes are those of the axis in which samples differ, unless a function says so.
 
     A tokenizer with `return_tensors="pt"` makes ids of shape `(1, L)`, and audio is often
     `(channels, T)`: the first axis is the same for all, and batches of any length would fit.
 
     Args:
-        samples: n samples, up to 64 of which are compared.
+        read: returns samples of these indices; up to 64 of them are compared.
         key: key of the sizes.
         sizes: sizes of the samples, `(n,)` or `(n, d)`.
-        option: name of the option that gives the key, for messages.
+        option: name of the option that gives the key, for messages; for "key", arrays that are
+            ragged in the first axis and in another one issue an `OtherSizesWarning`.
 
     Raises:
-        SizesError: the sizes are the same and the samples differ in another axis. If the key is a
-            function, that is an `OtherSizesWarning`.
+        SizesError: the sizes are the same and the samples differ in another axis.
     """
-    _check_axes(lambda few: [samples[index] for index in few], key, sizes, option)
-
-
-def _check_axes(
-    read: Callable[[list[int]], list[Any]], key: SizeKey, sizes: Sizes, option: str
-) -> None:
-    is_function = callable(key)
-    if len(sizes) < (_FEWEST if is_function else 2):
+    if callable(key) or len(sizes) < 2:
         return
-    rows = sizes.reshape(len(sizes), -1)
-    same = (rows == rows[0]).all(axis=0)
-    first_parts = [] if is_function else [part for _, part in _parts(read([0])[0], key)]
-    if not same.any() and not any(len(_shape(part)) > 1 for part in first_parts):
+    fields = key if isinstance(key, tuple) else (key,)
+    few = _spread(len(sizes))
+    if all(len(_shape(_part(one, field))) < 2 for one in read(few[:1]) for field in fields):
         return  # without reading the other samples
-    samples = [list(_parts(sample, key)) for sample in read(_spread(len(sizes)))]
-    for number, parts in enumerate(zip(*samples, strict=False)):
-        where, value = parts[0]
-        shapes = [_shape(part) for _, part in parts]
+    samples = read(few)
+    for field, lengths in zip(fields, sizes.reshape(len(sizes), -1).T, strict=True):
+        parts = [_part(sample, field) for sample in samples]
+        shapes = list(map(_shape, parts))
         axis = _ragged_axis(shapes)
-        if axis is None:
+        is_same = (lengths == lengths[0]).all()
+        if axis is None or not (is_same or (option == "key" and hasattr(parts[0], "shape"))):
             continue
-        first = {shape[0] for shape in shapes}
-        is_same = first == {*rows[0][same]} & first if is_function else same[number]
-        if not is_same and (is_function or option != "key" or not hasattr(value, "shape")):
-            continue
-        lengths = [shape[axis] for shape in shapes]
+        where = "sample" if field is None else f"sample[{field!r}]"
+        others = [shape[axis] for shape in shapes]
         message = (
             f"the sizes are the lengths of the first axis of {where}"
-            f"{f', {shapes[0][0]} for every sample' if is_same else ''}; but axis {axis} is "
-            f"{min(lengths)} to {max(lengths)} long, and the budget does not count it. Give a key "
+            f"{f', {lengths[0]} for every sample' if is_same else ''}; but axis {axis} is "
+            f"{min(others)} to {max(others)} long, and the budget does not count it. Give a key "
             f"of the axes that are ragged, as in {option}=lambda sample: {where}.shape[{axis}], or "
             'a tuple of both; or tokenize without return_tensors="pt", which makes a batch of each '
             "text"
         )
-        if is_same and not is_function:
+        if is_same:
             raise SizesError(message)
         warn(message, OtherSizesWarning)
         return
 
 
-def _parts(value: Any, key: SizeKey, where: str = "sample") -> Iterator[tuple[str, Any]]:
-    """The fields that a key names; for a function, all arrays and lists of a sample."""
-    if not callable(key):
-        for field in key if isinstance(key, tuple) else (key,):
-            yield (where, value) if field is None else (f"{where}[{field!r}]", value[field])
-    elif isinstance(value, (Mapping, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, part in items:
-            yield from _parts(part, key, f"{where}[{name!r}]")
-    elif _shape(value):
-        yield where, value
+def _part(sample: Any, field: Any) -> Any:
+    return sample if field is None else sample[field]
 
 
 def _ragged_axis(shapes: list[tuple[int, ...]]) -> int | None:
@@ -274,14 +248,60 @@ def _ragged_axis(shapes: list[tuple[int, ...]]) -> int | None:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of an array; the length of a list or tuple and the shape of its first value."""
+    """The shape of an array; the length of a list, before the shape of its first value."""
+    if isinstance(value, (list, tuple)):
+        return (len(value), *(_shape(value[0]) if value else ()))
     shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
-        return shape
-    if not isinstance(value, (list, tuple)):
-        return ()
-    first = value[0] if value else None
-    return len(value), *((len(first),) if isinstance(first, (list, tuple)) else _shape(first))
+    return shape if isinstance(shape, tuple) else ()
+
+
+# ------------------------------------------------------------------------------ columns
+
+
+def _is_hugging_face(dataset: object) -> bool:
+    """True if it is that very class; a subclass may read its samples differently."""
+    kind = getattr(sys.modules.get("datasets"), "Dataset", None)
+    return kind is not None and type(dataset) is kind
+
+
+def _stored_sizes(dataset: Any, key: SizeKey) -> Sizes | None:
+    """The sizes in columns of a `datasets.Dataset`, `(N,)` or `(N, d)`, without reading a sample.
+
+    `None` if they are not certain to be those of the samples.
+
+    Raises:
+        SizesError: a column has a null.
+    """
+    if callable(key) or not _is_hugging_face(dataset):
+        return None
+    columns = [_lengths(dataset, one) for one in (key if isinstance(key, tuple) else (key,))]
+    if any(column is None for column in columns):
+        return None
+    sizes = np.stack(columns, axis=-1)
+    if (nulls := np.argwhere(sizes < 0)).size:
+        raise SizesError(f"sample {nulls[0, 0]} has no size for key {key!r}: it is null")
+    return sizes if isinstance(key, tuple) else sizes[:, 0]
+
+
+def _lengths(dataset: Any, field: Any) -> Any:
+    """The lengths in a column, −1 for a null; `None` of values that are converted or decoded."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    layout, feature = dataset.format, type(dataset.features.get(field)).__name__
+    if field not in layout["columns"] or feature not in _STORED or layout["type"] not in _FORMATS:
+        return None
+    column, rows = dataset.data.column(field), dataset._indices
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        lengths = pc.list_value_length(column)
+    elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        lengths = pc.utf8_length(column)
+    elif pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        lengths = pc.binary_length(column)
+    else:
+        return None
+    sizes = pc.fill_null(lengths, -1).to_numpy().astype(np.int64)
+    return sizes if rows is None else sizes[rows.column(0).to_numpy()]
 
 
 # ------------------------------------------------------------------------------ the file
@@ -298,7 +318,7 @@ def _fingerprint_of(dataset: Any, measured: SizeDataset) -> dict[str, Any]:
     key = measured.key
     # Only a `datasets.Dataset` itself: a wrapper may pass on the fingerprint of a dataset whose
     # samples it changes. And it says nothing of the size that a callable computes.
-    if is_exactly(dataset, "datasets", "Dataset") and not callable(key):
+    if _is_hugging_face(dataset) and not callable(key):
         content = dataset._fingerprint
     else:
         content = measured[_spread(len(dataset))].tolist()

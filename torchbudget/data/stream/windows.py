@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
 from torchbudget.data.sizes.key import size_of, sizes_of_all
-from torchbudget.data.sizes.sizes_of import check_first_axis_of
+from torchbudget.data.sizes.sizes_of import check_first_axis
 from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import (
     numbers_put_aside,
@@ -415,7 +415,9 @@ class Windows:
         if sizes is not None:
             settings.grouping.check(sizes)
             if not self._has_checked_axes and len(sizes) >= _FEWEST:
-                check_first_axis_of(samples, settings.size, sizes, "size")
+                check_first_axis(
+                    lambda few: [samples[i] for i in few], settings.size, sizes, "size"
+                )
                 self._has_checked_axes = True
             over = settings.grouping.oversized(sizes, first)
             if over.size:

@@ -1,68 +1,37 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.map_datasets import WHY, example, hugging_face, of, texts
-from torchbudget import sizes_of
-from torchbudget.data.sizes.quick import quick_sizes
+from torchbudget.data.sizes.sizes_of import _stored_sizes
 from torchbudget.errors import SizesError
 
 
-def test_lists_frames_and_columns_need_no_pass():
-    samples = [[1], "ab", torch.zeros(3), np.zeros(4), b"12345"]
-    assert quick_sizes(samples, None).tolist() == [1, 2, 3, 4, 5]
-    assert quick_sizes([([1], "ab"), ([], "a")], (0, 1)).tolist() == [[1, 2], [0, 1]]
-    pandas = pytest.importorskip("pandas", reason=WHY)
-    frame = pandas.DataFrame({"text": ["abc", "é🙂"], "ids": [[1], [2, 3]]}, index=[7, 3])
-    assert quick_sizes(frame, ("text", "ids")).tolist() == [[3, 1], [2, 2]]
-    assert quick_sizes(frame["text"].astype("category").astype(object), None).tolist() == [3, 2]
-    with pytest.raises(SizesError, match="number of columns; name the one that is ragged"):
-        sizes_of(frame)
+def test_columns_need_no_pass():
     dataset = example().shuffle(seed=0).select(range(5, 60))
     for name in ("text", "ids", "words"):
-        assert quick_sizes(dataset, name).tolist() == [len(value) for value in dataset[name]]
+        assert _stored_sizes(dataset, name).tolist() == [len(value) for value in dataset[name]]
     columns = dataset.with_format("torch", columns=["ids"])
-    assert quick_sizes(columns, "ids").tolist() == [len(ids) for ids in dataset["ids"]]
-
-
-cells = st.one_of(texts, st.lists(st.integers(0, 9), max_size=5), st.none(), st.just(float("nan")))
-
-
-@given(
-    rows=st.lists(st.tuples(cells, texts), max_size=8),
-    seed=st.integers(0, 9),
-    key=st.sampled_from(["a", "b", ("a", "b"), ("b",), "absent", len]),
-)
-@settings(deadline=None)
-def test_pandas_quick_equals_slow(rows, seed, key):
-    """A frame of any index is read by position; both ways agree on the sizes and on the error."""
-    pandas = pytest.importorskip("pandas", reason=WHY)
-    frame = pandas.DataFrame(rows, columns=["a", "b"]).sample(frac=1, random_state=seed)
-    assert_same_both_ways(frame, key)
-    for column in ("a", "b"):
-        assert_same_both_ways(frame[column], None)
+    assert _stored_sizes(columns, "ids").tolist() == [len(ids) for ids in dataset["ids"]]
 
 
 class Opaque:
-    """The same samples, read by position, in a class that no quick way knows."""
+    """The same samples in a class whose columns are not known."""
 
     def __init__(self, dataset):
         self.dataset = dataset
-        self.rows = getattr(dataset, "iloc", dataset)
 
     def __len__(self):
         return len(self.dataset)
 
     def __getitem__(self, index):
-        return self.rows[index]
+        return self.dataset[index]
 
     def __getattr__(self, name):
         if name == "__getitems__":
-            return self.rows.__getitems__
+            return self.dataset.__getitems__
         raise AttributeError(name)
 
 
