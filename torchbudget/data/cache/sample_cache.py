@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset
 
-from torchbudget.data.cache.frozen import NoRoomError, freeze, thaw
 from torchbudget.data.cache.shared_file import SharedFile
 from torchbudget.errors import BudgetError, OptionError, SampleError
 from torchbudget.protocols import MapStyle
@@ -27,8 +30,9 @@ class SampleCache(Dataset[Any]):
     A sample that one worker has read is there, once, for all workers of this and later epochs, in
     memory that processes share with any start method. A kept sample is returned as a copy, which
     may be changed. When the budget is full the cache stays as it is: an epoch reads each sample
-    once, so replacing samples would not give more hits. If a tensor is a part of another one, only
-    the part is kept. The data set's own `__getitems__`, if any, reads samples that are not kept.
+    once, so replacing samples would not give more hits. Of a plain tensor that is a part of another
+    one, the part is kept. The data set's own `__getitems__`, if any, reads samples that are not
+    kept.
 
     A killed worker loses only the sample that it was reading.
 
@@ -96,7 +100,7 @@ class SampleCache(Dataset[Any]):
         if place <= 0:
             return self._read([number])[0]
         self._count("hits")
-        return thaw(memoryview(self._file.memory)[place:])
+        return _thaw(memoryview(self._file.memory)[place:])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch; those that are not kept by the data set's own `__getitems__`."""
@@ -134,8 +138,8 @@ class SampleCache(Dataset[Any]):
         if self._places[number]:
             return
         try:
-            parts = freeze(sample, self.budget - self.nbytes)
-        except NoRoomError:
+            parts = _freeze(sample, self.budget - self.nbytes)
+        except _NoRoomError:
             parts = []
         except Exception as error:
             raise SampleError(
@@ -192,3 +196,63 @@ class SampleCache(Dataset[Any]):
             f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)}, {self.hits:,} hits, "
             f"{self.misses:,} misses)"
         )
+
+
+# ------------------------------------------------------------------------------ samples as bytes
+
+
+class _NoRoomError(Exception):
+    """An array has more bytes than there is room for."""
+
+
+def _freeze(sample: Any, room: int) -> list[memoryview]:
+    """The parts of a sample's bytes, not joined: a header, the pickle, and the buffers.
+
+    Raises:
+        _NoRoomError: an array has more bytes than `room`.
+        Exception: as raised by pickling.
+    """
+    pickler = _Pickler(room)
+    pickler.dump(sample)
+    parts = [pickler.file.getbuffer(), *(buffer.raw() for buffer in pickler.buffers)]
+    header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
+    return [memoryview(header.tobytes()), *parts]
+
+
+def _thaw(frozen: memoryview) -> Any:
+    """The sample again, in memory of its own."""
+    count = np.frombuffer(frozen, np.int64, 1).item()
+    lengths = np.frombuffer(frozen, np.int64, count, 8).tolist()
+    ends = accumulate(lengths, initial=8 * (count + 1))
+    pickled, *buffers = [bytearray(frozen[start:end]) for start, end in pairwise(ends)]
+    return pickle.loads(pickled, buffers=buffers)  # noqa: S301  (what `_freeze` has written)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles plain tensors as arrays, without the storage around them."""
+
+    def __init__(self, room: int) -> None:
+        self.file, self._room = io.BytesIO(), room
+        self.buffers: list[pickle.PickleBuffer] = []
+        super().__init__(self.file, protocol=5, buffer_callback=self.buffers.append)
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = (
+            type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+            and not (value.is_nested or value.is_quantized or value.requires_grad)
+            and not value.__dict__
+        )
+        # Before it is copied: one that was expanded may have any number of bytes.
+        if (is_plain or isinstance(value, np.ndarray)) and value.nbytes > self._room:
+            raise _NoRoomError
+        if not is_plain:
+            return NotImplemented
+        elements = value.resolve_conj().resolve_neg().contiguous()
+        words = elements.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (words, value.dtype, tuple(value.shape))
+
+
+def _tensor(words: npt.NDArray[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(words).view(dtype).reshape(shape)
