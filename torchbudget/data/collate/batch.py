@@ -407,9 +407,7 @@ def _take_over(batch: Batch, data: Any) -> None:
     known = batch._arrangement
     is_same = tree_structure(data) == tree_structure(batch.data)
     if not is_same or (known is not None and not known.fits(data)):
-        raise TypeError(
-            "a batch keeps its fields and their shapes; dict(batch) and list(batch) do not"
-        )
+        raise TypeError("a batch keeps its fields and their shapes, which dict(batch) need not")
     batch._data = data
 
 

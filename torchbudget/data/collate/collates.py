@@ -115,15 +115,16 @@ class FieldCollate:
         self._check_names([*(one.path for one in fields), *optional])
         shared: dict[Any, Any] = {}
         values, layouts = [], {}
-        for one in fields:
-            try:
-                with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+        with torch.no_grad():  # torch.cat(out=…) refuses samples that require grad
+            for one in fields:
+                try:
                     value, layout = self._write(one, rules.get(one.path), shared)
-            except (RuntimeError, TypeError) as error:  # other devices, or tensors that are sparse
-                raise CollateError(f"{show(one.path)}: torch cannot join it: {error}") from error
-            values.append(value)
-            has_all = one.present is None
-            layouts[one.path] = layout if has_all else replace(layout, present=one.present)
+                except (RuntimeError, TypeError) as error:  # sparse tensors, or other devices
+                    message = f"{show(one.path)}: torch cannot join it: {error}"
+                    raise CollateError(message) from error
+                values.append(value)
+                has_all = one.present is None
+                layouts[one.path] = layout if has_all else replace(layout, present=one.present)
         data = put_together(structure, iter(values))
         arrangement = Arrangement(
             num_samples=len(samples), layouts=layouts, measured=self._measured(layouts, rules)
@@ -157,7 +158,7 @@ class FieldCollate:
 
     def _padding(self, field: Field, ndim: int) -> tuple[PaddingRule, PaddingValue]:
         """How a field of d axes is padded."""
-        return PaddingRule(0.0, (1,) * ndim, (0,)), own_padding(field.names) or 0
+        return PaddingRule(), own_padding(field.names) or 0
 
     def _check_names(self, paths: Sequence[FieldPath]) -> None:
         """Raise a `CollateError` where an option names a field that the samples do not have."""
@@ -416,9 +417,9 @@ class PadCollate(FieldCollate):
             "label": IGNORED_LABEL,  # as the collators of transformers take it, too
             ids: token,
         }
-        defaults: dict[str, Any] = {"side": side, "padding_value": {}}  # {}: as the tokenizer says
-        if ATTENTION_MASK in others:
-            defaults["mask"] = ATTENTION_MASK
+        mask = ATTENTION_MASK if ATTENTION_MASK in others else None
+        # A mapping of no fields: all are padded as the tokenizer says.
+        defaults: dict[str, Any] = {"side": side, "padding_value": {}, "mask": mask}
         return cls(**defaults | options, _ids=ids, _tokenizer=TokenizerRules(side, padding))
 
     def __call__(self, samples: Sequence[Any]) -> PaddedBatch:
@@ -434,10 +435,9 @@ class PadCollate(FieldCollate):
         """See `FieldCollate._padding`."""
         named = of_field(self.length_axes, field.path, (0,))
         axes = tuple(dict.fromkeys(axis % ndim for axis in named if -ndim <= axis < ndim))
-        multiple = size_multiple_of(self.size_multiple)
-        multiples = tuple(multiple if axis in axes else 1 for axis in range(ndim))
+        multiple: Any = self.size_multiple  # an int, once it was read
         tokenizer = self._tokenizer or TokenizerRules(0.0, OWN_PADDING)
-        rule = PaddingRule(of_field(self.side, field.path, tokenizer.side), multiples, axes)
+        rule = PaddingRule(of_field(self.side, field.path, tokenizer.side), multiple, axes)
         given: Any = self.padding_value
         own = own_padding(field.names, tokenizer.padding)
         if isinstance(given, dict):

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -278,7 +278,7 @@ class Column(NamedTuple):
         shapes: the shape of each value, `(n, d)`; d is 0 for a field of numbers.
         dtype: the dtype of the batch's tensor.
         device: of the samples' tensors; the CPU for everything else.
-        values: n tensors, or n NumPy arrays or numbers.
+        values: n tensors, or n NumPy arrays; none where `joined` is.
         joined: all values in one tensor, where they were read so; see `join`.
     """
 
@@ -307,8 +307,11 @@ class Column(NamedTuple):
 
     def write(self, out: Tensor, places: Iterable[Any]) -> None:
         """Write each sample into its place, an index of the tensor."""
-        target: Any = out if isinstance(self.values[0], Tensor) else out.numpy()
-        for place, value in zip(places, self.values, strict=True):
+        values = self.values
+        if self.joined is not None:
+            values = self.joined.split(self.shapes[:, 0].tolist())
+        target: Any = out if isinstance(values[0], Tensor) else out.numpy()
+        for place, value in zip(places, values, strict=True):
             target[place] = value
 
 
@@ -382,11 +385,8 @@ def _read_flat_lists(field: Field) -> Column | None:
     # [1, 0.5] or a mistake: the slow way reads the one, and explains the other.
     with suppress(TypeError, OverflowError):
         flat = np.asarray(array(code, list(chain.from_iterable(field.values))))
-        flat = flat.astype(torch.empty(0, dtype=dtype).numpy().dtype, copy=False)
-        lengths = list(map(len, field.values))
-        arrays = [flat[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
-        shapes = np.array(lengths, np.int64)[:, None]
-        return Column(field, shapes, dtype, _CPU, arrays, torch.from_numpy(flat))
+        shapes = np.array(list(map(len, field.values)), np.int64)[:, None]
+        return Column(field, shapes, dtype, _CPU, (), torch.from_numpy(flat).to(dtype))
     return None
 
 

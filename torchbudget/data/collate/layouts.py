@@ -213,7 +213,7 @@ class JoinedLayout(Layout):
         return pad_tensor(part, (0, 0) * (part.ndim - axis - 1) + (0, missing), value=value)
 
 
-def _rounded_up(lengths: Any, multiple: Any) -> Any:
+def _rounded_up(lengths: Any, multiple: int) -> Any:
     return lengths if multiple == 1 else -(-lengths // multiple) * multiple
 
 
@@ -260,13 +260,20 @@ class PaddingRule(NamedTuple):
 
     Attributes:
         left_share: the share of the padding, in [0, 1], before a sample.
-        multiples: the padded shape is rounded up to a multiple of it on each axis, `(d,)`.
+        multiple: the padded shape is rounded up to a multiple of it on its length axes.
         length_axes: the axes of lengths and masks.
     """
 
-    left_share: float
-    multiples: tuple[int, ...]
-    length_axes: tuple[int, ...]
+    left_share: float = 0.0
+    multiple: int = 1
+    length_axes: tuple[int, ...] = (0,)
+
+    def rounded(self, shape: IntArray) -> IntArray:
+        """A shape, rounded up in place."""
+        if self.multiple > 1:
+            axes = list(self.length_axes)
+            shape[axes] = _rounded_up(shape[axes], self.multiple)
+        return shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -284,7 +291,7 @@ class PaddedLayout(Layout):
     @classmethod
     def of(cls, shapes: IntArray, rule: PaddingRule) -> PaddedLayout:
         """The layout of samples of these shapes, `(n, d)`."""
-        padded = _rounded_up(shapes.max(axis=0), rule.multiples)
+        padded = rule.rounded(shapes.max(axis=0))
         starts = np.zeros_like(shapes)
         if rule.left_share:
             starts = np.floor((padded - shapes) * rule.left_share).astype(np.int64)
@@ -324,7 +331,7 @@ class PaddedLayout(Layout):
         """
         shapes, starts = self.shapes[start:stop], self.starts[start:stop]
         first = starts.min(axis=0)
-        size = _rounded_up((starts + shapes).max(axis=0) - first, self.rule.multiples)
+        size = self.rule.rounded((starts + shapes).max(axis=0) - first)
         first = np.minimum(first, self.shape[1:] - size)
         layout = replace(
             self,
@@ -337,10 +344,8 @@ class PaddedLayout(Layout):
 
     def of_mask(self) -> PaddedLayout:
         """The layout of the mask, which has only the length axes."""
-        axes = self.length_axes
-        multiples = tuple(self.rule.multiples[axis] for axis in axes)
-        rule = PaddingRule(self.rule.left_share, multiples, tuple(range(len(axes))))
-        return PaddedLayout.of(self.lengths, rule)
+        axes = tuple(range(len(self.length_axes)))
+        return PaddedLayout.of(self.lengths, self.rule._replace(length_axes=axes))
 
     def mask(self, device: torch.device) -> Tensor:
         """False where an element is padding along a length axis: bool, `(n, L, …)`."""
@@ -371,8 +376,8 @@ def pad(
         CollateError: the padding value does not fit the dtype, or its function failed.
     """
     shapes = column.shapes
-    # Arrays of shape (2, 1) and (1, 2) may have the same bytes; the rule's d multiples differ.
-    key = (shapes.tobytes(), rule)
+    # Arrays of shape (2, 1) and (1, 2) may have the same bytes.
+    key = (shapes.tobytes(), shapes.shape, rule)
     if key not in shared:
         layout = PaddedLayout.of(shapes, rule)
         shared[key] = layout, layout.own()
@@ -396,7 +401,7 @@ def _fill_each(
 ) -> None:
     is_padded = (layout.shapes < layout.shape[1:]).any(axis=1)
     for i in np.flatnonzero(is_padded).tolist():
-        sample = column.values[i]
+        sample = column.field.values[i]
         sample = sample if column.field.kind == "array" else torch.as_tensor(sample)
         try:
             own = value(sample)
