@@ -33,7 +33,6 @@ from torchbudget.checks import check_flags, is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.columns import (
     MISSING,
-    BoolArray,
     FieldPath,
     find_path,
     path_of,
@@ -206,9 +205,8 @@ class Batch:
         return self._known.layouts[self._known.measured].lengths
 
     @property
-    def _device(self) -> torch.device:  # of the field whose lengths are the batch's
-        device: torch.device = reduce(getitem, self._known.measured, self.data).device
-        return device
+    def _device(self) -> Any:  # of the field whose lengths are the batch's
+        return reduce(getitem, self._known.measured, self.data).device
 
     def _measured(self, kind: type[LayoutT]) -> LayoutT:
         """The layout of the field whose lengths are the batch's."""
@@ -570,17 +568,13 @@ def _block_mask(bounds: IntArray, device: torch.device, *, causal: bool) -> Bloc
         same = segment[query] == segment[key]
         return same & (query >= key) if causal else same
 
-    return BlockMask.from_kv_blocks(
-        *_ordered(seen & ~full, device),
-        *_ordered(full, device),
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=sees,
-        seq_lengths=(total, total),
-    )
-
-
-def _ordered(blocks: BoolArray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of blocks in each row, `(1, 1, rows)`, and their columns first: int32."""
-    counts = blocks.sum(axis=1, dtype=np.int32)
-    columns = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return on_device(counts[None, None], device), on_device(columns[None, None], device)
+    parts: dict[str, Any] = {}
+    for kind, blocks in (("", seen & ~full), ("full_", full)):
+        for axis, rows in (("kv", blocks), ("q", blocks.T)):
+            # The number of blocks in each row, and their columns first; kernels take rows in C order.
+            counts = rows.sum(axis=1, dtype=np.int32)
+            columns = np.argsort(np.logical_not(rows, order="C"), axis=1, kind="stable")
+            parts[f"{kind}{axis}_num_blocks"] = on_device(counts[None, None], device)
+            parts[f"{kind}{axis}_indices"] = on_device(columns.astype(np.int32)[None, None], device)
+    # Not BlockMask.from_kv_blocks, which takes most of the time to transpose what is known here.
+    return BlockMask((total, total), BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=sees, **parts)

@@ -459,7 +459,8 @@ def _add_mask(batch: PaddedBatch, name: str) -> PaddedBatch:
         raise CollateError(f"mask={name!r} needs a field with a ragged axis")
     mask = layout.mask(torch.device("cpu"))
     field = new_tensor(tuple(mask.shape), torch.int64).copy_(mask)
-    layouts = {**known.layouts, (name,): layout.of_mask()}
+    rule = layout.rule._replace(length_axes=tuple(range(mask.ndim - 1)))
+    layouts = {**known.layouts, (name,): PaddedLayout.of(layout.lengths, rule)}
     return type(batch)(data | {name: field}, replace(known, layouts=layouts))
 
 

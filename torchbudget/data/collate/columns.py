@@ -355,19 +355,13 @@ def _read_tensors(field: Field, values: Sequence[Tensor]) -> Column:
     return Column(field, _shapes(field, values), dtype, values[0].device, values)
 
 
-@functools.lru_cache(maxsize=128)
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    with suppress(TypeError):
-        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
-    return None
-
-
 def _read_arrays(field: Field) -> Column:
     arrays = [np.asarray(value) for value in field.values]
     if len({a.dtype for a in arrays}) > 1:
         field.fail_at_odd_one([a.dtype for a in arrays], "dtype {}".format)
-    dtype = _torch_dtype(arrays[0].dtype)
-    if dtype is None:
+    try:
+        dtype = torch.from_numpy(np.empty(0, arrays[0].dtype.newbyteorder("="))).dtype
+    except TypeError:
         field.fail(0, "an array of numbers or bools", f"dtype {arrays[0].dtype}")
     return Column(field, _shapes(field, arrays), dtype, _CPU, arrays)
 

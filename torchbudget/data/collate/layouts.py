@@ -342,11 +342,6 @@ class PaddedLayout(Layout):
         window = map(slice, first.tolist(), (first + size).tolist())
         return (slice(start, stop), *window), layout
 
-    def of_mask(self) -> PaddedLayout:
-        """The layout of the mask, which has only the length axes."""
-        axes = tuple(range(len(self.length_axes)))
-        return PaddedLayout.of(self.lengths, self.rule._replace(length_axes=axes))
-
     def mask(self, device: torch.device) -> Tensor:
         """False where an element is padding along a length axis: bool, `(n, L, …)`."""
         n, k = len(self.shapes), len(self.length_axes)
