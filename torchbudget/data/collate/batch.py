@@ -571,7 +571,7 @@ def _block_mask(bounds: IntArray, device: torch.device, *, causal: bool) -> Bloc
     parts: dict[str, Any] = {}
     for kind, blocks in (("", seen & ~full), ("full_", full)):
         for axis, rows in (("kv", blocks), ("q", blocks.T)):
-            # The number of blocks in each row, and their columns first; kernels take rows in C order.
+            # The number of blocks in each row, and their columns first; kernels want C order.
             counts = rows.sum(axis=1, dtype=np.int32)
             columns = np.argsort(np.logical_not(rows, order="C"), axis=1, kind="stable")
             parts[f"{kind}{axis}_num_blocks"] = on_device(counts[None, None], device)
