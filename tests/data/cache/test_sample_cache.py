@@ -127,46 +127,11 @@ def test_a_sample_of_many_terabytes_is_not_copied(huge: Any) -> None:
     assert cache.kept == 0
 
 
-class InBatches(Reads):
-    """Reads several samples at once, which is counted."""
-
-    calls = 0
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.calls += 1
-        return [self[index] for index in indices]
-
-
-def test_a_loader_reads_batches_by_the_datasets_own_way() -> None:
-    """One call for each batch, of the samples that are not kept; each sample is one's own."""
-    data = InBatches([10] * 20)
-    cache = SampleCache(data, "1MiB")
-    cache[3]
-    loader = DataLoader(cache, batch_size=10, collate_fn=list)
-    for _ in range(2):
-        check([sample for batch in loader for sample in batch], data.sizes)
-    assert data.calls == 2
-    assert data.reads.tolist() == [1] * 20
-    assert (cache.misses, cache.hits) == (20, 21)
-    twice = SampleCache(InBatches([10] * 4), "1MiB").__getitems__([1, -3, 2, 1])
-    assert [sample["number"] for sample in twice] == [1, 1, 2, 1]
-    twice[0]["wave"] += 1
-    check(twice[1:], [10] * 4)
-
-
 def test_errors_name_the_sample() -> None:
-    """And its type; of a dataset that returns too few samples, the dataset's."""
     cache = SampleCache([1, {"generator": (one for one in ())}], "1MiB")
     with pytest.raises(SampleError, match="sample 1, of type dict, cannot be pickled"):
         cache[1]
     assert cache[0] == 1
-
-    class Short(InBatches):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            return [self[index] for index in indices[1:]]
-
-    with pytest.raises(SampleError, match="__getitems__ of Short returned 1 samples for the 2"):
-        SampleCache(Short([1, 2]), "1MiB").__getitems__([0, 1])
 
 
 def test_what_cannot_be() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -31,8 +30,7 @@ class SampleCache(Dataset[Any]):
     memory that processes share with any start method. A kept sample is returned as a copy, which
     may be changed. When the budget is full the cache stays as it is: an epoch reads each sample
     once, so replacing samples would not give more hits. Of a plain tensor that is a part of another
-    one, the part is kept. The data set's own `__getitems__`, if any, reads samples that are not
-    kept.
+    one, the part is kept.
 
     A killed worker loses only the sample that it was reading.
 
@@ -47,8 +45,7 @@ class SampleCache(Dataset[Any]):
         OptionError: the dataset is not map-style.
         BudgetError: the budget has no room for samples after the table of contents, or is more
             than this system gives.
-        SampleError: a sample cannot be pickled, or `__getitems__` returned another number of
-            samples; raised when they are read.
+        SampleError: a sample cannot be pickled; raised when it is read.
 
     >>> cache = SampleCache([[1, 2], [3]], "1MiB")
     >>> cache[0], cache[0], cache.hits, cache.misses
@@ -95,43 +92,17 @@ class SampleCache(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample; O(its bytes) if it is kept."""
-        number = self._number(index)
-        place = self._places.item(number)
-        if place <= 0:
-            return self._read([number])[0]
-        self._count("hits")
-        return _thaw(memoryview(self._file.memory)[place:])
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples of a batch; those that are not kept by the data set's own `__getitems__`."""
-        numbers = list(map(self._number, indices))
-        places = self._places
-        missing = list(dict.fromkeys(one for one in numbers if places.item(one) <= 0))
-        read = dict(zip(missing, self._read(missing), strict=True))
-        return [read.pop(one) if one in read else self[one] for one in numbers]
-
-    def _number(self, index: int) -> int:
         number = int(index) + (self._samples if index < 0 else 0)
         if not 0 <= number < self._samples:
             raise IndexError(f"index {index} is out of range for {self._samples} samples")
-        return number
-
-    def _read(self, numbers: list[int]) -> list[Any]:
-        """Samples from the dataset, which are kept where there is room."""
-        read_many = getattr(self.dataset, "__getitems__", None)
-        if read_many is None or len(numbers) < 2:
-            samples = [self.dataset[number] for number in numbers]
-        else:
-            samples = read_many(numbers)
-            if len(samples) != len(numbers):
-                raise SampleError(
-                    f"__getitems__ of {type(self.dataset).__name__} returned {len(samples)} "
-                    f"samples for the {len(numbers)} indices {numbers}"
-                )
-        for number, sample in zip(numbers, samples, strict=True):
-            self._count("misses")
-            self._keep(number, sample)
-        return samples
+        place = self._places.item(number)
+        if place > 0:
+            self._count("hits")
+            return _thaw(memoryview(self._file.memory)[place:])
+        sample = self.dataset[number]
+        self._count("misses")
+        self._keep(number, sample)
+        return sample
 
     def _keep(self, number: int, sample: Any) -> None:
         # The room only shrinks: a sample that found none is not tried again.
