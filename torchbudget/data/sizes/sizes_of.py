@@ -30,7 +30,6 @@ _CHUNK: Final = 64  # samples per message of a worker, which sends a kilobyte of
 _PROBES: Final = 64  # samples that stand for all
 # Columns whose values are stored as samples have them; others, such as images, are decoded.
 _STORED: Final = ("Value", "List", "LargeList", "Sequence", "list")
-_FORMATS: Final = (None, "numpy", "torch")  # under which values keep their lengths
 
 logger = logging.getLogger(__name__)
 
@@ -289,16 +288,21 @@ def _lengths(dataset: Any, field: Any) -> Any:
     import pyarrow.compute as pc
 
     layout, feature = dataset.format, type(dataset.features.get(field)).__name__
-    if field not in layout["columns"] or feature not in _STORED or layout["type"] not in _FORMATS:
+    if field not in layout["columns"] or feature not in _STORED:
         return None
     column, rows = dataset.data.column(field), dataset._indices
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+    kind, is_plain = column.type, layout["type"] is None
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         lengths = pc.list_value_length(column)
-    elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        numbers = pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
+        is_plain |= numbers and layout["type"] in ("numpy", "torch")
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         lengths = pc.utf8_length(column)
-    elif pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         lengths = pc.binary_length(column)
     else:
+        return None
+    if not is_plain:
         return None
     sizes = pc.fill_null(lengths, -1).to_numpy().astype(np.int64)
     return sizes if rows is None else sizes[rows.column(0).to_numpy()]
