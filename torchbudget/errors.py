@@ -23,7 +23,6 @@ TorchBudgetError
 TorchBudgetWarning       (UserWarning)
 ├── DiscardedStateWarning                a loaded position was discarded before it was used
 ├── OtherNumbersWarning                  other numbers of batches or samples than were planned
-├── RepeatedSamplesWarning               an epoch reads what the one before has read
 ├── PaddedSizeWarning                    batches are padded to more than was planned
 ├── OtherSizesWarning                    sizes are not those of the samples that come
 ├── MeasureWarning                       a measured cost may be wrong
@@ -131,10 +130,6 @@ class DiscardedStateWarning(TorchBudgetWarning):
 
 class OtherNumbersWarning(TorchBudgetWarning):
     """An epoch has other numbers of batches, or a batch of samples, than were planned."""
-
-
-class RepeatedSamplesWarning(TorchBudgetWarning):
-    """An epoch reads the same samples as the one before, and others never come."""
 
 
 class PaddedSizeWarning(TorchBudgetWarning):

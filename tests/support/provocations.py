@@ -245,16 +245,6 @@ def a_collate_that_drops_samples(folder: Path) -> None:
     list(loop_over(sampler_of(), samples, lambda batch: collate(batch[1:])))
 
 
-@provokes(errors.RepeatedSamplesWarning)
-def workers_that_start_over(folder: Path) -> None:
-    samples = [[[0] * 3] * 8]
-    options: Any = {"size": len, "collate_fn": list, "batches_per_epoch": 1}
-    stream = tb.BudgetedIterableDataset(samples, BYTE_EACH, 12, **options)
-    loader = DataLoader(stream, batch_size=None, num_workers=1)
-    list(loader)
-    stream.tracked(loader)
-
-
 @provokes(errors.PaddedSizeWarning)
 def a_collate_that_rounds_up(folder: Path) -> None:
     samples = [torch.ones(3)] * 8

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
 from torchbudget.cost.protocol import AdditiveCost
-from torchbudget.data.stream.cursor import StreamState, WorkerSlot
+from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
 from torchbudget.data.stream.epoch_reader import EpochReader
 
 TOKENS = PaddedCost(unit_bytes=1)
@@ -120,14 +120,13 @@ class OneProcess:
 
     def _new_reader(self) -> EpochReader:
         stream = self.stream
-        stream._loaded = None
-        return stream._reader_of(self.slot, stream._where() or stream._beginning_of_epoch())
+        loaded, stream._loaded = stream._loaded, None
+        state = stream._where() if loaded is None else stream._start
+        return stream._reader_of(self.slot, state or stream._epoch_begins(self.slot))
 
     def state_dict(self) -> dict[str, Any]:
         at = (self._new_reader() if self.reader is None else self.reader).standing
-        settings = self.stream._settings
-        state = StreamState(cursors=[at.cursor], dealing=settings.dealing(at.slot))
-        return state.to_plain(settings.order, seeks=settings.source.may_seek)
+        return at.state.to_plain(seeks=self.stream._settings.source.may_seek)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.set_epoch(state["epoch"])  # an end of it stays one, as in a worker
@@ -161,10 +160,4 @@ def tracked_loop(stream: BudgetedIterableDataset, workers: int, **options: Any) 
 def workers_of(state: Any) -> list[dict[str, Any]]:
     """Where each worker stands, in the state of a stream; of the only rank that it has."""
     [processes] = [state[name] for name in state if name == "processes" or name[:5] == "rank "]
-    columns = processes[0]["workers"]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def with_parts(state: Any, **parts: Any) -> dict[str, Any]:
-    """A stream's state with other parts of what it says of its processes."""
-    return {**state, "processes": ({**state["processes"][0], **parts},)}
+    return [StreamCursor(state["epoch"], *row)._asdict() for row in processes[0]["workers"]]

@@ -29,7 +29,7 @@ class Rounds(NamedTuple):
         places: places of the samples in the window, shape `(S,)`.
         starts: start of each micro-batch among them.
         stops: end of each micro-batch.
-        padded_sizes: padded size of each micro-batch, empty for packed ones; `None`: not planned.
+        padded_sizes: padded size of each micro-batch, of packed ones the sum; `None`: not planned.
     """
 
     places: IntArray
@@ -101,11 +101,8 @@ class ByCost:
         if len(sizes) < ranks.number:
             raise UnevenRanksError(f"{len(sizes)} samples for {ranks.number} ranks")
         block = solve(self.rules, sizes[None], ranks, key)
-        padded: list[list[int]] = [[]] * len(block.starts)
-        if self.rules.packing is None:
-            padded = self.rules.padded(block.padded()).reshape(len(block.starts), -1).tolist()
         starts, stops = block.starts.tolist(), block.stops.tolist()
-        return Rounds(places[block.samples], starts, stops, padded)
+        return Rounds(places[block.samples], starts, stops, block.amounts(self.rules).tolist())
 
 
 @dataclass(frozen=True, slots=True)

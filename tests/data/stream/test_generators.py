@@ -16,14 +16,12 @@ from tests.support.streams import (
     TOKENS,
     Indexed,
     Numbered,
-    loader_of,
     numbers,
     processes_of,
     same,
     size_of,
 )
 from torchbudget import BudgetedIterableDataset, transforms
-from torchbudget.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -158,22 +156,3 @@ def test_a_source_that_shuffles_itself(draw: str, transform: Any, look_ahead: in
                 torch.rand(3)
     assert numbers(found) == list(range(len(SIZES)))
     check_every_stop(partial(stream_of, transform, Shuffles(draw), look_ahead=look_ahead), every=5)
-
-
-# ---------------------------------------------------------------------- threads
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("draw", ["random", "numpy", "torch"])
-def test_threads_refuse_global_generators(draw: str, workers: int) -> None:
-    """Their numbers would go to another sample in every run."""
-    stream = stream_of(partial(crop, draw), threads=4)
-    name = {"numpy": "numpy.random"}.get(draw, draw)
-    with (
-        stream,
-        pytest.raises(OptionError, match=rf"generator of {name}.*transforms\.rng\(\)"),
-    ):
-        list(loader_of(stream, workers))
-
-
-# ---------------------------------------------------------------------- failures

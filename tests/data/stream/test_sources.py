@@ -18,7 +18,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_pickle, check_every_stop
-from tests.support.streams import TOKENS, same, tracked_loop
+from tests.support.streams import TOKENS, same, tracked_loop, workers_of
 from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
 from torchbudget.errors import StateError
 
@@ -285,9 +285,9 @@ def test_freed_memory_goes_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [
-    {"rounds": ["x"]}, {"start": [None]}, {"start": []}, {"pass": [-1]}, {"first_epoch": [True]},
-    {"to_come": ["x"]}, {"checksum": ["x"]}, {"turn": 2}, {"workers": 3}, {"order": None},
-    {"dealing": None}, {"epoch": -1}, {"epoch": None},
+    {"rounds": "x"}, {"start": None}, {"number": -1}, {"first_epoch": True}, {"to_come": "x"},
+    {"checksum": "x"}, {"turn": 2}, {"workers": 3}, {"workers": [[1]]}, {"dealing": None},
+    {"epoch": -1}, {"epoch": None},
 ])  # fmt: skip
 def test_malformed_states(broken: dict[str, Any]) -> None:
     """Refused where they are loaded, and nothing is lost."""
@@ -302,7 +302,8 @@ def test_malformed_states(broken: dict[str, Any]) -> None:
         elif name in parts:
             parts[name] = value
         else:
-            parts["workers"] = {**parts["workers"], name: value}
+            cursor = {**workers_of(good)[0], name: value}
+            parts["workers"] = [list(cursor.values())[1:]]
     other = BudgetedIterableDataset([ROOM], TOKENS, 60, size=len, collate_fn=list)
     with pytest.raises(StateError, match="malformed"):
         other.load_state_dict({**bad, "processes": (parts,)})

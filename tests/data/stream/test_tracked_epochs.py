@@ -11,7 +11,7 @@ import pytest
 from tests.support.resuming import as_json
 from tests.support.streams import loader_of, tracked_loop, workers_of
 from tests.support.tracked_streams import SIZES, epochs_of, joined, make, samples_of
-from torchbudget.errors import RepeatedSamplesWarning
+from torchbudget import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",
@@ -21,8 +21,11 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize(
     ("workers", "tracked", "persistent"),
-    [(0, False, False), (0, True, False), (2, False, True), (2, True, True), (2, True, False)],
-)
+    [
+        (0, False, False), (0, True, False), (2, False, True), (2, False, False), (2, True, True),
+        (2, True, False),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["iterable", "shards", "map"])
 def test_an_epoch_goes_on_where_the_last_one_ended(
     kind: str, workers: int, tracked: bool, persistent: bool
@@ -60,18 +63,17 @@ def test_epochs_of_a_number_of_batches_go_on_from_any_batch(done: int, persisten
         assert sorted(found) == sorted(expected) if persistent else found == expected
 
 
-def test_new_workers_that_start_over_say_so() -> None:
-    """They cannot know where those before them ended."""
-    stream = make(batches_per_epoch=11)
-    loader = loader_of(stream, 0)
-    list(loader)
-    whole = list(loader_of(make(batches_per_epoch=11), 1))
-    plain = make(batches_per_epoch=11)
-    assert list(loader_of(plain, 1)) == whole
-    with pytest.warns(RepeatedSamplesWarning, match="persistent_workers"):
-        iter(copy.deepcopy(plain))
-    with pytest.warns(RepeatedSamplesWarning, match="persistent_workers"):
-        plain.tracked(loader_of(plain, 1))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_other_workers_go_on_only_where_they_can(workers: int) -> None:
+    """Where one process has read all of the source alone; else another number is refused."""
+    stream = make(batches_per_epoch=12)
+    [whole] = epochs_of(make(batches_per_epoch=24), 0, 1, tracked=False)
+    found = list(loader_of(stream, workers))
+    if workers == 3:
+        with pytest.raises(StateMismatchError, match="num_workers=3"):
+            list(loader_of(stream, 2))
+    else:
+        assert found + list(loader_of(copy.deepcopy(stream), 0)) == whole
 
 
 def test_fewer_batches_are_left_than_workers() -> None:

@@ -155,9 +155,8 @@ def test_a_state_of_many_workers_is_small() -> None:
         list(islice(reader, 11))
         cursors.append(reader.standing.cursor)
         assert cursors[-1].rounds
-    settings = stream._settings
-    state = StreamState(cursors=cursors, dealing=settings.dealing(slots[0]), turn=3)
-    plain = state.to_plain(settings.order, seeks=False)
+    dealing = stream._settings.dealing(slots[0])
+    plain = StreamState(cursors=cursors, dealing=dealing, turn=3).to_plain(seeks=False)
     assert len(json.dumps(plain)) <= 2048 + 32 * 32 // 8
-    found = StreamState.of_plain(json.loads(json.dumps(plain)), settings.order)
+    found = StreamState.of_plain(json.loads(json.dumps(plain)))
     assert (found.turn, found.cursors) == (3, cursors)

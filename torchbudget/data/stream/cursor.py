@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from torchbudget.checks import is_int
 from torchbudget.errors import OptionError, StateError, StateMismatchError
-from torchbudget.plan.cursor import check_meaning
 from torchbudget.plan.fingerprint import Plain
 
 Split: TypeAlias = Literal["none", "workers", "ranks"]
 
 WORKERS: Final = 512  # that may read a stream on one rank
 _NUMBERS: Final = 7
-_KEYS: Final = frozenset(["order", "dealing", "turn", "workers"])
-# Names of the columns of a state: the fields of each worker's cursor, but for the epoch.
-_COLUMNS: Final = ("start", "rounds", "first_epoch", "pass", "to_come", "finished", "source",
-                   "checked", "checksum")  # fmt: skip
+_DONE: Final = 9
+# The options that must be the same for positions to mean the same samples.
+_ORDER: Final = ("split", "shuffle", "seed", "window", "sized", "batches_per_epoch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +63,7 @@ class StreamCursor(NamedTuple):
         first_epoch: from which passes are counted. With `batches_per_epoch` an epoch goes on where
             the one before ended.
         number: of the pass over the source.
-        to_come: micro-batches in this epoch, of `batches_per_epoch`; `None`: not limited.
-        finished: the epoch has no more.
+        to_come: micro-batches in this epoch; `None`: those that one pass has.
         source: the source's own state at or before `checked`, if it has one.
         checked: the first item of the samples that were begun; with no round done, of those before.
         checksum: of their sizes; with rounds done, of their cuts too; `None`: none were begun.
@@ -77,25 +75,15 @@ class StreamCursor(NamedTuple):
     first_epoch: int = 0
     number: int = 0
     to_come: int | None = None
-    finished: bool = False
     source: dict[str, Any] | None = None
     checked: int = 0
     checksum: int | None = None
 
-    @classmethod
-    def beginning(cls, epoch: int, batches: int | None) -> StreamCursor:
-        """Return the place before the first micro-batch of an epoch with that many."""
-        return cls(epoch, first_epoch=epoch).limited(batches)
-
-    def limited(self, batches: int | None) -> StreamCursor:
-        """Return the same place in an epoch with that many micro-batches to come."""
-        return self._replace(to_come=batches, finished=batches == 0)
-
     def following(self, batches: int | None) -> StreamCursor:
-        """Return the place before the first micro-batch of the next epoch."""
+        """Return the place before the first micro-batch of the next epoch, of so many."""
         if batches is None:
-            return self.beginning(self.epoch + 1, None)
-        return self._replace(epoch=self.epoch + 1).limited(batches)
+            return StreamCursor(self.epoch + 1, first_epoch=self.epoch + 1)
+        return self._replace(epoch=self.epoch + 1, to_come=batches)
 
     def next_pass(self) -> StreamCursor:
         """Return the place where the source starts over."""
@@ -108,6 +96,44 @@ class StreamCursor(NamedTuple):
         return self.start // length + self.number
 
 
+@dataclass(slots=True)
+class Standing:
+    """The place of a process. Not frozen, since each batch moves it.
+
+    Attributes:
+        slot: of the process.
+        dealing: see `StreamState`.
+        epoch: that it reads.
+        begun: where the samples begin that were cut together.
+        rounds: number of their micro-batches that are done.
+        to_come: as in a cursor.
+        turn: the slots of a rank's processes begin with this one.
+        ended: a batch was asked for after the last one.
+    """
+
+    slot: WorkerSlot
+    dealing: Plain
+    epoch: int
+    begun: StreamCursor
+    rounds: int
+    to_come: int | None
+    turn: int
+    ended: bool = False
+
+    @property
+    def cursor(self) -> StreamCursor:
+        """The cursor after the last micro-batch."""
+        at = self.begun
+        return StreamCursor(
+            self.epoch, at.start, self.rounds, at.first_epoch, at.number, self.to_come, *at[6:]
+        )
+
+    @property
+    def state(self) -> StreamState:
+        """The state of this process alone."""
+        return StreamState(cursors=[self.cursor], dealing=self.dealing, turn=self.turn)
+
+
 @dataclass(slots=True, kw_only=True)
 class StreamState:
     """The places of the processes that read a stream on one rank.
@@ -118,7 +144,7 @@ class StreamState:
         cursors: of each worker, by number; or of one process alone.
         dealing: what must be the same for the first of them to go on within a window; for the
             others the same but the number of the worker.
-        turn: the worker whose batch comes next.
+        turn: the worker whose batch comes next; of one process alone, that of the first process.
     """
 
     cursors: list[StreamCursor]
@@ -140,7 +166,7 @@ class StreamState:
     @property
     def is_beginning(self) -> bool:
         """True if nothing of the source was read before."""
-        return not any(at.start or at.rounds or at.number or at.finished for at in self.cursors)
+        return not any(at.start or at.rounds or at.number or at.to_come == 0 for at in self.cursors)
 
     def following(self, batches: int | None, *, ended: bool = False) -> StreamState:
         """Return the next epoch's beginning if this one has no more, else the same state.
@@ -149,29 +175,27 @@ class StreamState:
             batches: of the next epoch.
             ended: this epoch has no more, though the cursors do not say so.
         """
-        if not (ended or all(cursor.finished for cursor in self.cursors)):
+        if not (ended or all(cursor.to_come == 0 for cursor in self.cursors)):
             return self
-        shares = [share_of(batches, n, len(self.cursors)) for n in range(len(self.cursors))]
-        cursors = [one.following(share) for one, share in zip(self.cursors, shares, strict=True)]
-        return StreamState(cursors=cursors, dealing=self.dealing)
+        first, workers = int(self.dealing["worker"] or 0), int(self.dealing["workers"] or 1)
+        cursors = [
+            cursor.following(share_of(batches, number, workers))
+            for number, cursor in enumerate(self.cursors, first)
+        ]
+        turn = self.turn if len(cursors) == 1 else 0
+        return StreamState(cursors=cursors, dealing=self.dealing, turn=turn)
 
-    def to_plain(self, order: Plain, *, seeks: bool) -> dict[str, Any]:
+    def to_plain(self, *, seeks: bool) -> dict[str, Any]:
         """Return plain JSON types, except for the source's own states; some 50 bytes a worker.
 
         Args:
-            order: what must be the same for positions to mean the same samples.
             seeks: the source goes on by its own state; otherwise it is skipped through.
 
         Where each rank stands elsewhere, the state is named after its rank, so that those of all
         ranks have their place in one checkpoint.
         """
-        columns = map(list, zip(*(cursor[1:] for cursor in self.cursors), strict=True))
-        plain = {
-            "order": dict(order),
-            "dealing": dict(self.dealing),
-            "turn": self.turn,
-            "workers": dict(zip(_COLUMNS, columns, strict=True)),
-        }
+        workers = [list(cursor[1:]) for cursor in self.cursors]
+        plain = {"dealing": dict(self.dealing), "turn": self.turn, "workers": workers}
         rank, ranks = self.dealing["rank"], self.dealing["ranks"]
         name = "processes" if rank is None else f"rank {rank} of {ranks}"
         shown = {"epoch": self.epoch, "goes_on_by": "seeking" if seeks else "skipping"}
@@ -180,72 +204,80 @@ class StreamState:
         return shown | {name: (plain,)}
 
     @classmethod
-    def of_plain(cls, state: Any, order: Plain) -> StreamState:
+    def of_plain(cls, state: Any) -> StreamState:
         """Return the state that was saved.
 
         Raises:
             StateError: it is malformed.
-            StateMismatchError: it belongs to another stream.
         """
         names = state if isinstance(state, Mapping) else ()
         named = [name for name in names if str(name).startswith(("processes", "rank "))]
-        match [state[name] for name in named]:
-            case [[plain]]:
-                check_meaning(plain, _KEYS, order)
-            case _:
-                several = f"; pass that of one rank of {named}" if len(named) > 1 else ""
-                raise StateError(
-                    f"expected what BudgetedIterableDataset.state_dict() returned{several}"
-                )
-        dealing, turn, columns = plain["dealing"], plain["turn"], plain["workers"]
+        if len(named) != 1:
+            several = f"; pass that of one rank of {named}" if named else ""
+            raise StateError(
+                f"expected what BudgetedIterableDataset.state_dict() returned{several}"
+            )
         try:
-            rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
-            cursors = [StreamCursor(state["epoch"], *row) for row in rows]
-            counts = [
-                count
-                for *places, to_come, _, _, checked, checksum in cursors
-                for count in (*places, to_come or 0, checked, checksum or 0)
-            ]
-            dealt = turn in range(len(cursors)) and len(cursors) in (1, dealing["workers"])
-            finished = [cursor.finished in (True, False) for cursor in cursors]
-            wrong = [count for count in counts if not is_int(count) or count < 0]
-            if wrong or not dealt or not all(finished):
+            [plain] = state[named[0]]
+            dealing, turn = dict(plain["dealing"]), plain["turn"]
+            cursors = [StreamCursor._make([state["epoch"], *row]) for row in plain["workers"]]
+            default = StreamCursor(0)  # whose `None` may stay
+            of = [one for cursor in cursors for one in zip(cursor, default, strict=True)]
+            numbers = [n for n, usual in of if n is not None or usual is not None]
+            wrong = [n for n in numbers if not (isinstance(n, dict) or (is_int(n) and n >= 0))]
+            dealt = turn in range(dealing["workers"]) and len(cursors) in (1, dealing["workers"])
+            if wrong or not dealt:
                 raise ValueError(f"{wrong} are no numbers from 0 on, or turn {turn!r} is of none")
-            return cls(cursors=cursors, dealing=dict(dealing), turn=turn)
+            return cls(cursors=cursors, dealing=dealing, turn=turn)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state is malformed: {type(error).__name__}: {error}") from error
+
+    def check_order(self, dealing: Plain) -> None:
+        """Raise a `StateMismatchError` where positions mean other samples than in this dealing."""
+        if differs := _differences(self.dealing, dealing, _ORDER):
+            raise StateMismatchError(
+                "the state belongs to another source or order, so its position means other "
+                f"samples: {differs}"
+            )
 
     def cursor_of(self, slot: WorkerSlot, dealing: Plain) -> StreamCursor:
         """Return the cursor at which a process goes on.
 
         Raises:
-            StateError: the state is malformed.
             StateMismatchError: this process cannot go on from it.
         """
+        self.check_order(dealing)
         number, saved = slot.worker % len(self.cursors), self.dealing
-        if saved.keys() != dealing.keys():
-            raise StateError(f"the state is malformed: its dealing is {saved!r}")
         if len(self.cursors) > 1:
             saved = {**saved, "worker": number}
         cursor, workers = self.cursors[number], saved["workers"]
         # Any process goes on where one has read the whole source alone, others in their own part.
         alone = workers == 1 and dealing["split"] == "none"
-        part = set() if alone else {"worker", "workers"}
+        part = [] if alone else ["worker", "workers"]
         if dealing["split"] == "ranks":
-            part |= {"rank", "ranks"}
-        changed = [name for name in dealing if saved[name] != dealing[name]]
-        if not self.is_beginning and changed and (cursor.rounds or part & {*changed}):
-            differs = (f"{one}: saved {saved[one]!r}, now {dealing[one]!r}" for one in changed)
+            part += ["rank", "ranks"]
+        inside = cursor.rounds and _differences(saved, dealing, dealing)
+        differs = inside or _differences(saved, dealing, part)
+        if differs and not self.is_beginning:
             raise StateMismatchError(
                 f"worker {slot.worker} of {slot.workers} cannot go on from a state of worker "
                 f"{saved['worker']} of {workers} after {cursor.rounds} micro-batches of a window: "
                 "other rules, ranks or workers need a window's boundary, and the same part of the "
-                f"source needs num_workers={workers}: {'; '.join(differs)}"
+                f"source needs num_workers={workers}: {differs}"
             )
         if cursor.to_come is None or workers == slot.workers:
             return cursor
         to_come = sum(each.to_come or 0 for each in self.cursors)
-        return cursor.limited(share_of(to_come, slot.worker, slot.workers))
+        return cursor._replace(to_come=share_of(to_come, slot.worker, slot.workers))
+
+
+def _differences(saved: Plain, now: Plain, names: Iterable[str]) -> str:
+    """Name the options that differ, with both values."""
+    return "; ".join(
+        f"{name}: saved {saved.get(name)!r}, now {now[name]!r}"
+        for name in names
+        if saved.get(name) != now[name]
+    )
 
 
 class _Number:
@@ -283,12 +315,16 @@ class Progress:
 
     def __init__(self, shared: torch.Tensor | None = None) -> None:
         if shared is None:
-            shared = torch.zeros(_NUMBERS + 5 * WORKERS, dtype=torch.int64, device="cpu")
+            numbers = _NUMBERS + WORKERS * (2 * _DONE + 2)
+            shared = torch.zeros(numbers, dtype=torch.int64, device="cpu")
         self._shared = shared.share_memory_()
-        places = self._shared.numpy()  # torch takes ten times as long to write a number
-        self._numbers, rows = places[:_NUMBERS], places[_NUMBERS:].reshape(WORKERS, 5)
-        # Of each worker: the number of workers, of epochs done, and `runs` then; what it skipped.
-        self._done, self._skipped = rows[:, :3], rows[:, 3:]
+        # torch takes ten times as long to write a number.
+        self._numbers, done, skipped = np.split(
+            self._shared.numpy(), [_NUMBERS, _NUMBERS + WORKERS * 2 * _DONE]
+        )
+        # Of each worker, for the last even and odd epoch: the number of workers, of epochs done,
+        # and `runs` then; and its place.
+        self._done, self._skipped = done.reshape(2, WORKERS, _DONE), skipped.reshape(WORKERS, 2)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the same memory in a process that is started; a copy has memory of its own."""
@@ -303,13 +339,11 @@ class Progress:
     @property
     def epoch(self) -> int:
         """The epoch of the next loop: the one after the last, if all workers are done with it."""
-        while True:
-            epoch, workers = self.begun, int(self._done[0, 0])
-            last = workers, epoch + 1, self.runs
-            done = bool(workers) and bool((self._done[:workers] == last).all())
-            # Another worker may meanwhile have gone on to the next one, and be done with it, too.
-            if epoch == self.begun:
-                return epoch + done
+        epoch = self.begun
+        rows = self._done[epoch % 2, :, :3]
+        workers = int(rows[0, 0])
+        last = workers, epoch + 1, self.runs
+        return epoch + (workers > 0 and bool((rows[:workers] == last).all()))
 
     def advance(self) -> None:
         """Begin a loop in a process.
@@ -321,19 +355,30 @@ class Progress:
         if epoch > self.begun:
             self.begun = epoch
 
-    def was_read(self, epoch: int, worker: int) -> bool:
-        """True if this worker, or an earlier one of its number, was done with an epoch."""
-        return epoch >= 0 and self._done[worker, 1:].tolist() == [epoch + 1, self.runs]
-
-    def end(self, epoch: int, worker: int, workers: int, runs: int) -> None:
+    def end(self, at: Standing, runs: int) -> None:
         """Note that a worker is done with an epoch, which it began when there were `runs`.
 
         Raises:
             OptionError: there are too many workers.
         """
-        if workers > WORKERS:
-            raise OptionError(f"at most {WORKERS} workers may read a stream, got {workers}")
-        self._done[worker] = workers, epoch + 1, runs
+        slot, cursor = at.slot, at.cursor
+        if slot.workers > WORKERS:
+            raise OptionError(f"at most {WORKERS} workers may read a stream, got {slot.workers}")
+        checksum = -1 if cursor.checksum is None else cursor.checksum
+        row = (slot.workers, at.epoch + 1, runs, *cursor[1:5], cursor.checked, checksum)
+        self._done[at.epoch % 2, slot.worker] = row
+
+    def ended(self, slot: WorkerSlot, epoch: int) -> tuple[StreamCursor, int] | None:
+        """Return the place where a worker of that number ended an epoch, and how many did."""
+        rows = self._done[epoch % 2]
+        workers = int(rows[0, 0])
+        row = rows[slot.worker % max(workers, 1)].tolist()
+        _, done, runs, start, rounds, first_epoch, number, checked, checksum = row
+        if not workers or (done, runs) != (epoch + 1, self.runs):
+            return None
+        place = epoch, start, rounds, first_epoch, number
+        known = None if checksum < 0 else checksum
+        return StreamCursor(*place, to_come=0, checked=checked, checksum=known), workers
 
     def change(self, epoch: int, *, loaded: bool) -> None:
         """Make all processes begin at an epoch, or at a position that was loaded."""

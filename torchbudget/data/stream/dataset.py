@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 from weakref import WeakMethod, WeakSet
 
@@ -18,29 +17,28 @@ from torchbudget.cost.protocol import CostModel
 from torchbudget.data.collate.collates import PadCollate
 from torchbudget.data.frameworks import Caller
 from torchbudget.data.run import warn_of_discarded_state
-from torchbudget.data.same_on_ranks import check_same_on_ranks, check_same_samples
+from torchbudget.data.same_on_ranks import check_same_on_ranks
 from torchbudget.data.sizes.key import SizeKey
 from torchbudget.data.stream.cursor import (
     Progress,
     Split,
+    Standing,
     StreamCursor,
     StreamState,
     WorkerSlot,
-    share_of,
 )
-from torchbudget.data.stream.epoch_reader import EpochReader, Standing, raising
+from torchbudget.data.stream.epoch_reader import EpochReader, raising
 from torchbudget.data.stream.run import Sending, StreamRun
 from torchbudget.data.stream.source import Settings, source_of
 from torchbudget.data.stream.transforms import Transform
 from torchbudget.distributed import AskedRanks
-from torchbudget.errors import BudgetError, OptionError, RepeatedSamplesWarning, StateError
+from torchbudget.errors import BudgetError, OptionError, StateError
 from torchbudget.plan.fingerprint import cost_fingerprint, fingerprint
 from torchbudget.plan.grouping import ByCost, ByPredicate, Grouping
 from torchbudget.plan.oversize import Oversize, check_oversize
 from torchbudget.plan.rules import BatchRules
 from torchbudget.protocols import ResumableSource
 from torchbudget.units import parse_bytes
-from torchbudget.warn import warn
 
 # Up to where the fingerprint of a cost asks it, on 1 to 4 axes: sizes are not known yet.
 _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4)))
@@ -214,6 +212,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             look_ahead=None if look_ahead is None else parse_bytes(look_ahead),
             host_bytes=getattr(self.budget, "host", None) if look_ahead is None else None,
             given_window=optional("window", window),
+            asked=self._ranks,
             num_replicas=self.num_replicas,
             uneven=uneven,
             drop_last=drop_last,
@@ -225,7 +224,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         self._progress = Progress()
         self._sending: Sending | None = None  # in the processes that a tracked loop has started
         self._readers: WeakSet[EpochReader] = WeakSet()
-        self._begins: StreamState | None = None  # the run that is open, and the loops inside it
         self._begin_at(None)
 
     def _begin_at(self, start: StreamState | None, kept: EpochReader | None = None) -> None:
@@ -265,11 +263,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     @property
     def _settings(self) -> Settings:
-        begun = self._present[0] is not None or bool(self._runs)
-        loaded = self._where() is not None
-        settings = self._settings_now.for_ranks(self.num_replicas, begun=begun, loaded=loaded)
-        self._settings_now = settings
-        return settings
+        ranks = self.num_replicas
+        if ranks != self._settings_now.num_replicas:
+            self._settings_now = replace(self._settings_now, num_replicas=ranks)
+        return self._settings_now
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank.
@@ -360,36 +357,36 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         if counts:
             progress.advance()
         loaded = None if inside else self._loaded
-        if loaded is not None:
-            state = self._start
-        else:  # a run may be over before a slow worker begins
-            state = self._begins if inside or first else self._where()
-        goes_on, state = state is not None, state or self._beginning_of_epoch()
+        # A run may be over before a slow worker begins.
+        state = self._start if first or loaded is not None else self._where()
+        state = None if inside else state
         # A loader takes from its first worker first, which reads for the one whose turn it was.
-        slot = self._slots(workers)[(number + state.turn) % workers]
-        reader, later = self._reader_of(slot, state), loaded not in (None, state.epoch)
-        ended = goes_on and (info is not None or later) and reader.find_end()
-        if loaded is None:
-            if not inside:
-                self._warn_of_start_over(reader.standing.cursor, slot)
-        else:
+        turn = 0 if state is None else state.turn
+        slot = self._slots(workers)[(number + turn) % workers]
+        reader = self._reader_of(slot, state or self._epoch_begins(slot))
+        later = state is not None and loaded not in (None, state.epoch)
+        ended = state is not None and (info is not None or later) and reader.find_end()
+        if loaded is not None:
             self._loaded = None
             if later and not ended:
                 raise StateError(
                     f"set_epoch({loaded}) was called, and then a state was loaded that stands "
-                    f"within epoch {state.epoch}: choose that epoch, or do not load the state"
+                    f"within epoch {reader.standing.epoch}: choose that epoch, or do not load the "
+                    "state"
                 )
+            if later or info is not None:
+                progress.begun = loaded
             if later:
                 # `StatefulDataLoader` loads a state into workers, and at an epoch's end begins
                 # twice: workers of the first loop read ahead for nobody, which does not count.
-                reader = self._reader_of(slot, self._go_on(reader.standing, loaded))
+                self._start = reader.standing.state
+                progress.end(reader.standing, progress.runs)
+                reader = self._reader_of(slot, self._where() or self._epoch_begins(slot))
                 ended, counts = False, info is None
-            if later or info is not None:
-                progress.begun = loaded
         if counts:
             progress.ahead, progress.chosen = int(info is not None), 0
             reader.present = self._present
-        reader.counts = counts
+        reader.counts = progress.runs if counts else None
         if counts or tracked:
             reader.on_end = WeakMethod(self._ended)
         if sending is not None:
@@ -405,69 +402,57 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         Raises:
             StateMismatchError: it cannot go on from the state.
         """
-        settings, kept = self._settings, self._kept
+        settings, kept, info = self._settings, self._kept, get_worker_info()
         self._kept = None
         cursor = state.cursor_of(slot, settings.dealing(slot))
+        turn = 0 if info is None else (slot.worker - info.id) % slot.workers
         if kept is not None:
             # Without the source's own state, which need not be compared.
-            if kept.standing.cursor.following(cursor.to_come)[:7] == cursor[:7]:
-                kept.go_on(slot, cursor)
+            if kept.standing.cursor.following(cursor.to_come)[:6] == cursor[:6]:
+                kept.go_on(slot, cursor, turn)
                 return kept
             kept.close()
-        compare = partial(check_same_samples, self._ranks)
-        return EpochReader(settings, slot, cursor, self._progress, compare)
-
-    def _go_on(self, at: Standing, epoch: int) -> StreamState:
-        """Make this process begin an epoch after a place at another one's end."""
-        settings, slot = self._settings_now, at.slot
-        share = share_of(settings.batches_per_epoch, slot.worker, slot.workers)
-        follows = epoch == at.cursor.epoch + 1
-        cursor = at.cursor.following(share) if follows else StreamCursor.beginning(epoch, share)
-        info = get_worker_info()
-        turn = 0 if info is None else (slot.worker - info.id) % slot.workers
-        dealing = settings.dealing(slot)
-        self._start = state = StreamState(cursors=[cursor], dealing=dealing, turn=turn)
-        return state
+        return EpochReader(settings, self._progress, slot, cursor, turn)
 
     def _ended(self, reader: EpochReader) -> None:
         """Note where a reader has ended an epoch: with `batches_per_epoch` the next one goes on."""
+        if reader.counts is not None:
+            self._progress.end(reader.standing, reader.counts)
         if self._settings_now.batches_per_epoch is not None:
-            self._go_on(reader.standing, reader.standing.cursor.epoch + 1)
-            self._kept = reader
+            self._start, self._kept = reader.standing.state, reader
 
     def check_ranks(self) -> None:
         """See `tracked`, which does it itself."""
         Caller.find().check_loader(self.num_replicas)
         self._notice()
-        settings, cursor = self._settings, (self._where() or self._beginning_of_epoch()).cursors[0]
-        at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
+        settings, [slot] = self._settings, self._slots(1)
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
-            check_same_on_ranks(self._ranks, lambda: settings.shared | at)
+            cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
+            at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
+            check_same_on_ranks(self._ranks, lambda: settings.dealing(slot) | at)
 
     def _where(self) -> StreamState | None:
         """The state at which the next loop begins; `None`: at the beginning of its epoch."""
-        state = self._start
-        return state if state is not None and state.epoch == self._progress.epoch else None
+        if self._start is None:
+            return None
+        state = self._start.following(self._settings_now.batches_per_epoch)
+        return state if state.epoch == self._progress.epoch else None
 
-    def _beginning_of_epoch(self) -> StreamState:
-        settings, [slot] = self._settings, self._slots(1)
-        cursor = StreamCursor.beginning(self._progress.epoch, settings.batches_per_epoch)
-        return StreamState(cursors=[cursor], dealing=settings.dealing(slot))
+    def _epoch_begins(self, slot: WorkerSlot) -> StreamState:
+        """The epoch's beginning; with `batches_per_epoch`, where the last one ended."""
+        settings, epoch = self._settings, self._progress.epoch
+        batches, ended = settings.batches_per_epoch, self._progress.ended(slot, epoch - 1)
+        cursor, workers = StreamCursor(epoch, first_epoch=epoch, to_come=batches), 1
+        if batches is not None and ended is not None:
+            cursor, workers = ended
+        of = replace(slot, worker=slot.worker % workers, workers=workers)
+        state = StreamState(cursors=[cursor], dealing=settings.dealing(of))
+        return state.following(batches)
 
     def _slots(self, workers: int) -> list[WorkerSlot]:
         """The processes that share the source on this rank."""
         of = {"workers": workers, "rank": self.rank, "ranks": self.num_replicas}
         return [WorkerSlot(worker=n, **of) for n in range(workers)]
-
-    def _warn_of_start_over(self, began: StreamCursor, slot: WorkerSlot) -> None:
-        several = self._where() is None and began.to_come is not None
-        if several and self._progress.was_read(began.epoch - 1, slot.worker):
-            warn(
-                f"epoch {began.epoch} starts over at the source's beginning, since workers that "
-                "have just started do not know where the last epoch ended: use "
-                "persistent_workers=True, or loop over stream.tracked(loader)",
-                RepeatedSamplesWarning,
-            )
 
     # ------------------------------------------------------------------ runs
 
@@ -500,17 +485,19 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
 
     def _begin_run(self, number: int, workers: int) -> StreamState:
         """Begin a run of workers with a number, and return where they begin."""
-        progress, start = self._progress, self._where()
+        progress, settings, start = self._progress, self._settings, self._where()
         progress.advance()
-        self._begins = begins = start or self._beginning_of_epoch()
-        settings, slots = self._settings, self._slots(workers)
-        dealings = [settings.dealing(slot) for slot in slots]
-        cursors = [begins.cursor_of(*of) for of in zip(slots, dealings, strict=True)]
-        self._warn_of_start_over(cursors[0], slots[0])
+        slots = self._slots(workers)
+        cursors = [
+            (start or self._epoch_begins(slot)).cursor_of(slot, settings.dealing(slot))
+            for slot in slots
+        ]
+        turn, dealing = 0 if start is None else start.turn, settings.dealing(slots[0])
+        self._start = StreamState(cursors=cursors, dealing=dealing, turn=turn)
         self._loaded, self._present = None, [None]
         progress.runs, progress.run = progress.runs + 1, number
         progress.ahead = progress.chosen = 0
-        return StreamState(cursors=cursors, dealing=dealings[0], turn=begins.turn)
+        return self._start
 
     def _stands_at(self, run: StreamRun, place: StreamState) -> None:
         """Note that a batch of a run came, after which the stream stands there."""
@@ -546,12 +533,13 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "batches came: loop over stream.tracked(loader), use a StatefulDataLoader, or call "
                 "set_epoch first"
             )
-        state = self._where() or self._beginning_of_epoch()
-        if at is not None:
-            state = StreamState(cursors=[at.cursor], dealing=settings.dealing(at.slot))
-        if not in_worker and (at is None or at.ended):
-            state = state.following(settings.batches_per_epoch)
-        return state.to_plain(settings.order, seeks=settings.source.may_seek)
+        if at is None:
+            state = self._where() or self._epoch_begins(self._slots(1)[0])
+        else:
+            state = at.state
+            if at.ended and not in_worker:
+                state = state.following(settings.batches_per_epoch)
+        return state.to_plain(seeks=settings.source.may_seek)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make every `iter()` begin at a saved position, until its epoch ends.
@@ -567,7 +555,8 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 go on from it, or the samples at it are other ones.
         """
         self._notice()
-        state = StreamState.of_plain(state_dict, self._settings.order)
+        state = StreamState.of_plain(state_dict)
+        state.check_order(self._settings.dealing(self._slots(1)[0]))
         chosen = self._progress.begun if self._progress.chosen else state.epoch
         if get_worker_info() is None:
             if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended

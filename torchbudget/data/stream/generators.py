@@ -7,7 +7,6 @@ of the seed, the epoch and the place alone; and the process that reads keeps its
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-from torchbudget.errors import OptionError
 from torchbudget.plan.permutation import Stream, shuffled_keys
 
 _CHUNK: Final = 1024
@@ -106,26 +104,3 @@ def _words(chunk: int, *key: int) -> list[int]:
     numbers = np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK)
     words: list[int] = shuffled_keys(*key, Stream.SAMPLES, numbers=numbers).tolist()
     return words
-
-
-@contextmanager
-def refuse_draws() -> Iterator[None]:
-    """Raise where the global generators were drawn from inside.
-
-    Raises:
-        OptionError: they were.
-    """
-    before = Place.put_aside()
-    yield
-    after = Place.put_aside()
-    same = {
-        "random": before.python == after.python,
-        "numpy.random": pickle.dumps(before.numpy_state) == pickle.dumps(after.numpy_state),
-        "torch": torch.equal(before.torch, after.torch),
-    }
-    if drawn := [name for name, is_same in same.items() if not is_same]:
-        raise OptionError(
-            f"a transform drew from the global generator of {', '.join(drawn)}. With threads it "
-            "would depend on their timing which sample gets which number: draw from "
-            "torchbudget.transforms.rng(), or use threads=0 and more workers"
-        )

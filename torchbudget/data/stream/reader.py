@@ -97,7 +97,6 @@ class Reader:
         if self._moved is not None:
             self._last[self._moved] = self
 
-    @property
     def was_moved(self) -> bool:
         """True if another reader has opened the source since."""
         return self._moved is not None and self._last.get(self._moved) is not self

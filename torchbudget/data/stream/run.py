@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -16,7 +16,7 @@ from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.size_check import SizeCheck
 from torchbudget.data.stream.cursor import StreamCursor, StreamState
 from torchbudget.data.stream.epoch_reader import EpochReader, collated
-from torchbudget.distributed import host_group, is_distributed, keep
+from torchbudget.distributed import gathered, is_distributed
 from torchbudget.errors import StateError
 from torchbudget.plan.grouping import ByCost
 
@@ -83,7 +83,7 @@ class Sending:
         if reader is None:
             return made
         at = reader.standing
-        return Sent(made, at.slot.worker, at.cursor, reader.planned, reader.first_sizes)
+        return Sent(made, at.slot.worker, at.cursor, reader.planned, reader.windows.first_sizes)
 
 
 class StreamRun(Run[StreamState]):
@@ -104,7 +104,8 @@ class StreamRun(Run[StreamState]):
         self._stream, self._loader, self._settings = stream, loader, stream._settings
         grouping = self._settings.grouping
         packed = isinstance(grouping, ByCost) and grouping.rules.packing is not None
-        self._check = SizeCheck(size_multiple=stream.size_multiple, packed=packed, sizes=None)
+        multiples = {"size_multiple": stream.size_multiple, "total_multiple": stream.total_multiple}
+        self._check = SizeCheck(**multiples, packed=packed, sizes=None)
         self._compared, self._has_ended = self._settings.ranks == 1, False
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -154,7 +155,7 @@ class StreamRun(Run[StreamState]):
 
     def _state(self, place: StreamState) -> dict[str, Any]:
         settings = self._settings
-        return place.to_plain(settings.order, seeks=settings.source.may_seek)
+        return place.to_plain(seeks=settings.source.may_seek)
 
     def close(self) -> None:
         """End the run where it stands; workers that persist end if it was broken off."""
@@ -176,7 +177,7 @@ class StreamRun(Run[StreamState]):
 def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
     """Yield the batches of a loader until any rank has none left; then all ranks stop.
 
-    One collective of one number a batch, on the host over gloo: the device is not waited for. The
+    A small collective at each batch, on the host over gloo: the device is not waited for. The
     remaining batches of other ranks are not read.
 
     Args:
@@ -184,17 +185,9 @@ def stop_together(loader: Any, *, group: Any = None) -> Iterator[Any]:
         group: of processes. Default: all, if `torch.distributed` is initialized.
     """
     batches = iter(loader)
-    nothing = object()
     while True:
-        batch = next(batches, nothing)
-        with torch.inference_mode(False):  # see `keep`
-            has_batch = torch.tensor(int(batch is not nothing))
-        if is_distributed():
-            least = torch.distributed.ReduceOp.MIN
-            keep(has_batch)
-            torch.distributed.all_reduce(has_batch, least, group=host_group(group))
-        if not has_batch:
+        given = [*islice(batches, 1)]
+        have = gathered(bool(given), group) if is_distributed() else [bool(given)]
+        if not all(have):
             return
-        given = [batch]
-        del batch  # nothing keeps it here while the next one is made
-        yield given.pop()
+        yield given.pop()  # nothing keeps it here while the next one is made

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, get_args
 
@@ -20,6 +20,7 @@ from torchbudget.data.stream.cursor import Split, StreamCursor, WorkerSlot
 from torchbudget.data.stream.generators import Place
 from torchbudget.data.stream.reader import Reader, Shuffled
 from torchbudget.data.stream.transforms import Transform
+from torchbudget.distributed import AskedRanks
 from torchbudget.errors import OptionError
 from torchbudget.plan.fingerprint import Plain
 from torchbudget.plan.grouping import ByCost, Grouping
@@ -42,11 +43,13 @@ class Source:
 
     Attributes:
         default_split: the processes by which it splits itself, or has to be split.
+        knows_workers: it may split itself by the worker that it sees.
         first_transforms: make samples of its items.
         seeks: its own state is used, if it has one: until it was seen not to be right.
     """
 
     default_split: Split = "none"
+    knows_workers: ClassVar = True
     first_transforms: tuple[Transform, ...] = ()
     _first_states: ClassVar[dict[int, Any]] = {}  # of data that streams may share
 
@@ -57,19 +60,19 @@ class Source:
 
     def open(self, slot: WorkerSlot, cursor: StreamCursor) -> Reader:
         """Start the pass of a cursor over the part that this process reads."""
-        key = cursor.first_epoch, cursor.number
-        generators = Place.of_source(self.seed, *key, slot.part(self.split)[0])
-        return self.reader(slot, generators, *key)
-
-    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
-        """Return the reader of a pass; `key` is its epoch and its number."""
+        key, part = (cursor.first_epoch, cursor.number), slot.part(self.split)[0]
+        sees_worker = self.knows_workers and self.split != "none"
         return Reader(
-            [(slot.part(self.split)[0], self.samples(slot, sum(key)))],
-            generators,
-            worker=None if self.split == "none" else slot.worker,
+            self.shards(slot, *key),
+            Place.of_source(self.seed, *key, part),
+            worker=slot.worker if sees_worker else None,
             source=self.data if self.has_states else None,
             seeks=self.seeks,
         )
+
+    def shards(self, slot: WorkerSlot, *key: int) -> list[tuple[int, Any]]:
+        """Return the shards that a process reads; `key` is the epoch and the number of a pass."""
+        return [(slot.part(self.split)[0], self.samples(slot, sum(key)))]
 
     @property
     def may_seek(self) -> bool:
@@ -114,44 +117,43 @@ class ShardFunction(Source):
     """A function `(shard, num_shards)` that returns an iterator."""
 
     default_split: Split = "ranks"
+    knows_workers = False
 
-    def reader(self, slot: WorkerSlot, generators: Place, *_: int) -> Reader:
-        """See `Source.reader`."""
+    def shards(self, slot: WorkerSlot, *_: int) -> list[tuple[int, Any]]:
+        """See `Source.shards`."""
         part, parts = slot.part(self.split)
-        return Reader([(part, partial(self.data, part, parts))], generators)
+        return [(part, partial(self.data, part, parts))]
 
 
 class ShardList(Source):
     """Shards, each an iterable or a function without arguments that returns one."""
 
     default_split: Split = "workers"
+    knows_workers = False
 
-    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
-        """See `Source.reader`."""
+    def shards(self, slot: WorkerSlot, *key: int) -> list[tuple[int, Any]]:
+        """See `Source.shards`."""
         part, parts = slot.part(self.split)
         order = np.arange(len(self.data))
         if self.shuffle:
             keys = shuffled_keys(self.seed, *key, Stream.SHARDS, numbers=order)
             order = order[np.argsort(keys)]
-        return Reader([(n, self.data[n]) for n in order[part::parts].tolist()], generators)
+        return [(n, self.data[n]) for n in order[part::parts].tolist()]
 
 
 class Indexed(Source):
     """A map-style data set. Its items are indices, in an order that is shuffled as a whole.
 
-    A sample that is skipped is not read.
+    A sample that is skipped is not read. It needs no states.
     """
 
-    def reader(self, slot: WorkerSlot, generators: Place, *key: int) -> Reader:
-        """See `Source.reader`."""
-        length = len(self.data)
-        indices = Shuffled(length, self.seed, *key) if self.shuffle else range(length)
-        return Reader([(0, indices)], generators)
+    knows_workers = has_states = False
+    may_seek = True
 
-    @property
-    def has_states(self) -> bool:
-        """True: it needs none."""
-        return True
+    def shards(self, slot: WorkerSlot, *key: int) -> list[tuple[int, Any]]:
+        """See `Source.shards`."""
+        length = len(self.data)
+        return [(0, Shuffled(length, self.seed, *key) if self.shuffle else range(length))]
 
     @property
     def first_transforms(self) -> tuple[Transform, ...]:  # type: ignore[override]  # of its data
@@ -321,7 +323,8 @@ class Settings:
         look_ahead: bytes of the samples that wait in a worker; `None`: not stated.
         host_bytes: of the budget, that limit them instead; `None`: no limit.
         given_window: items that are read, sorted and cut together; `None`: as many as by default.
-        num_replicas: number of ranks.
+        asked: the ranks that share the source.
+        num_replicas: their number.
         uneven: they may have unequal numbers of batches.
         drop_last: drop the last micro-batch of a pass if it is incomplete.
         skip_failed: skip samples that raise.
@@ -341,6 +344,7 @@ class Settings:
     look_ahead: int | None
     host_bytes: int | None
     given_window: int | None
+    asked: AskedRanks
     num_replicas: int
     uneven: bool
     drop_last: bool
@@ -382,44 +386,6 @@ class Settings:
         """True if sizes are taken."""
         return isinstance(self.grouping, ByCost) or self.size is not None
 
-    @property
-    def order(self) -> Plain:
-        """The options that must be the same for positions to mean the same samples."""
-        source = self.source
-        read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
-        number = self.batches_per_epoch
-        return read | {"window": self.window, "sized": self.sized, "batches_per_epoch": number}
-
-    @property
-    def shared(self) -> Plain:
-        """The options that must be the same on all ranks that plan from one source."""
-        waiting: Plain = {"look_ahead": self.look_ahead, "budget.host": self.host_bytes}
-        return self.order | self.rules | waiting
-
-    def for_ranks(self, num_replicas: int, *, begun: bool, loaded: bool) -> Settings:
-        """Return the same options for the ranks that there are now.
-
-        Args:
-            num_replicas: number of ranks.
-            begun: an iteration has begun on those of before.
-            loaded: a state was loaded under them.
-
-        Raises:
-            OptionError: there are others, so that the position means other samples; or an option
-                does not go with them.
-        """
-        if num_replicas == self.num_replicas:
-            return self
-        settings = replace(self, num_replicas=num_replicas)
-        if begun or (loaded and settings.order != self.order):
-            raise OptionError(
-                "a state was loaded or a loop over this stream began on num_replicas="
-                f"{self.num_replicas}, and torch.distributed has {num_replicas} ranks now, which "
-                f"take other samples (window={self.window}, now {settings.window}): start it "
-                "before, or choose another epoch by set_epoch() after it"
-            )
-        return settings
-
     def look_ahead_of(self, slot: WorkerSlot) -> int | None:
         """Bytes of the samples that wait in one process; `None`: no limit."""
         if self.host_bytes is None:
@@ -427,9 +393,12 @@ class Settings:
         return max(self.host_bytes // _HOST_SHARE // slot.workers, 1)
 
     def dealing(self, slot: WorkerSlot) -> Plain:
-        """The options that must be the same for samples to be cut and dealt the same way."""
-        split = self.source.split
-        place: Plain = asdict(slot)
-        if split != "ranks":
-            place["rank"] = None  # all ranks stand in one place
-        return self.rules | place | {"split": split, "look_ahead": self.look_ahead_of(slot)}
+        """The options that must be the same for samples to be read, cut and dealt the same way."""
+        source = self.source
+        dealing: Plain = self.rules | asdict(slot)
+        if source.split != "ranks":
+            dealing["rank"] = None  # all ranks stand in one place
+        read: Plain = {"split": source.split, "shuffle": source.shuffle, "seed": source.seed}
+        number, waiting = self.batches_per_epoch, self.look_ahead_of(slot)
+        window: Plain = {"window": self.window, "sized": self.sized, "look_ahead": waiting}
+        return dealing | read | window | {"batches_per_epoch": number}

@@ -16,15 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
+from torchbudget.data.same_on_ranks import check_same_samples
 from torchbudget.data.sizes.key import size_of, sizes_of_all
 from torchbudget.data.sizes.sizes_of import check_first_axis
 from torchbudget.data.stream.cursor import Progress, StreamCursor, WorkerSlot
-from torchbudget.data.stream.generators import (
-    numbers_put_aside,
-    refuse_draws,
-    sample_seed,
-    seed_generators,
-)
+from torchbudget.data.stream.generators import numbers_put_aside, sample_seed, seed_generators
 from torchbudget.data.stream.reader import Reader
 from torchbudget.data.stream.sample_bytes import KeptBytes
 from torchbudget.data.stream.source import Settings
@@ -92,22 +88,13 @@ class Windows:
         settings: of the stream.
         slot: of this process.
         progress: where samples that are skipped are counted.
-        compare: with other ranks: the worker's number and a digest of the sizes in its first
-            window.
 
     Attributes:
-        first_sizes: that digest, where ranks share the window.
+        first_sizes: a digest of the sizes in the first window, where ranks share it.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        slot: WorkerSlot,
-        progress: Progress,
-        compare: Callable[[int, int], object],
-    ) -> None:
+    def __init__(self, settings: Settings, slot: WorkerSlot, progress: Progress) -> None:
         self._settings, self._slot, self._progress = settings, slot, progress
-        self._compare = compare
         self.first_sizes: int | None = None
         self._endless = settings.batches_per_epoch is not None
         self._look_ahead = settings.look_ahead_of(slot)
@@ -135,8 +122,8 @@ class Windows:
         last: list[_MicroBatch] = []  # the round that waits
         expected = start.checksum if start.rounds else None
         begun, before = start, 0
-        parts = self._read(start)
-        for buffered in parts:
+        parts = self._parts(start)
+        while (buffered := _next_of(parts)) is not None:
             if uneven is not None:
                 buffered = self._joined(uneven, buffered)
             try:
@@ -203,7 +190,7 @@ class Windows:
             sizes = self._sizes(samples, cursor.start)
         if settings.ranks > 1 and self.first_sizes is None:
             self.first_sizes = len(samples) if sizes is None else crc32(sizes.tobytes())
-            self._compare(self._slot.worker, self.first_sizes)
+            check_same_samples(settings.asked, self._slot.worker, self.first_sizes)
         key = WindowKey(
             seed=settings.source.seed,
             path=(cursor.first_epoch, cursor.number),
@@ -225,40 +212,22 @@ class Windows:
         batches = map(np.ndarray.tolist, map(arranged.__getitem__, cuts))
         return np.array(rounds.stops).tobytes(), list(zip(batches, padded, strict=False))
 
-    def _read(self, cursor: StreamCursor) -> Generator[BufferedSamples]:
+    def _parts(self, cursor: StreamCursor) -> Generator[BufferedSamples]:
         """Yield the samples that are in memory together: a window, or as many as the bytes allow.
 
         Raises:
             SampleError: an item cannot be read, or the source has none.
             StateMismatchError: the source ends before `cursor`, or has other sizes before it.
         """
-        parts, readers = None, list[Reader]()
-        try:
-            while True:
-                with numbers_put_aside():
-                    if parts is None or (readers and readers[-1].was_moved):
-                        parts = self._parts(cursor, readers)
-                    buffered = next(parts, None)
-                if buffered is None:
-                    return
-                cursor = buffered.following
-                yield buffered
-        finally:
-            if parts is not None:
-                parts.close()
-
-    def _parts(self, cursor: StreamCursor, readers: list[Reader]) -> Generator[BufferedSamples]:
-        """Yield the samples of the passes from a cursor on, and note the reader of each."""
         settings, slot, length = self._settings, self._slot, self._settings.window
         split = settings.source.split
         at_once = settings.threads * _FOR_A_THREAD[self._look_ahead is None]
         with ThreadPoolExecutor(settings.threads or 1, "torchbudget") as threads:
             pipeline = partial(transformed, settings=settings, threads=threads, at_once=at_once)
             while self._endless or not cursor.number:
-                following = cursor.next_pass()
+                begun, given = cursor, False
                 with closing(self._opened(cursor, pipeline)) as reader:
-                    readers[:] = [reader]
-                    while not reader.ended:
+                    while not (reader.ended or reader.was_moved()):
                         stop = reader.position // length * length + length
                         window = cursor.window(length)
                         if split == "none" and window % slot.workers != slot.worker:
@@ -269,9 +238,15 @@ class Windows:
                         for buffered in self._window(reader, cursor, stop, pipeline):
                             cursor = buffered.following
                             if buffered.samples:
+                                given = True
                                 yield buffered
-                    self._check_pass(reader.position)
-                cursor = following
+                            if reader.was_moved():
+                                break
+                    if reader.was_moved():  # it is opened again
+                        continue
+                if not begun.start:
+                    self._check_pass(reader.position, given=given)
+                cursor = begun.next_pass()
 
     def _opened(self, cursor: StreamCursor, pipeline: Callable[..., Any]) -> Reader:
         """Open the source at a cursor, by its state if that is right.
@@ -296,46 +271,40 @@ class Windows:
         self, reader: Reader, cursor: StreamCursor, pipeline: Callable[..., Any]
     ) -> None:
         """Compare the samples before a boundary with their checksum, and go to the boundary."""
-        if cursor.rounds or cursor.checksum is None:
-            reader.skip_to(cursor.start)
-            return
-        checksum, place, length = 0, cursor.checked - 1, self._settings.window
-        # Windows of other workers may lie between them and the boundary.
-        stop = min(cursor.start, (cursor.checked // length + 1) * length)
-        runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
-        for samples in pipeline(self._items(reader, cursor, runs)):
-            place += 1
-            if isinstance(samples, SampleError):
-                if not self._settings.skip_failed:
-                    raise samples
-            elif samples:
-                checksum = self._checksum(samples, self._sizes(samples, place), checksum)
-        if checksum != cursor.checksum:
-            window = f"the window from item {cursor.checked} to {stop} has"
-            raise StateMismatchError(_OTHER.format(window))
+        if not cursor.rounds and cursor.checksum is not None:
+            checksum, length = 0, self._settings.window
+            # Windows of other workers may lie between them and the boundary.
+            stop = min(cursor.start, (cursor.checked // length + 1) * length)
+            runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
+            for samples in map(self._accepted, pipeline(self._items(reader, cursor, runs))):
+                if samples:
+                    sizes = self._sizes(samples, cursor.checked)
+                    checksum = self._checksum(samples, sizes, checksum)
+            if checksum != cursor.checksum:
+                window = f"the window from item {cursor.checked} to {stop} has"
+                raise StateMismatchError(_OTHER.format(window))
         reader.skip_to(cursor.start)
         reader.note_state()
 
-    def _check_pass(self, items: int) -> None:
-        """Note that a pass over so many items has ended.
+    def _check_pass(self, items: int, *, given: bool) -> None:
+        """Note that a pass over so many items has ended, and whether samples came of them.
 
         Raises:
-            SampleError: there were none, or too many passes gave no sample.
+            SampleError: none came of all that this process reads.
         """
-        slot = self._slot
-        parts = slot.part(self._settings.source.split)[1]
+        settings, slot = self._settings, self._slot
+        alone = slot.part(settings.source.split)[1] == 1
+        nothing = not items or (slot.workers == 1 and not given)
+        # Windows move on by one worker in each pass, and as many passes as ranks can be dealt.
         self._empty_passes += 1
-        # The same number of micro-batches in each pass can be dealt to so many ranks after as many
-        # passes. Until a batch comes, that may be needed three times: a state has done the first
-        # ones already, and the last round of the next ones waits for those after them.
-        most_empty = 3 * slot.workers * (self._settings.ranks + 1) + 1
-        missing = self._endless and self._empty_passes > most_empty
-        if missing or (not items and (self._endless or parts == 1)):
+        most_empty = slot.workers * settings.ranks
+        if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
+            found = f"nothing is left of {items} items" if items else "the source has no samples"
             raise SampleError(
-                f"the source has no samples for worker {slot.worker} of {slot.workers}: use fewer "
-                "workers where batches_per_epoch asks each for some. Or are its files missing, or "
-                "is an iterator inside it used up after one epoch? Open it in __iter__, or in the "
-                "function"
+                f"{found} for worker {slot.worker} of {slot.workers}: use fewer workers where "
+                "batches_per_epoch asks each for some. Do transforms, on_error or oversize leave "
+                "none? Are its files missing, or is an iterator inside it used up after one epoch? "
+                "Open it in __iter__, or in the function"
             )
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
@@ -356,14 +325,12 @@ class Windows:
             runs = iter(lambda: reader.run(stop - reader.position, self._run_bytes), [])
             tail = map(reader.tail, [self._fewest])  # not before the whole window is made
             made = chain.from_iterable(
-                pipeline(self._items(reader, cursor, some)) for some in (runs, tail)
+                map(self._accepted, pipeline(self._items(reader, cursor, some)))
+                for some in (runs, tail)
             )
             position, buffered_bytes, kept = reader.position - 1, 0, KeptBytes()
             for samples in made:  # not enumerated, which would keep what copies were made of
                 position += 1
-                if isinstance(samples, SampleError):
-                    self._skip_failed(samples)
-                    continue
                 if look_ahead is not None:
                     found = [kept.without_rest(sample) for sample in samples]
                     samples, needed = [one for one, _ in found], sum(size for _, size in found)
@@ -426,14 +393,23 @@ class Windows:
                 samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
         return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
 
-    def _skip_failed(self, error: SampleError) -> None:
-        """Count an item that failed, or raise where none may be skipped."""
+    def _accepted(self, samples: list[Any] | SampleError) -> list[Any]:
+        """Return the samples of an item, none where it failed; raise where none may be skipped."""
+        if not isinstance(samples, SampleError):
+            return samples
         if not self._settings.skip_failed:
-            raise error
+            raise samples
         if not self._warned:
-            _log.warning("%s; it is skipped, and others like it", error)
+            _log.warning("%s; it is skipped, and others like it", samples)
             self._warned = True
         self._progress.count_skipped(self._slot.worker, failed=1)
+        return []
+
+
+def _next_of(parts: Iterator[BufferedSamples]) -> BufferedSamples | None:
+    """Return the next part, which is read while the process's own numbers are put aside."""
+    with numbers_put_aside():
+        return next(parts, None)
 
 
 def _rest(begun: StreamCursor, before: int, batches: list[_MicroBatch]) -> Iterator[Found]:
@@ -453,20 +429,16 @@ def transformed(
 ) -> Iterator[list[Any] | SampleError]:
     """Yield the samples of each item, or the error of its transforms, in order.
 
-    Without threads transforms may draw from Python's, NumPy's and torch's global generators, which
-    are seeded for each item. Threads would share those: a transform that drew from one is refused.
+    Python's, NumPy's and torch's global generators are seeded for each item. Threads share them, so
+    that there the time decides which item gets which of their numbers.
 
-    With threads, items are read, then transformed: a source is never read while a transform runs,
-    and what draws from a global generator meanwhile is a transform.
+    With threads, items are read, then transformed: a source is never read while a transform runs.
 
     Args:
         items: that were read.
         settings: of the stream.
         threads: that apply the transforms, each to another item, if the settings say so.
         at_once: items that threads are given together.
-
-    Raises:
-        OptionError: with threads, a transform drew from a global generator.
     """
     if not settings.threads:
         for item in items:
@@ -477,9 +449,8 @@ def transformed(
             yield made.pop()
         return
     while some := list(islice(items, at_once)):
-        with refuse_draws():
-            made = list(threads.map(partial(_transformed, settings), some))
-        yield from made
+        seed_generators(some[0][1])
+        yield from list(threads.map(partial(_transformed, settings), some))
 
 
 def _transformed(settings: Settings, item: Item) -> list[Any] | SampleError:
