@@ -636,12 +636,7 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
 
     def __init__(self, sampler: MemoryBudgetBatchSampler, loader: DataLoader[Any]) -> None:
         plan = sampler.plan
-        self._sizes = SizeCheck(
-            size_multiple=plan.rules.size_multiple,
-            packed=plan.rules.packing is not None,
-            total_multiple=getattr(plan.rules.cost, "total_multiple", 1),
-            sizes=plan.sizes.values,
-        )
+        self._sizes = SizeCheck(plan.rules, plan.sizes.values)
         self._delivered = 0
         super().__init__(sampler, loader)
 

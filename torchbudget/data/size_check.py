@@ -15,6 +15,7 @@ from torchbudget.errors import (
     OtherSizesWarning,
     PaddedSizeWarning,
 )
+from torchbudget.plan.rules import BatchRules
 from torchbudget.warn import warn
 
 _SAMPLES: Final = 1024  # samples after which sizes are judged
@@ -22,6 +23,7 @@ _FEWEST: Final = 128  # samples of an epoch that ended earlier and is judged all
 # Rank correlation of n unrelated values is below 3/√n but in one case of 370. With lengths, that of
 # characters, words, noisy lengths or pixels is above 0.6: tests/data/test_size_check.py.
 _CHANCE: Final = 3.0
+_AGAIN: Final = "Take the sizes of the data set as the loader reads it: sizes_of(dataset, …)"
 
 
 class SizeCheck:
@@ -37,17 +39,12 @@ class SizeCheck:
     A batch of another library is compared by its `attention_mask`, and not at all without one.
 
     Args:
-        size_multiple: multiple that sizes were rounded up to when they were planned.
-        packed: batches are not padded, and their padded size is the sum of their samples' sizes.
-        total_multiple: multiple that the sum of a packed batch was rounded up to in its cost.
+        rules: rules that the batches were planned by.
         sizes: sizes of the data set, `(N,)` or `(N, d)`; `None`: padded sizes alone are compared.
     """
 
-    def __init__(
-        self, *, size_multiple: int, packed: bool, sizes: Sizes | None, total_multiple: int = 1
-    ) -> None:
-        self._multiple, self._packed, self._sizes = size_multiple, packed, sizes
-        self._total_multiple = total_multiple
+    def __init__(self, rules: BatchRules, sizes: Sizes | None) -> None:
+        self._rules, self._packed, self._sizes = rules, rules.packing is not None, sizes
         self._seen: list[_Seen] = []  # batches until the judgement
         self._count = 0  # samples in them
         self._fields: list[int] = []  # number of axes of each field of their samples
@@ -55,53 +52,48 @@ class SizeCheck:
         self._is_judged = sizes is None
         self._warned: set[type[Warning]] = set()
 
-    def compare(
-        self,
-        batch: Any,
-        padded_size: Sequence[int] | IntArray | None,
-        indices: IntArray | None = None,
-    ) -> None:
+    def compare(self, batch: Any, padded_size: Sequence[int] | IntArray, indices: IntArray) -> None:
         """Compare a batch with its plan; O(1) for nearly all batches that came as planned.
 
         Args:
             batch: batch as the loader returned it.
-            padded_size: planned, shape `(d,)`; `None`: nothing is compared.
-            indices: samples of the batch, shape `(n,)`; `None`: unknown.
+            padded_size: planned, shape `(d,)`; of packed rows the sum.
+            indices: samples of the batch, shape `(n,)`.
         """
         own = hasattr(type(batch), "sample_shapes")
         mask = None if own else _mask_of(batch)
-        if padded_size is None or (mask is None and not own):
+        if mask is None and not own:
             return
         try:
             number, came = _shape(batch) if mask is None else (len(mask), [mask.shape[1]])
         except CollateError:
             return  # it was rebuilt from its fields and does not know its samples
-        planned = padded_size.tolist() if isinstance(padded_size, np.ndarray) else [*padded_size]
-        if indices is not None and number != len(indices):
+        planned = [int(size) for size in padded_size]
+        if number != len(indices):
             if own:
                 self._warn(
                     OtherNumbersWarning,
                     f"a batch came with {number} samples, where {len(indices)} were planned: the "
-                    "data set's __getitems__, or the collate_fn, leaves samples out, which are "
-                    "lost to this epoch, or adds some, which the budget does not count. Leave them "
-                    "out, or add them, before sizes are taken",
+                    "data set's __getitems__, or the collate_fn, loses samples, or adds some that "
+                    "the budget does not count. Drop or add them before sizes are taken",
                 )
             return
         if came == planned and self._is_judged:
             return
         if came and (own and hasattr(batch, "padded_total")) == self._packed:
             lengths = (batch.lengths if mask is None else (mask != 0).sum(1)).numpy()
-            lengths = lengths[:, None] if lengths.ndim == 1 else lengths
-            self._compare_padding(came, planned, lengths)
-        if self._sizes is not None and indices is not None:
+            self._compare_padding(came, planned, lengths.reshape(number, -1))
+        if self._sizes is not None:
             shapes = batch.sample_shapes() if mask is None else _shapes_by(mask, batch)
             shapes = [one for one in shapes if len(one) == number]
             fields = [one.shape[1] for one in shapes]
             self._fields = self._fields or fields
             if shapes and fields == self._fields:  # others cannot be compared
                 sizes = self._sizes[indices].astype(np.int64).reshape(number, -1)
-                found = _Seen(sizes, np.concatenate(shapes, axis=1), planned, indices)
-                self._compare_lengths(found)
+                self._seen.append(_Seen(sizes, np.concatenate(shapes, axis=1), planned, indices))
+                self._count += number
+                if self._is_judged or self._count >= _SAMPLES:
+                    self._judge()
 
     def end(self) -> None:
         """Judge the sizes by an epoch that ended before 1,024 samples came."""
@@ -114,40 +106,32 @@ class SizeCheck:
             warn(message, category)
 
     def _compare_padding(self, came: list[int], planned: list[int], lengths: IntArray) -> None:
-        rounded = -(-lengths // self._multiple) * self._multiple
-        needed = rounded.max(axis=0, initial=0)
-        if self._packed:
-            needed = -(-rounded.sum(axis=0) // self._total_multiple) * self._total_multiple
-        if len(planned) > len(came) == 1:  # lengths of one field of several
-            planned = [max(planned)]
+        rounded = self._rules.padded(lengths)
+        if self._rules.packing is not None:
+            needed = self._rules.packing.padded_totals(rounded.sum(axis=0))
+        else:
+            needed = rounded.max(axis=0, initial=0)
         if len(planned) == len(came) and (np.array(came) > np.maximum(planned, needed)).any():
             sizes = [" × ".join(map(str, size)) for size in (came, planned)]
             self._warn(
                 PaddedSizeWarning,
                 f"a batch is padded to {sizes[0]}, where {sizes[1]} was planned: the budget does "
                 "not count the rest. Give the sampler or stream the multiple that its collate "
-                f"rounds up to, now size_multiple={self._multiple}, or let the collate pad to the "
-                "longest sample",
+                f"rounds up to, now size_multiple={self._rules.size_multiple}, or let the collate "
+                "pad to the longest sample",
             )
 
-    def _compare_lengths(self, found: _Seen) -> None:
-        if self._is_judged:
-            self._find_longer(found)
-        else:
-            self._seen.append(found)
-            self._count += len(found.indices)
-            if self._count >= _SAMPLES:
-                self._judge()
-
     def _judge(self) -> None:
-        seen, self._seen, self._count, self._is_judged = self._seen, [], 0, True
-        # In each batch by itself, since a collate may reorder its samples.
-        sizes = np.concatenate([np.sort(one.sizes, axis=0) for one in seen])
-        lengths = np.concatenate([np.sort(one.lengths, axis=0) for one in seen])
-        for axis in range(sizes.shape[1]):
-            share = (lengths == sizes[:, axis, None]).mean(axis=0)
-            if share.max(initial=0) >= 0.5:
-                self._equal.append((axis, int(share.argmax())))
+        seen, self._seen, self._count = self._seen, [], 0
+        if not self._is_judged:
+            self._is_judged = True
+            # In each batch by itself, since a collate may reorder its samples.
+            sizes = np.concatenate([np.sort(one.sizes, axis=0) for one in seen])
+            lengths = np.concatenate([np.sort(one.lengths, axis=0) for one in seen])
+            for axis in range(sizes.shape[1]):
+                share = (lengths == sizes[:, axis, None]).mean(axis=0)
+                if share.max(initial=0) >= 0.5:
+                    self._equal.append((axis, int(share.argmax())))
         if self._equal:
             for one in seen:
                 self._find_longer(one)
@@ -155,14 +139,13 @@ class SizeCheck:
         self._sizes = None  # they are of another unit, or of other samples
         sizes = np.concatenate([one.sizes for one in seen])
         lengths = np.concatenate([one.lengths for one in seen])
-        # Sizes of a data set that was filtered later are right up to the first sample that went.
-        differs = (lengths[:, :, None] != sizes[:, None, :]).all(axis=(1, 2))
         fields = np.repeat(np.arange(len(self._fields)), self._fields)
-        if any(_are_unrelated(sizes[rows], lengths[rows], fields) for rows in (..., differs)):
-            self._warn_of_sizes(
+        if _are_unrelated(sizes, lengths, fields):
+            self._warn(
+                OtherSizesWarning,
                 f"the sizes have nothing to do with the samples that came: of {len(sizes)}, those "
                 "of larger sizes are no longer than others in any field. They look like the sizes "
-                "of other samples, so that batches may be over the budget"
+                f"of other samples, so that batches may be over the budget. {_AGAIN}",
             )
 
     def _find_longer(self, found: _Seen) -> None:
@@ -170,19 +153,13 @@ class SizeCheck:
             lengths, planned = found.lengths[:, column], found.planned[axis]
             if (lengths.sum() if self._packed else lengths.max()) > planned:
                 i = int((lengths - found.sizes[:, axis]).argmax())
-                self._warn_of_sizes(
+                self._warn(
+                    OtherSizesWarning,
                     f"sample {found.indices[i]} of the data set came with a length of {lengths[i]},"
                     f" and its size is {found.sizes[i, axis]}: its batch has more than the "
                     f"{planned} that were planned, and the budget does not count the rest. Some "
-                    "sizes are those of other samples, or of an earlier state"
+                    f"sizes are those of other samples, or of an earlier state. {_AGAIN}",
                 )
-
-    def _warn_of_sizes(self, finding: str) -> None:
-        self._warn(
-            OtherSizesWarning,
-            f"{finding}. Take the sizes of the data set as the loader reads it, as in "
-            "sizes_of(dataset, …), after it was filtered, sorted or shuffled",
-        )
 
 
 class _Seen(NamedTuple):
@@ -196,8 +173,6 @@ class _Seen(NamedTuple):
 
 def _are_unrelated(sizes: IntArray, lengths: IntArray, fields: IntArray) -> bool:
     """True if no length, product or sum of lengths rises or falls with the sizes beyond chance."""
-    if len(sizes) < _FEWEST:
-        return False
     sizes = sizes[:, sizes.std(axis=0) >= 0.1 * sizes.mean(axis=0)]  # else any order is as good
     varies = lengths.min(axis=0) < lengths.max(axis=0)
     lengths, fields = lengths[:, varies], fields[varies]

@@ -103,9 +103,7 @@ class StreamRun(Run[StreamState]):
     def __init__(self, stream: BudgetedIterableDataset, loader: DataLoader[Any]) -> None:
         self._stream, self._loader, self._settings = stream, loader, stream._settings
         grouping = self._settings.grouping
-        packed = isinstance(grouping, ByCost) and grouping.rules.packing is not None
-        multiples = {"size_multiple": stream.size_multiple, "total_multiple": stream.total_multiple}
-        self._check = SizeCheck(**multiples, packed=packed, sizes=None)
+        self._check = SizeCheck(grouping.rules, None) if isinstance(grouping, ByCost) else None
         self._compared, self._has_ended = self._settings.ranks == 1, False
         start, live = stream._where(), getattr(loader, "_iterator", None)
         sending: Any = getattr(live, "_collate_fn", None)
@@ -141,7 +139,7 @@ class StreamRun(Run[StreamState]):
             self._compared = True
         padded_size, number = came.planned
         batch, came.batch = came.batch, None  # nothing keeps it here while the next one is read
-        if padded_size is not None:
+        if self._check is not None and padded_size is not None:
             self._check.compare(batch, padded_size, np.arange(number))
         place = self.last.moved(came.worker, came.cursor)
         return place.following(self._settings.batches_per_epoch), batch

@@ -299,12 +299,11 @@ class Windows:
         self._empty_passes += 1
         most_empty = slot.workers * settings.ranks
         if (nothing and (self._endless or alone)) or self._empty_passes > most_empty:
-            found = f"nothing is left of {items} items" if items else "the source has no samples"
             raise SampleError(
-                f"{found} for worker {slot.worker} of {slot.workers}: use fewer workers where "
-                "batches_per_epoch asks each for some. Do transforms, on_error or oversize leave "
-                "none? Are its files missing, or is an iterator inside it used up after one epoch? "
-                "Open it in __iter__, or in the function"
+                f"the source has no samples for worker {slot.worker} of {slot.workers}, of {items} "
+                "items: use fewer workers where batches_per_epoch asks each for some. Do "
+                "transforms or skipping leave none? Or are its files missing, or is an iterator "
+                "inside it used up after one epoch? Open it in __iter__, or in the function"
             )
 
     def _after(self, reader: Reader, cursor: StreamCursor) -> StreamCursor:
