@@ -14,7 +14,7 @@ from tests.support.streams import (
     numbers,
     size_of,
 )
-from torchbudget import BudgetedIterableDataset
+from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.errors import SampleError
 
 SIZES = np.random.default_rng(0).integers(1, 60, 400)
@@ -48,6 +48,10 @@ def test_passes_that_ranks_cannot_share_are_joined() -> None:
         assert list(resumed) == ranks[0][done:]
 
 
+def is_text(sample: Any) -> bool:
+    return isinstance(sample, str)
+
+
 class UsedUp:
     """Keeps a generator, which is over after one epoch."""
 
@@ -69,5 +73,6 @@ def test_an_epoch_without_any_sample_is_no_epoch(of: Any, options: dict[str, int
     assert numbers(list(stream)) == list(range(9))
     with pytest.raises(SampleError, match=r"has no samples.* used up after one epoch"):
         list(stream)
-    with pytest.raises(SampleError, match="has no samples"):
-        list(make([[], []]))
+    for source, transform in (([[], []], []), (None, [transforms.keep_if(is_text)])):
+        with pytest.raises(SampleError, match="has no samples"):
+            list(make(source, transforms=transform, **options))

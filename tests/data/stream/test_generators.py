@@ -156,3 +156,16 @@ def test_a_source_that_shuffles_itself(draw: str, transform: Any, look_ahead: in
                 torch.rand(3)
     assert numbers(found) == list(range(len(SIZES)))
     check_every_stop(partial(stream_of, transform, Shuffles(draw), look_ahead=look_ahead), every=5)
+
+
+@pytest.mark.parametrize("look_ahead", [None, 20_000])
+@pytest.mark.parametrize("draw", ["random", "numpy", "torch"])
+def test_threads_that_draw_from_global_generators_draw_new_numbers(
+    draw: str, look_ahead: int | None
+) -> None:
+    """In each window, though which sample gets which of them is a matter of time."""
+    drawn: list[float] = []
+    stream = stream_of(lambda sample: drawn.append(DRAWS[draw]()) or sample, threads=4,
+                       look_ahead=look_ahead)  # fmt: skip
+    assert numbers(list(stream)) == list(range(len(SIZES)))
+    assert len(set(drawn)) == len(SIZES)
