@@ -106,11 +106,9 @@ class SizeCheck:
             warn(message, category)
 
     def _compare_padding(self, came: list[int], planned: list[int], lengths: IntArray) -> None:
-        rounded = self._rules.padded(lengths)
-        if self._rules.packing is not None:
-            needed = self._rules.packing.padded_totals(rounded.sum(axis=0))
-        else:
-            needed = rounded.max(axis=0, initial=0)
+        rounded, packing = self._rules.padded(lengths), self._rules.packing
+        total = rounded.sum(axis=0)
+        needed = rounded.max(axis=0) if packing is None else packing.padded_totals(total)
         if len(planned) == len(came) and (np.array(came) > np.maximum(planned, needed)).any():
             sizes = [" × ".join(map(str, size)) for size in (came, planned)]
             self._warn(
@@ -144,8 +142,8 @@ class SizeCheck:
             self._warn(
                 OtherSizesWarning,
                 f"the sizes have nothing to do with the samples that came: of {len(sizes)}, those "
-                "of larger sizes are no longer than others in any field. They look like the sizes "
-                f"of other samples, so that batches may be over the budget. {_AGAIN}",
+                "of larger sizes are no longer than others in any field. Batches may be over the "
+                f"budget. {_AGAIN}",
             )
 
     def _find_longer(self, found: _Seen) -> None:
@@ -157,8 +155,7 @@ class SizeCheck:
                     OtherSizesWarning,
                     f"sample {found.indices[i]} of the data set came with a length of {lengths[i]},"
                     f" and its size is {found.sizes[i, axis]}: its batch has more than the "
-                    f"{planned} that were planned, and the budget does not count the rest. Some "
-                    f"sizes are those of other samples, or of an earlier state. {_AGAIN}",
+                    f"{planned} that the budget counts. {_AGAIN}",
                 )
 
 

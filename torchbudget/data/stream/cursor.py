@@ -309,6 +309,7 @@ class Progress:
         runs: number of runs that were opened: workers' ends of loops before do not count.
         run: number of the workers that the open run reads; 0: no run is open.
         ahead: 1 if workers of an untracked loop have begun to read ahead.
+        skipped: samples of each worker that were oversize, and that failed, since `set_epoch`.
     """
 
     begun, chosen, changes, loaded, runs, run, ahead = map(_Number, range(_NUMBERS))
@@ -324,7 +325,7 @@ class Progress:
         )
         # Of each worker, for the last even and odd epoch: the number of workers, of epochs done,
         # and `runs` then; and its place.
-        self._done, self._skipped = done.reshape(2, WORKERS, _DONE), skipped.reshape(WORKERS, 2)
+        self._done, self.skipped = done.reshape(2, WORKERS, _DONE), skipped.reshape(WORKERS, 2)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the same memory in a process that is started; a copy has memory of its own."""
@@ -384,18 +385,3 @@ class Progress:
         """Make all processes begin at an epoch, or at a position that was loaded."""
         self.begun, self.loaded, self.ahead, self.run, self.chosen = epoch, loaded, 0, 0, 0
         self.changes, self.runs = self.changes + 1, self.runs + 1
-
-    # ------------------------------------------------------------------ skipped samples
-
-    def count_skipped(self, worker: int, *, oversize: int = 0, failed: int = 0) -> None:
-        """Add samples that a worker skipped."""
-        self._skipped[worker] += oversize, failed
-
-    def skipped(self) -> tuple[int, int]:
-        """Return the number of samples that were oversize, and of those that failed."""
-        oversize, failed = self._skipped.sum(axis=0).tolist()
-        return oversize, failed
-
-    def forget_skipped(self) -> None:
-        """Count them anew."""
-        self._skipped[:] = 0

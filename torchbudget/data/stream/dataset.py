@@ -284,7 +284,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     @property
     def skipped_samples(self) -> SkippedSamples:
         """Numbers of samples that were skipped."""
-        oversize, failed = self._progress.skipped()
+        oversize, failed = self._progress.skipped.sum(axis=0).tolist()
         return SkippedSamples(oversize=oversize, failed=failed)
 
     @property
@@ -315,7 +315,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
             progress.change(epoch, loaded=False)
             self._begin_at(None)
         progress.chosen = 1
-        progress.forget_skipped()
+        progress.skipped[:] = 0
 
     # ------------------------------------------------------------------ iteration
 
@@ -362,7 +362,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         state = None if inside else state
         # A loader takes from its first worker first, which reads for the one whose turn it was.
         turn = 0 if state is None else state.turn
-        slot = self._slots(workers)[(number + turn) % workers]
+        slot = self._slot((number + turn) % workers, workers)
         reader = self._reader_of(slot, state or self._epoch_begins(slot))
         later = state is not None and loaded not in (None, state.epoch)
         ended = state is not None and (info is not None or later) and reader.find_end()
@@ -425,7 +425,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """See `tracked`, which does it itself."""
         Caller.find().check_loader(self.num_replicas)
         self._notice()
-        settings, [slot] = self._settings, self._slots(1)
+        settings, slot = self._settings, self._slot()
         if settings.source.split != "ranks":  # else each reads its own samples, in its own way
             cursor = (self._where() or self._epoch_begins(slot)).cursors[0]
             at = {"epoch": cursor.epoch, "start": cursor.start, "rounds": cursor.rounds}
@@ -449,10 +449,10 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         state = StreamState(cursors=[cursor], dealing=settings.dealing(of))
         return state.following(batches)
 
-    def _slots(self, workers: int) -> list[WorkerSlot]:
-        """The processes that share the source on this rank."""
-        of = {"workers": workers, "rank": self.rank, "ranks": self.num_replicas}
-        return [WorkerSlot(worker=n, **of) for n in range(workers)]
+    def _slot(self, worker: int = 0, workers: int = 1) -> WorkerSlot:
+        """One of the processes that share the source on this rank."""
+        ranks, rank = self._ranks.now()
+        return WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks)
 
     # ------------------------------------------------------------------ runs
 
@@ -487,7 +487,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """Begin a run of workers with a number, and return where they begin."""
         progress, settings, start = self._progress, self._settings, self._where()
         progress.advance()
-        slots = self._slots(workers)
+        slots = [self._slot(worker, workers) for worker in range(workers)]
         cursors = [
             (start or self._epoch_begins(slot)).cursor_of(slot, settings.dealing(slot))
             for slot in slots
@@ -534,7 +534,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
                 "set_epoch first"
             )
         if at is None:
-            state = self._where() or self._epoch_begins(self._slots(1)[0])
+            state = self._where() or self._epoch_begins(self._slot())
         else:
             state = at.state
             if at.ended and not in_worker:
@@ -556,7 +556,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         """
         self._notice()
         state = StreamState.of_plain(state_dict)
-        state.check_order(self._settings.dealing(self._slots(1)[0]))
+        state.check_order(self._settings.dealing(self._slot()))
         chosen = self._progress.begun if self._progress.chosen else state.epoch
         if get_worker_info() is None:
             if not (self._progress.chosen and chosen == state.epoch):  # it need not be ended

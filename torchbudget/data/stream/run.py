@@ -152,8 +152,7 @@ class StreamRun(Run[StreamState]):
         return place
 
     def _state(self, place: StreamState) -> dict[str, Any]:
-        settings = self._settings
-        return place.to_plain(seeks=settings.source.may_seek)
+        return place.to_plain(seeks=self._settings.source.may_seek)
 
     def close(self) -> None:
         """End the run where it stands; workers that persist end if it was broken off."""

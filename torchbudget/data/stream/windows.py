@@ -189,7 +189,7 @@ class Windows:
         if sizes is None:
             sizes = self._sizes(samples, cursor.start)
         if settings.ranks > 1 and self.first_sizes is None:
-            self.first_sizes = len(samples) if sizes is None else crc32(sizes.tobytes())
+            self.first_sizes = buffered.checksum
             check_same_samples(settings.asked, self._slot.worker, self.first_sizes)
         key = WindowKey(
             seed=settings.source.seed,
@@ -387,7 +387,7 @@ class Windows:
                 self._has_checked_axes = True
             over = settings.grouping.oversized(sizes, first)
             if over.size:
-                self._progress.count_skipped(self._slot.worker, oversize=over.size)
+                self._progress.skipped[self._slot.worker] += over.size, 0
                 stays = np.delete(np.arange(len(sizes)), over)
                 samples, sizes = [samples[place] for place in stays.tolist()], sizes[stays]
         return replace(part, samples=samples, sizes=sizes, checksum=checksum, following=following)
@@ -401,7 +401,7 @@ class Windows:
         if not self._warned:
             _log.warning("%s; it is skipped, and others like it", samples)
             self._warned = True
-        self._progress.count_skipped(self._slot.worker, failed=1)
+        self._progress.skipped[self._slot.worker] += 0, 1
         return []
 
 
