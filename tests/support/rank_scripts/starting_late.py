@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.samplers import loader_of, sampler_of
 from tests.support.tracked_streams import make
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, StateMismatchError
 
 state, streamed_state = map(json.loads, sys.argv[2:4])
 
@@ -24,7 +24,7 @@ def stream_loader(workers: int, **options: Any) -> Any:
 def refusal(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except OptionError as error:
+    except (OptionError, StateMismatchError) as error:
         return str(error)
 
 
@@ -42,8 +42,10 @@ chosen.set_epoch(chosen.epoch)
 next(iter(begun))
 copied = pickle.loads(pickle.dumps(begun))  # noqa: S301  (made here)
 dist.init_process_group("gloo")
-refused = [refusal(ask) for ask in (lambda: len(begun), begun_stream.state_dict)]
-refused.append(refusal(lambda: next(iter(waiting))))
+alone_stream = make("shards")
+alone_stream.load_state_dict(begun_stream.state_dict())
+refused = [refusal(lambda: len(begun))]
+refused += [refusal(lambda one=one: next(iter(one))) for one in (alone_stream, waiting)]
 begun.set_epoch(1)
 begun_stream.set_epoch(1)
 by_hand = sampler_of(num_replicas=3, rank=2)
