@@ -33,45 +33,22 @@ _SHARDING: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loop:
-    """The functions of a framework's training or evaluation loop that matter here.
-
-    Attributes:
-        reads: reads the number of batches once.
-        begin: begin to read batches.
-        takes: takes a batch, called by one of `begin`: a loader of Accelerate begins with its first
-            batch, and so does one that passes over batches.
-        run: the function around them that is given a checkpoint, and the name of that argument.
-        instead: the adapter or option that needs no number of batches.
-    """
-
-    reads: str
-    begin: tuple[str, ...]
-    takes: str = ""
-    run: tuple[str, str] | None = None
-    instead: str
-
-
-_FIT: Final = _Loop(
-    reads="setup_data", begin=("advance",), run=("_run", "ckpt_path"), instead=_LIGHTNING
-)
-_EVALUATE: Final = _Loop(  # of several loaders, `run` begins the later ones
-    reads="setup_data", begin=("reset", "run"), instead="shuffle=False"
-)
-_TRAIN: Final = _Loop(
-    reads="set_initial_training_values",
-    begin=("_run_epoch",),
-    takes="get_batch_samples",
-    run=("_inner_training_loop", "resume_from_checkpoint"),
-    instead=_TRANSFORMERS,
-)
+# Modules with the loops of a framework, by the function that reads the number of batches once, the
+# function around it that is given a checkpoint, with the name of that argument, and the adapter or
+# option that needs no number.
+_FIT: Final = ("setup_data", "_run", "ckpt_path", _LIGHTNING)
+_EVALUATE: Final = ("setup_data", "", "", "shuffle=False")
 _LOOPS: Final = {
     "lightning.pytorch.loops.fit_loop": _FIT,
     "lightning.pytorch.loops.evaluation_loop": _EVALUATE,
     "pytorch_lightning.loops.fit_loop": _FIT,
     "pytorch_lightning.loops.evaluation_loop": _EVALUATE,
-    "transformers.trainer": _TRAIN,
+    "transformers.trainer": (
+        "set_initial_training_values",
+        "_inner_training_loop",
+        "resume_from_checkpoint",
+        _TRANSFORMERS,
+    ),
 }
 
 
@@ -83,7 +60,7 @@ class HostLoop:
         framework: whose it is.
         instead: the adapter or option that needs no number of batches.
         loop: the object.
-        reads: it reads the number of batches; otherwise it begins an epoch.
+        reads: it reads the number of batches.
         resumed: the argument by which a training was given a checkpoint; `None`: it was given none.
     """
 
@@ -134,8 +111,7 @@ class Caller:
             if module in wrap:
                 wrappers.append((module, frame.f_locals.get("self")))
             by_adapter = by_adapter or module in _ADAPTERS
-            takes = module in loops and frame.f_code.co_name == _LOOPS[module].takes
-            if module in loops and not (takes or by_adapter):
+            if module in loops and "self" in frame.f_locals and not by_adapter:
                 host, loops = _host_in(frame, module), []
             frame = frame.f_back
         return cls(
@@ -233,18 +209,15 @@ def _check_sharding(module: str, wrapper: Any, num_replicas: int) -> None:
             )
 
 
-def _host_in(frame: FrameType, module: str) -> HostLoop | None:
-    """The loop of a framework's function, if that reads the number or begins an epoch."""
-    functions, name = _LOOPS[module], frame.f_code.co_name
-    if name != functions.reads and name not in functions.begin:
-        return None
+def _host_in(frame: FrameType, module: str) -> HostLoop:
+    reads, run, argument, instead = _LOOPS[module]
     framework = module.partition(".")[0]
     return HostLoop(
         framework=framework,
-        instead=functions.instead,
+        instead=instead,
         loop=frame.f_locals["self"],
-        reads=name == functions.reads,
-        resumed=None if functions.run is None else _resumed(frame, framework, *functions.run),
+        reads=frame.f_code.co_name == reads,
+        resumed=_resumed(frame, framework, run, argument),
     )
 
 

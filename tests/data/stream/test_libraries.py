@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -201,38 +200,3 @@ def test_stages_of_webdataset_that_count_their_passes_begin_with_the_streams_epo
     resumed = make()
     resumed.load_state_dict(stream.state_dict())
     assert numbers([*begun, *resumed]) == epochs[2]
-
-
-# ---------------------------------------------------------------------- Ray
-
-
-@pytest.fixture(scope="module")
-def ray_data() -> Any:
-    ray = pytest.importorskip("ray", reason="the peers group has it")
-    pytest.importorskip("ray.data")
-    environment = {"env_vars": {"PYTHONPATH": ":".join(sys.path)}}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env=environment,
-    )
-    yield ray.data.from_items(rows())
-    ray.shutdown()
-
-
-@pytest.mark.parametrize("made", ["data set", "iterator"])
-def test_each_row_of_a_ray_data_set_once(ray_data: Any, made: str) -> None:
-    stream = stream_of(ray_data if made == "data set" else ray_data.iterator())
-    for _ in range(2):
-        assert sorted(numbers(DataLoader(stream, batch_size=None))) == list(range(N))
-
-
-def test_ray_data_is_not_read_twice(ray_data: Any) -> None:
-    """Workers and ranks that would each get all rows are refused before the first one."""
-    loader = DataLoader(stream_of(ray_data), batch_size=None, num_workers=1)
-    with pytest.raises(OptionError, match="num_workers=0"):
-        list(loader)
-    with pytest.raises(OptionError, match=r"streaming_split\(2\)"):
-        list(stream_of(ray_data, num_replicas=2, rank=0, uneven=True))

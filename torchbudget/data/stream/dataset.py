@@ -79,7 +79,7 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
     - `"ranks"`: each worker of each rank reads its own part. The number of batches per rank is
       unknown in advance: with several ranks, give `batches_per_epoch`, or `uneven=True` if the loop
       ends all ranks together, by `stop_together` or by `GradAccumulator.flush`. The default for a
-      function, a webdataset pipeline, a Ray Data iterator, and a `datasets` dataset split by node.
+      function, a webdataset pipeline, and a `datasets` dataset split by node.
 
     Args:
         source: an iterable that can be iterated again (an `IterableDataset`, a file reader); a

@@ -226,31 +226,9 @@ class WebdatasetSource(Source):
         return super().samples(slot, epoch)
 
 
-class RaySource(Source):
-    """A Ray Data set, or one of the parts that `streaming_split` makes."""
-
-    default_split: Split = "ranks"
-
-    def samples(self, slot: WorkerSlot, epoch: int) -> Any:
-        """Return the rows.
-
-        Raises:
-            OptionError: samples would be read several times.
-        """
-        is_part = slot.ranks == 1 or "Split" in type(self.data).__name__
-        if get_worker_info() is not None or not is_part:
-            raise OptionError(
-                "Ray reads ahead in its own processes, and each worker and rank would get all "
-                f"samples: use num_workers=0, and pass data.streaming_split({slot.ranks})[rank], "
-                "or Ray Train's get_dataset_shard, on several ranks"
-            )
-        return self.data.iter_rows()
-
-
 _MODULES: Final = {
     "datasets.iterable_dataset.": DatasetsSource,
     "webdataset.": WebdatasetSource,
-    "ray.data.": RaySource,
 }
 
 
