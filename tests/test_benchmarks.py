@@ -31,7 +31,6 @@ TINY = {
     "tracked": "--batches 40 --samples 400 --repetitions 1",
     "loader": "--samples 400 --repetitions 1",
     "collate": "--repetitions 1",
-    "block_mask": "--positions 1024 --repetitions 1",
     "any_model": "--shapes 2 --models pairs",
     "any_model_cpu": "--steps 1 --budgets 1 --models pairs --methods auto",
     "kept_budget": "--samples 40 --models 1 --budgets 1",

@@ -29,7 +29,6 @@ ALL = (
     "packing",
     "several_axes",
     "collate",
-    "block_mask",
     "loader",
     "streams",
     "tracked",

@@ -44,7 +44,7 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     torchbudget.errors.OptionError: OfAll lets the samples of a row see each other: ...
     """
     inputs = {name: value for name, value in batch.items() if name != LABELS}
-    ids, end = batch[IDS], int(batch.cu_seqlens[1])
+    ids, end = batch[IDS], int(batch["cu_seq_lens_q"][1])
     with (
         torch.no_grad(),
         evaluation_mode([model]),
@@ -62,8 +62,8 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
         name = type(getattr(model, "module", model)).__name__  # without DistributedDataParallel
         raise OptionError(
             f"{name} lets the samples of a row see each other: what it makes of "
-            "one sample has changed with the tokens of another. Use flash attention, a mask from "
-            "batch.block_mask() with flex attention, a model whose decoder makes its mask from "
+            "one sample has changed with the tokens of another. Use flash attention, a block "
+            "mask in flex attention, a model whose decoder makes its mask from "
             "position_ids, or PadCollate. Where positions are to mix, BudgetTrainerMixin takes "
             "checks_rows = False"
         )

@@ -1,4 +1,4 @@
-"""Packed batches: offsets, the block mask, and padding up to multiples and totals."""
+"""Packed batches: offsets, and padding up to multiples and totals."""
 
 from __future__ import annotations
 
@@ -8,24 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tests.support.sample_strategies import same as bitwise
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost
 from torchbudget.errors import CollateError, CostError, OptionError
 from torchbudget.plan.rules import BatchRules
 from torchbudget.plan.solver import solve
-
-PARTS = [
-    f"{kind}{axis}_{name}"
-    for kind in ("", "full_")
-    for axis in ("kv", "q")
-    for name in ("num_blocks", "indices")
-]
-# Samples that end in blocks, at their ends, and that have several blocks of their own.
-lengths = st.one_of(st.integers(0, 40), st.integers(100, 400), st.sampled_from([128, 256]))
 
 
 def packed(lengths: list[int]) -> Any:
@@ -38,46 +27,6 @@ def test_what_cannot_be_packed() -> None:
     # Zero-width rows: 2³¹ positions without a byte.
     with pytest.raises(CollateError, match=r"more than the offsets, torch\.int32, can count"):
         PackCollate()([torch.empty(2**30, 0)] * 2)
-
-
-class TestBlockMask:
-    @given(st.lists(lengths, min_size=1, max_size=6).filter(sum), st.booleans())
-    @example(lengths=[128, 128, 256], causal=True)
-    @example(lengths=[300, 0, 0, 84], causal=False)
-    @example(lengths=[1], causal=True)
-    def test_it_is_what_create_block_mask_makes(self, lengths: list[int], causal: bool) -> None:
-        """Block by block, full and partial ones apart; and position by position."""
-        batch = packed(lengths)
-        segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-
-        def mask_mod(b: Any, h: Any, query: Any, key: Any) -> Any:
-            same = segment[query] == segment[key]
-            return same & (query >= key) if causal else same
-
-        total = sum(lengths)
-        expected = create_block_mask(mask_mod, None, None, total, total, device="cpu")
-        mask = batch.block_mask(causal=causal)
-        assert (mask.shape, mask.BLOCK_SIZE) == (expected.shape, expected.BLOCK_SIZE)
-        for part in PARTS:
-            assert bitwise(getattr(mask, part), getattr(expected, part)), part
-            assert getattr(mask, part).is_contiguous()
-        positions = torch.arange(total)
-        rows, columns = positions[:, None], positions[None]
-        assert bitwise(mask.mask_mod(0, 0, rows, columns), mask_mod(0, 0, rows, columns))
-
-    def test_it_is_that_of_the_part_on_the_batch_s_device(self) -> None:
-        assert packed([200, 9]).split(2)[1].block_mask().shape == (1, 1, 9, 9)
-        mask = packed([200, 9]).to("meta").block_mask()
-        assert isinstance(mask, BlockMask)
-        assert {getattr(mask, part).device.type for part in PARTS} == {"meta"}
-
-    def test_where_there_is_none(self) -> None:
-        with pytest.raises(CollateError, match="without positions"):
-            packed([0, 0]).block_mask()
-        with pytest.raises(CollateError, match=r"no field whose lengths .* is joined"):
-            PackCollate()([1, 2]).block_mask()
-        with pytest.raises(OptionError, match="causal must be a bool"):
-            packed([3]).block_mask(causal=1)
 
 
 class TestMultiples:

@@ -92,25 +92,6 @@ def test_logits_and_gradients(kind: str, attention: str, options: dict[str, Any]
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@rows
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-@torch.no_grad()
-def test_flex_attention_with_the_batch_s_mask(kind: str, options: dict[str, Any]) -> None:
-    """An encoder does not look for segments by itself: it needs the mask."""
-    model, peer = (model_of(kind, attention).eval() for attention in ("flex_attention", "eager"))
-    causal = kind == "llama"
-    batch = PackCollate(layout="transformers", causal_labels=causal, **options)(samples())
-    # Without the compiler, whose flex kernels for the CPU did not build in torch 2.13.
-    with torch.compiler.set_stance("force_eager"):
-        ours = model(**batch, attention_mask=batch.block_mask(causal=causal)).logits
-    for sample, logits in zip(samples(), of_each(batch, ours), strict=True):
-        alone = peer(input_ids=sample["input_ids"][None]).logits[0]
-        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("labelled", [False, True])
 def test_it_is_what_the_collator_of_transformers_makes(labelled: bool) -> None:
     """Where nothing is padded, bit for bit; and two keys more, which isolate the samples."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
 from operator import getitem
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch.utils._pytree import (
     tree_structure,
 )
 
-from torchbudget.checks import check_flags, is_int
+from torchbudget.checks import is_int
 from torchbudget.cost.protocol import IntArray
 from torchbudget.data.collate.columns import (
     MISSING,
@@ -48,14 +48,8 @@ from torchbudget.data.collate.layouts import (
 from torchbudget.errors import CollateError, OptionError
 from torchbudget.machine.cuda import may_return_early
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
 BatchT = TypeVar("BatchT", bound="Batch")
 LayoutT = TypeVar("LayoutT", bound=Layout)
-
-
-_BLOCK: Final = 128  # positions in a block, as create_block_mask has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -448,8 +442,8 @@ class PackedBatch(Batch):
 
     Made by `PackCollate`. `cu_seqlens` and `max_seqlen` are what `flash_attn_varlen_func` and
     `torch.nn.attention.varlen.varlen_attn` take. Fields of numbers are stacked: `(n,)`. Where the
-    collate pads samples or the total, the padding is in segments of its own, which `cu_seqlens`,
-    `position_ids` and `block_mask` count; `lengths` and `num_tokens` do not.
+    collate pads samples or the total, the padding is in segments of its own, which `cu_seqlens`
+    and `position_ids` count; `lengths` and `num_tokens` do not.
 
     >>> batch = PackCollate()([{"ids": [7, 8, 9], "label": 0}, {"ids": [4], "label": 1}])
     >>> batch["ids"], batch["label"]
@@ -491,27 +485,6 @@ class PackedBatch(Batch):
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
         return on_device(positions, self._device)
 
-    def block_mask(self, *, causal: bool = True) -> BlockMask:
-        """The mask for `flex_attention` in which no position sees those of another sample.
-
-        On the batch's device. Made at each call, from the lengths that the batch knows on the
-        host: without evaluating the mask at pairs of positions, as `create_block_mask` does, and
-        without waiting for the device. Make it once a batch, not once a layer.
-
-        Args:
-            causal: whether positions see only themselves and earlier ones of their sample.
-
-        Raises:
-            CollateError: no field is ragged, or all samples are empty.
-
-        >>> batch = PackCollate()([[1] * 200, [2] * 100])
-        >>> mask = batch.block_mask()
-        >>> mask.shape, mask.to_dense()[0, 0].tolist()
-        ((1, 1, 300, 300), [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
-        """
-        check_flags(causal=causal)
-        return _block_mask(self._bounds(), self._device, causal=causal)
-
     def _bounds(self) -> IntArray:  # the elements of cu_seqlens, on the host
         return self._measured(JoinedLayout).bounds
 
@@ -530,51 +503,3 @@ class PackedMapping(PackedBatch, MappingView):
 
 class PackedSequence(PackedBatch, SequenceView):
     """A packed batch of tuple samples."""
-
-
-def _block_mask(bounds: IntArray, device: torch.device, *, causal: bool) -> BlockMask:
-    """The mask in which positions see those of their own segment alone.
-
-    `create_block_mask` evaluates the mask at every pair of positions. A block follows from the
-    segments at its ends: O(blocks²) to write them all, since the format is dense in blocks.
-
-    Args:
-        bounds: 0 and the end of each segment, in order.
-        device: of the mask.
-        causal: whether positions see only themselves and earlier ones.
-
-    Raises:
-        CollateError: there are no positions.
-    """
-    # Imported here: with it come the compiler and its caches.
-    from torch.nn.attention.flex_attention import BlockMask
-
-    total = int(bounds[-1])
-    if not total:
-        raise CollateError("a batch without positions has no block mask: all its samples are empty")
-    lengths = np.diff(bounds)
-    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    starts = np.arange(0, total, _BLOCK)
-    first, last = segments[starts], segments[np.minimum(starts + _BLOCK, total) - 1]
-    seen = (first <= last[:, None]) & (first[:, None] <= last)
-    # All positions of a full block exist and are of one segment, in the row and in the column.
-    is_whole = (first == last) & (starts + _BLOCK <= total)
-    full = (first == first[:, None]) & is_whole & is_whole[:, None]
-    if causal:
-        seen, full = np.tril(seen), np.tril(full, -1)
-    segment = on_device(segments, device)
-
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = segment[query] == segment[key]
-        return same & (query >= key) if causal else same
-
-    parts: dict[str, Any] = {}
-    for kind, blocks in (("", seen & ~full), ("full_", full)):
-        for axis, rows in (("kv", blocks), ("q", blocks.T)):
-            # The number of blocks in each row, and their columns first; kernels want C order.
-            counts = rows.sum(axis=1, dtype=np.int32)
-            columns = np.argsort(np.logical_not(rows, order="C"), axis=1, kind="stable")
-            parts[f"{kind}{axis}_num_blocks"] = on_device(counts[None, None], device)
-            parts[f"{kind}{axis}_indices"] = on_device(columns.astype(np.int32)[None, None], device)
-    # Not BlockMask.from_kv_blocks, which takes most of the time to transpose what is known here.
-    return BlockMask((total, total), BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=sees, **parts)

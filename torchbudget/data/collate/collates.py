@@ -558,24 +558,10 @@ class PackCollate(FieldCollate):
 class TransformersBatch(PackedMapping):
     """n samples in one row, `(1, total, …)`: a mapping of what a model of transformers takes.
 
-    Made by `PackCollate(layout="transformers")`, for `model(**batch)`. `cu_seqlens`, `max_seqlen`,
-    `position_ids` and `block_mask` are those of the row's segments, padding included; they are
-    known to a batch that was rebuilt from its fields, too. `lengths` and `num_tokens` count the
-    samples' own positions.
+    Made by `PackCollate(layout="transformers")`, for `model(**batch)`. `cu_seqlens`, `max_seqlen`
+    and `position_ids` are those of the row's segments, padding included. `lengths` and
+    `num_tokens` count the samples' own positions.
     """
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """0 and the end of each segment: int32, `(segments + 1,)`."""
-        offsets: Tensor = self.data["cu_seq_lens_q"]
-        return offsets
-
-    @property
-    def _device(self) -> torch.device:
-        return self.cu_seqlens.device
-
-    def _bounds(self) -> IntArray:
-        return self.cu_seqlens.cpu().numpy() if self._arrangement is None else super()._bounds()
 
     def _structured(self, values: Iterable[Any]) -> dict[str, Any]:
         named = zip(self._known.layouts, values, strict=True)
