@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Final, Generic, TypeVar
 
 from torch.utils.data import DataLoader
@@ -124,12 +123,7 @@ class Run(Iterator[Any], ABC, Generic[Place]):
     def __enter__(self) -> Run[Place]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

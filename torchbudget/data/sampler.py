@@ -229,11 +229,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """Padded sizes are multiples of it; `PadCollate(size_multiple=sampler)` reads it."""
         return self._plan.rules.size_multiple
 
-    @property
-    def total_multiple(self) -> int:
-        """The sum of a packed row is a multiple of it; `PackCollate` reads it."""
-        return int(getattr(self._plan.rules.cost, "total_multiple", 1))
-
     def __len__(self) -> int:
         """Micro-batches of the whole epoch on this rank; O(samples) once an epoch.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ class ReaderDataset(Dataset[Any]):
         self.variants_per_read = at_least_one("variants_per_read", variants_per_read)
         self._read = read
         self._read_target = read_target
-        self._last = _Last()
+        self._last: tuple[int, list[Any]] = -1, []  # place and samples of the last read
 
     def __len__(self) -> int:
         """The number of samples: identities times variants."""
@@ -76,11 +75,14 @@ class ReaderDataset(Dataset[Any]):
         place, variant = divmod(number, self.variants_per_read)
         if self.variants_per_read == 1:
             return self._samples(place)[0]
-        if self._last.place != place:
-            self._last.samples = self._samples(place)
-            self._last.place = place
+        last = self._last  # read once: another thread may read another place
+        if last[0] != place:
+            last = self._last = place, self._samples(place)
         # Variants may share memory, such as crops that overlap, or a target of all of them.
-        return tree_map(_own, self._last.samples[variant])
+        return tree_map(_own, last[1][variant])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_last": (-1, [])}
 
     @property
     def reads(self) -> Reads:
@@ -111,16 +113,6 @@ def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value)
-
-
-class _Last(threading.local):
-    """The last read of several variants in this thread; not pickled."""
-
-    place = -1
-    samples: list[Any]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Last, ()
 
 
 class Reads(Dataset[list[Any]]):

@@ -18,7 +18,7 @@ from torchbudget.checks import (
     natural,
     size_multiple_of,
 )
-from torchbudget.cost.protocol import IntArray
+from torchbudget.cost.protocol import CostModel, IntArray
 from torchbudget.data.collate.batch import (
     Arrangement,
     Batch,
@@ -535,8 +535,9 @@ class PackCollate(FieldCollate):
         check_flags(causal_labels=self.causal_labels)
         # Copies of the numbers: a collate is sent to workers, and a sampler is large.
         object.__setattr__(self, "size_multiple", size_multiple_of(self.size_multiple))
-        total_multiple = getattr(self.total_multiple, "total_multiple", self.total_multiple)
-        object.__setattr__(self, "total_multiple", at_least_one("total_multiple", total_multiple))
+        cost = getattr(self.total_multiple, "cost", self.total_multiple)
+        rounded = getattr(cost, "total_multiple", 1 if isinstance(cost, CostModel) else cost)
+        object.__setattr__(self, "total_multiple", at_least_one("total_multiple", rounded))
         row = RowRule(
             multiple=size_multiple_of(self.size_multiple),
             total_multiple=self.total_multiple,

@@ -257,11 +257,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         return self._ranks.now()[1]
 
     @property
-    def total_multiple(self) -> int:
-        """The sum of a packed row is a multiple of it; `PackCollate` reads it."""
-        return int(getattr(self.cost, "total_multiple", 1))
-
-    @property
     def _settings(self) -> Settings:
         ranks = self.num_replicas
         if ranks != self._settings_now.num_replicas:
