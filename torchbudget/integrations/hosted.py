@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -13,6 +13,7 @@ from torchbudget.protocols import DealsToRanks, ResumableSource
 from torchbudget.train.epoch_loader import read_as_plain
 
 Position: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 
 class HostedLoader:
@@ -133,9 +134,9 @@ def check_dealt(loader: Any, *, num_replicas: int, rank: int) -> None:
         )
 
 
-def of_each_rank(position: Position) -> list[Position]:
-    """Return the positions of all ranks; a collective."""
-    return gathered(position) if is_distributed() else [position]
+def of_each_rank(value: T) -> list[T]:
+    """Return the value of each rank; a collective."""
+    return gathered(value) if is_distributed() else [value]
 
 
 def of_this_rank(positions: list[Position]) -> Position:

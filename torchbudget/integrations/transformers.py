@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice, repeat
 from math import inf
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.data.collate.collates import TransformersBatch
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
-from torchbudget.errors import OptionError, StateError
+from torchbudget.distributed import failing_together
+from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning
+from torchbudget.integrations.checks import check_kept_apart, check_weights, halves
 from torchbudget.integrations.hosted import (
     HostedLoader,
     check_dealt,
@@ -22,8 +25,8 @@ from torchbudget.integrations.hosted import (
     of_each_rank,
     of_this_rank,
 )
-from torchbudget.integrations.kept_apart import check_kept_apart
 from torchbudget.train.batches import num_samples
+from torchbudget.warn import warn
 
 _Trainer: Any = object  # the Trainer comes after the mixin
 _KEY: Final = "torchbudget"  # in trainer_state.json
@@ -38,12 +41,13 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     stays 1. With a stream it is one micro-batch, of which `gradient_accumulation_steps` make a
     step; a stream without `batches_per_epoch` needs `max_steps`, and is read epoch after epoch.
 
-    A step's losses are divided by the labels that count in the whole step, on all ranks: by the
-    model that takes `num_items_in_batch`, else here (without labels, by the samples). A
-    `compute_loss` of your own says by `loss_is_scaled_for_ga` which of the two it is. Where the
-    loader stands is in `trainer_state.json`. Before the first step with rows of packed samples
-    `check_kept_apart` is called, unless `checks_rows` is false. Rates in samples are right with a
-    sampler; with a stream, whose samples are not known in advance, they count micro-batches.
+    The loss of each micro-batch is a mean: it is multiplied by the micro-batch's share of the
+    step's weight on all ranks. `micro_batch_weight` returns the weight; `num_items_in_batch` is
+    passed to a `compute_loss_func` only, as the micro-batch's own weight. Before the first step
+    `check_weights` is called, unless `checks_weights` is false, and with rows of packed samples
+    `check_kept_apart`, unless `checks_rows` is false. The loader's position is in
+    `trainer_state.json`. Rates in samples are right with a sampler; with a stream, whose samples
+    are not known in advance, they count micro-batches.
 
     >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
     ...     def budget_loader(self):
@@ -51,7 +55,9 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     """
 
     checks_rows = True
-    loss_is_scaled_for_ga: bool | None  # the Trainer's
+    checks_weights = True
+    compute_loss_func: Any  # the Trainer's, as the next one
+    loss_is_scaled_for_ga: bool | None
     _items: _Items | None = None
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
 
@@ -66,34 +72,48 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             OptionError: an argument of the Trainer, or an option of the loader, would lose samples
                 or weigh them wrongly.
         """
-        if not hasattr(super(), "loss_is_scaled_for_ga"):
-            raise OptionError(
-                "BudgetTrainerMixin refuses a Trainer that does not read loss_is_scaled_for_ga "
-                "and would divide the loss again: update transformers"
-            )
-        self._check_loss()
         loader = self.budget_loader()
-        shared_by = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        self._items = _Items(self, HostedLoader(loader))
+        shared_by = self.get_tp_size()
         check_dealt(
             loader,
             num_replicas=self.args.world_size // shared_by,
             rank=self.args.process_index // shared_by,
         )
-        self._items = _Items(self, HostedLoader(loader))
         return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
 
-    def _check_loss(self) -> None:
-        """Raise an `OptionError` where it cannot be known what losses were divided by."""
-        from transformers import Trainer
+    def micro_batch_weight(self, batch: Any) -> float:
+        """Return the number that the mean loss of a micro-batch is the mean over.
 
-        may_be_either = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        is_own = type(self).compute_loss is not Trainer.compute_loss
-        if is_own and may_be_either and self.loss_is_scaled_for_ga is None:
+        Override it where the loss is another mean. By default it is the number of labels but -100,
+        as the Trainer counts them, or of samples where there are no labels.
+
+        Args:
+            batch: a micro-batch, or a part of one, on the host.
+
+        Raises:
+            OptionError: the labels or samples cannot be counted.
+        """
+        labels = batch.get("shift_labels", batch.get("labels"))
+        try:
+            if labels is None:
+                return num_samples(batch)
+            shifts = self._shifts_labels and "shift_labels" not in batch
+            return int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
+        except (AttributeError, TypeError, OptionError) as error:
             raise OptionError(
-                f"{type(self).__name__} has a compute_loss of its own: set its "
-                "loss_is_scaled_for_ga to True where that divides by num_items_in_batch, as the "
-                "Trainer's does, or to False where it returns the mean of the micro-batch"
-            )
+                f"{type(self).__name__} cannot count the labels or samples of a micro-batch: "
+                "override micro_batch_weight(self, batch) to return the number that its loss is "
+                f"the mean over ({error})"
+            ) from error
+
+    @property
+    def _shifts_labels(self) -> bool:
+        """Whether the model shifts labels, which the Trainer overlooks in GPT-2, say."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        is_causal = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return is_causal or getattr(self, "_loss_shifts_labels", False)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Samples of an epoch, from which rates are computed."""
@@ -109,53 +129,86 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The items of one step, and the number of labels in it, on all ranks."""
+        """Return the items of one step, and no number: losses are weighted here."""
         items = list(islice(epoch_iterator, num_batches))
-        batches = [batch for item in items for batch in item]
-        number = self._get_num_items_in_batch(batches, device)
-        if batches and not self._is_of_step(number):
-            weight = torch.tensor(sum(map(self._weight, batches)), device=device)
-            self._step_weight = float(self.accelerator.gather(weight).sum())
-        return items, number
+        own = sum(self._weight(batch) for item in items for batch in item)
+        self._step_weight = sum(of_each_rank(own))
+        return items, None
 
-    def training_step(
-        self, model: nn.Module, inputs: list[Any], num_items_in_batch: Any = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: list[Any], *_: Any) -> Tensor:
         """Forward and backward of each micro-batch of an item; the sum of their losses."""
-        if self.checks_rows and inputs and isinstance(inputs[0], TransformersBatch):
-            self._check_rows(model, inputs)
+        self._check_item(model, inputs)
         losses = []
         ranks = self.accelerator.num_processes  # over which gradients are averaged
         # Chosen under FSDP, where gradients that wait to be reduced are kept whole.
         syncs_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        said, of_step = self.loss_is_scaled_for_ga, self._is_of_step(num_items_in_batch)
-        self.loss_is_scaled_for_ga = of_step
-        try:
-            for number, batch in enumerate(inputs, 1):
-                if not of_step:  # the Trainer divides by it, whoever has computed the loss
-                    share = self._weight(batch) * ranks / max(self._step_weight, 1)
-                    self.current_gradient_accumulation_steps = 1 / share if share else inf
-                    batch = batch if share else _counted(batch)
-                syncs = syncs_each or number == len(inputs)
-                with nullcontext() if syncs else self.accelerator.no_sync(model=model):
-                    losses.append(super().training_step(model, batch, num_items_in_batch))
-        finally:
-            self.loss_is_scaled_for_ga = said
+        for number, batch in enumerate(inputs, 1):
+            weight = self._weight(batch)
+            # The Trainer divides the loss by this number.
+            self.current_gradient_accumulation_steps = (
+                self._step_weight / (weight * ranks) if weight else inf
+            )
+            syncs = syncs_each or number == len(inputs)
+            with (
+                self._mean_of(weight),
+                nullcontext() if syncs else self.accelerator.no_sync(model=model),
+            ):
+                losses.append(super().training_step(model, batch if weight else _counted(batch)))
         return torch.stack(losses).sum()
 
-    def _check_rows(self, model: nn.Module, batches: list[Any]) -> None:
-        """Check the longest row of an item, at each item until one had several samples."""
-        batch = max(batches, key=num_samples)
-        if self.get_cp_size() * self.get_sp_size() == 1:  # or else no process has a whole row
-            with self.compute_loss_context_manager():
-                check_kept_apart(model, self._prepare_inputs(batch))
-        several = torch.tensor([int(num_samples(batch) > 1)], device=self.accelerator.device)
-        self.checks_rows = not self.accelerator.gather(several).any()
+    def _weight(self, batch: Any) -> float:
+        weight = self.micro_batch_weight(batch)
+        if not 0 <= weight < inf:
+            raise OptionError(
+                f"micro_batch_weight must return a number of at least 0, got {weight}"
+            )
+        return weight
 
-    def _is_of_step(self, num_items_in_batch: Any) -> bool:
-        """Whether losses are divided by the labels of the whole step, not by the micro-batch's."""
-        said = self.loss_is_scaled_for_ga
-        return num_items_in_batch is not None if said is None else bool(said)
+    @contextmanager
+    def _mean_of(self, weight: float) -> Iterator[None]:
+        """Losses inside are means over a weight, whoever computes them."""
+        given, scaled = self.compute_loss_func, self.loss_is_scaled_for_ga
+        self.loss_is_scaled_for_ga = False
+        if given is not None:
+            number = torch.tensor(weight or 1, device=self.args.device)
+            self.compute_loss_func = lambda outputs, labels, **_: given(
+                outputs, labels, num_items_in_batch=number
+            )
+        try:
+            yield
+        finally:
+            self.compute_loss_func, self.loss_is_scaled_for_ga = given, scaled
+
+    def _check_item(self, model: nn.Module, batches: list[Any]) -> None:
+        """Run the checks that are on, on all ranks together, until they could tell."""
+        if not (self.checks_rows or self.checks_weights):
+            return
+        rows = [one for one in batches if self.checks_rows and isinstance(one, TransformersBatch)]
+        compared = batches if self.checks_weights else rows
+        if not any(of_each_rank(any(map(halves, compared)))):
+            return
+
+        def loss(batch: Any) -> Tensor:
+            with self._mean_of(self._weight(batch)):
+                inputs = self._prepare_inputs(batch)
+                found: Tensor = self.compute_loss(model, {**inputs, **self._no_router_loss})
+                return found
+
+        could_tell, is_exact = True, self.accelerator.mixed_precision == "no" and not self.args.tf32
+        with failing_together(of_each_rank), self.compute_loss_context_manager():
+            if rows:
+                check_kept_apart(model, self._prepare_inputs(max(rows, key=num_samples)))
+            if self.checks_weights and is_exact:
+                could_tell = check_weights(model, batches, loss=loss, weight=self._weight)
+        self.checks_rows = False
+        self.checks_weights = self.checks_weights and not any(of_each_rank(could_tell))
+
+    @property
+    def _no_router_loss(self) -> dict[str, bool]:
+        """The argument that turns the loss of the experts' balance off, where it is on."""
+        configs = [getattr(part, "config", None) for part in self.model.modules()]
+        is_on = any(getattr(config, "output_router_logits", False) for config in configs)
+        return {"output_router_logits": False} if is_on else {}
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
         """As the Trainer's.
@@ -185,15 +238,6 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             positions = of_each_rank(self._items.loader.position())
             self.state.stateful_callbacks[_KEY] = {"ranks": positions}
         super()._save_checkpoint(*arguments, **options)
-
-    def _weight(self, batch: Any) -> int:
-        """What the mean loss of a micro-batch is the mean over."""
-        if "labels" not in batch:
-            return num_samples(batch)
-        labels = batch["labels"]
-        if getattr(self, "_loss_shifts_labels", False):  # as the Trainer itself counts
-            labels = labels[..., 1:]
-        return int(labels.ne(_IGNORED).sum())
 
 
 class _Items(IterableDataset[list[Any]]):
@@ -328,16 +372,18 @@ def _counted(batch: Any) -> dict[str, Any]:
 
 
 def _check(trainer: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
-    """Raise an `OptionError` that names what does not go together."""
+    """Raise an `OptionError` that names settings that do not go together, or warn."""
     args = trainer.args
     refused = {
+        "a Trainer that does not read loss_is_scaled_for_ga, and would divide the loss again: "
+        "update transformers": not hasattr(trainer, "loss_is_scaled_for_ga"),
         "a sampler without samples_per_step or batches_per_epoch: the Trainer needs as many steps "
         "in each epoch": sampler is not None and not sampler.plan.ranks.even_sums,
         "gradient_accumulation_steps with a sampler, whose plan has the steps: leave it at 1": (
             sampler is not None and args.gradient_accumulation_steps != 1
         ),
-        "average_tokens_across_devices=False: each rank would weigh its own tokens alike": (
-            args.world_size > 1 and not args.average_tokens_across_devices
+        "context or sequence parallelism: the mean of a shard has no share of the step": (
+            trainer.get_cp_size() * trainer.get_sp_size() > 1
         ),
         "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
         "DataParallel: start one process for each GPU": args.n_gpu > 1,
@@ -346,3 +392,15 @@ def _check(trainer: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
     for what, is_so in refused.items():
         if is_so:
             raise OptionError(f"BudgetTrainerMixin refuses {what}")
+    if trainer._no_router_loss:
+        warn(
+            "config.output_router_logits adds a loss of the experts' balance, which is no sum over "
+            "micro-batches: the mean of theirs, by weight, counts once in each step",
+            TorchBudgetWarning,
+        )
+    if any(isinstance(part, _BatchNorm) for part in trainer.model.modules()):
+        warn(
+            "batch normalisation takes its statistics from each micro-batch, so that the step is "
+            "not the large batch's; use group or layer normalisation",
+            BatchNormWarning,
+        )

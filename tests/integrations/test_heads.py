@@ -1,0 +1,347 @@
+"""One planned step of `BudgetTrainerMixin` against the Trainer's own step of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from torchbudget import MemoryBudgetBatchSampler, PadCollate, PaddedCost
+from torchbudget.errors import OptionError
+
+hf = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from torchbudget.integrations.transformers import BudgetTrainerMixin  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.peer]
+
+DETECTION = "transformers.loss.loss_for_object_detection"
+LENGTHS, MOST = [12, 3, 5, 9, 4, 7, 2], 12
+BERT = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+BART = {
+    "vocab_size": 30,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+T5 = {
+    "vocab_size": 30,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+GPT2 = {
+    "vocab_size": 30,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "pad_token_id": 0,
+}
+LLAMA = {key: BERT[key] for key in [*BERT][:5]} | {"num_key_value_heads": 2, "pad_token_id": 0}
+DISTILBERT: dict[str, Any] = {
+    "vocab_size": 30,
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 16,
+}
+DISTILBERT |= {"attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+WAV2VEC2 = {
+    **BERT,
+    "conv_dim": (8, 8),
+    "conv_stride": (4, 2),
+    "conv_kernel": (4, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "hidden_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+    "final_dropout": 0.0,
+    "layerdrop": 0.0,
+    "apply_spec_augment": False,
+    "classifier_proj_size": 8,
+    "num_labels": 3,
+}
+VIT = {key: value for key, value in BERT.items() if key != "vocab_size"}
+VIT |= {"image_size": 16, "patch_size": 8, "num_labels": 3}
+YOLOS = {"image_size": [16, 16], "num_detection_tokens": 5, "num_labels": 2}
+WHISPER = {"num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 20}
+OPT = LLAMA | {"ffn_dim": 16, "dropout": 0.0, "word_embed_proj_dim": 16}
+SEGFORMER = {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [8, 16],
+    "patch_sizes": [3, 3],
+    "strides": [2, 2],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [1, 1],
+    "decoder_hidden_size": 8,
+    "hidden_dropout_prob": 0.0,
+    "classifier_dropout_prob": 0.0,
+    "drop_path_rate": 0.0,
+    "num_labels": 3,
+}
+CLIP = {"text_config": {**LLAMA, "max_position_embeddings": 16}, "projection_dim": 8}
+CLIP["vision_config"] = {key: VIT[key] for key in VIT if key != "num_labels"}
+Make = Callable[[int], Any]
+PADDED = PadCollate(mask="attention_mask")
+
+
+def batched(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Collate samples of one length, as users do; labels are padded, boxes listed."""
+    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {
+        name: values
+        if isinstance(values[0], dict)
+        else pad_sequence(values, True, -100)
+        if values[0].ndim
+        else torch.stack(values)
+        for name, values in columns.items()
+    }
+
+
+def paired(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**batched(samples), "return_loss": True}
+
+
+def ids(length: int) -> Tensor:
+    return torch.randint(3, 30, (length,))
+
+
+def tokens(most: int, share: float = 1.0) -> Make:
+    """Labels of positions, some of which do not count."""
+
+    def make(length: int) -> Tensor:
+        counts = torch.rand(length) < share
+        return torch.randint(1, most, (length,)).where(counts, -100)
+
+    return make
+
+
+def label(number: int = 3) -> Make:
+    return lambda _: torch.randint(number, ())
+
+
+def normal(*shape: int) -> Make:
+    return lambda _: torch.randn(shape)
+
+
+def segments(length: int) -> Tensor:
+    """Pixels, more and more of which do not count."""
+    return torch.randint(3, (16, 16)).where(torch.rand(16, 16) < length / MOST, 255)
+
+
+def boxes(length: int) -> dict[str, Tensor]:
+    number = length % 4 + 1
+    found = torch.rand(number, 4) / 4 + 0.3
+    return {"class_labels": torch.randint(2, (number,)), "boxes": found}
+
+
+def num_samples(trainer: Any, batch: Any) -> float:
+    return len(next(iter(batch.values())))
+
+
+def not_255(trainer: Any, batch: Any) -> float:
+    return int(batch["labels"].ne(255).sum())
+
+
+def num_boxes(trainer: Any, batch: Any) -> float:
+    return sum(len(labels["boxes"]) for labels in batch["labels"])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's head and its data.
+
+    Attributes:
+        config: the configuration's class, without "Config".
+        kind: the rest of the head's class.
+        options: options of the configuration.
+        fields: a function from a sample's length to its value, by field.
+        weight: overrides `micro_batch_weight`, which the error of the default asks for.
+        refused: no weight is right.
+        collate: makes a batch of samples.
+    """
+
+    config: str
+    kind: str
+    options: dict[str, Any]
+    fields: dict[str, Make]
+    weight: Callable[[Any, Any], float] | None = None
+    refused: bool = False
+    collate: Callable[[Any], Any] = batched
+
+    @property
+    def name(self) -> str:
+        """The class's name."""
+        return self.config + self.kind
+
+
+def text(config: str, kind: str, options: dict[str, Any], *more: Any, **fields: Make) -> Head:
+    weight, refused = more or (None, False)
+    return Head(config, kind, options, {"input_ids": ids} | fields, weight, refused, PADDED)
+
+
+def vision(config: str, kind: str, options: dict[str, Any], labels: Make, *more: Any) -> Head:
+    return Head(config, kind, options, {"pixel_values": normal(3, 16, 16), "labels": labels}, *more)
+
+
+def sound(kind: str, labels: Make, *more: Any, **options: Any) -> Head:
+    fields = {"input_values": normal(240), "labels": labels}
+    return Head("Wav2Vec2", kind, {**WAV2VEC2, **options}, fields, *more)
+
+
+CLASSES, NUMBER = {"num_labels": 3}, {"num_labels": 1}
+SPANS = {"start_positions": label(2), "end_positions": label(2)}
+HEADS = [
+    text("GPT2", "LMHeadModel", GPT2, labels=ids),
+    text("Llama", "ForCausalLM", LLAMA, labels=tokens(30, 0.8)),
+    text("OPT", "ForCausalLM", OPT, labels=ids),
+    text("Mixtral", "ForCausalLM", {**LLAMA, "num_local_experts": 3}, labels=ids),
+    text("Bert", "ForMaskedLM", BERT, labels=tokens(30, 0.5)),
+    text("DistilBert", "ForMaskedLM", DISTILBERT, labels=tokens(30, 0.5)),
+    text("Bert", "ForTokenClassification", BERT | CLASSES, labels=tokens(3)),
+    text("DistilBert", "ForTokenClassification", DISTILBERT | CLASSES, labels=tokens(3)),
+    text("Bert", "ForSequenceClassification", BERT | CLASSES, labels=label()),
+    text("GPT2", "ForSequenceClassification", GPT2 | CLASSES, labels=label()),
+    text("Llama", "ForSequenceClassification", LLAMA | CLASSES, labels=label()),
+    text("DistilBert", "ForSequenceClassification", DISTILBERT | NUMBER, labels=normal()),
+    text("Bert", "ForNextSentencePrediction", BERT, labels=label(2)),
+    text("Bert", "ForPreTraining", BERT, num_samples, True, labels=tokens(30, 0.5),
+         next_sentence_label=label(2)),
+    Head("Bert", "ForMultipleChoice", BERT,
+         {"input_ids": lambda _: torch.randint(3, 30, (2, 5)), "labels": label(2)}),
+    Head("Bert", "ForQuestionAnswering", BERT, {"input_ids": lambda _: ids(5), **SPANS}),
+    # Its softmax goes over the padding, so that the loss of a sample depends on its batch.
+    text("DistilBert", "ForQuestionAnswering", DISTILBERT, num_samples, True, **SPANS),
+    text("T5", "ForConditionalGeneration", T5, labels=tokens(30)),
+    text("Bart", "ForConditionalGeneration", BART, labels=tokens(30)),
+    Head("Whisper", "ForConditionalGeneration", BART | WHISPER,
+         {"input_features": normal(4, 20), "labels": ids}),
+    sound("ForCTC", ids, num_samples, True, ctc_loss_reduction="sum"),
+    sound("ForCTC", ids, num_samples, ctc_loss_reduction="mean"),
+    sound("ForSequenceClassification", label()),
+    vision("ViT", "ForImageClassification", VIT, label()),
+    vision("DeiT", "ForImageClassification", VIT, normal(3)),
+    vision("Segformer", "ForImageClassification", SEGFORMER, label()),
+    vision("Segformer", "ForSemanticSegmentation", SEGFORMER, segments, not_255),
+    vision("Yolos", "ForObjectDetection", VIT | YOLOS, boxes, num_boxes, True),
+    Head("CLIP", "Model", CLIP, {"input_ids": lambda _: ids(5), "pixel_values": normal(3, 16, 16)},
+         num_samples, True, paired),
+]  # fmt: skip
+
+
+class Gradients(hf.TrainerCallback):  # type: ignore[misc,name-defined]
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        grads = [one.grad for one in more["model"].parameters() if one.grad is not None]
+        self.found = torch.cat([grad.flatten() for grad in grads])
+
+
+def step(
+    head: Head, model: nn.Module, samples: Any, path: Path, weight: Any = None, *, planned: bool
+) -> Tensor:
+    """Return the gradient of one step of all samples."""
+
+    class Planned(BudgetTrainerMixin, hf.Trainer):  # type: ignore[misc,name-defined]
+        def budget_loader(self) -> DataLoader[Any]:
+            sampler = MemoryBudgetBatchSampler(
+                LENGTHS, PaddedCost(unit_bytes=1), 24, samples_per_step=len(LENGTHS)
+            )
+            return DataLoader(samples, batch_sampler=sampler, collate_fn=head.collate)
+
+    class Whole(hf.Trainer):  # type: ignore[misc,name-defined]
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(samples, batch_size=len(LENGTHS), collate_fn=head.collate)
+
+    if weight is not None:
+        Planned.micro_batch_weight = weight  # type: ignore[method-assign]
+    gradients = Gradients()
+    arguments = hf.TrainingArguments(
+        path, max_steps=1, report_to=[], use_cpu=True, max_grad_norm=0, learning_rate=0.0,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    (Planned if planned else Whole)(copy.deepcopy(model), arguments, callbacks=[gradients]).train()
+    return gradients.found
+
+
+def matched(costs: Any) -> tuple[Any, Any]:
+    """Stand in for SciPy's assignment of a few columns."""
+    rows, columns = costs.shape
+    best = min(
+        permutations(range(rows), columns),
+        key=lambda order: sum(costs[row, column] for column, row in enumerate(order)),
+    )
+    return best, range(columns)
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Heads turn logits into float32, which would hide errors of 1e-8."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(f"{DETECTION}.requires_backends", lambda *_: None)
+    monkeypatch.setattr(f"{DETECTION}.linear_sum_assignment", matched, raising=False)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+def test_a_planned_step_is_the_trainers_own(head: Head, tmp_path: Path) -> None:
+    """To 1e-8; or an error names the hook, by which it is; or no weight is right."""
+    torch.manual_seed(0)
+    config = getattr(hf, f"{head.config}Config")(**head.options)
+    config._experts_implementation = "eager"
+    model = getattr(hf, head.name)(config)
+    for part in model.modules():
+        if hasattr(part, "batch_norm"):
+            part.batch_norm = nn.Identity()  # depends on the micro-batch: see below
+    samples = [{name: make(n) for name, make in head.fields.items()} for n in LENGTHS]
+    if head.weight is not None:
+        with pytest.raises(OptionError, match="micro_batch_weight"):
+            step(head, model, samples, tmp_path, planned=True)
+    if head.refused:
+        with pytest.raises(OptionError, match=f"loss of {head.name} is no mean"):
+            step(head, model, samples, tmp_path, head.weight, planned=True)
+        return
+    found = step(head, model, samples, tmp_path, head.weight, planned=True)
+    # The Trainer counts a label too many in each sample of GPT2LMHeadModel, but not the model.
+    model.accepts_loss_kwargs = head.name != "GPT2LMHeadModel"
+    expected = step(head, model, samples, tmp_path, planned=False)
+    assert (found - expected).norm() < 1e-8 * expected.norm()
