@@ -14,8 +14,7 @@ from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget import budget as budget_module
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.errors import BudgetError, MachineError, OptionError
-from torchbudget.machine.host import host_memory, shared_memory
-from torchbudget.machine.pools import MemoryPool
+from torchbudget.machine.host import MemoryPool, host_memory, shared_memory
 from torchbudget.units import MAX_BYTES, GiB, MiB, parse_bytes
 
 amounts = st.integers(1, MAX_BYTES)

@@ -11,8 +11,7 @@ import torch
 from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.machine.device import cuda_memory, device_memory, is_cpu
-from torchbudget.machine.host import host_memory, shared_memory
-from torchbudget.machine.pools import MemoryPool
+from torchbudget.machine.host import MemoryPool, host_memory, shared_memory
 from torchbudget.units import Amount, exact, format_bytes, parse_bytes
 
 

@@ -13,8 +13,7 @@ import pytest
 from tests.support.commands import COMMAND, ENVIRONMENT, run_command
 from torchbudget import MemoryBudget, parse_bytes
 from torchbudget.commands.command_line import main
-from torchbudget.machine.host import host_memory
-from torchbudget.machine.limits import usable_processors
+from torchbudget.machine.host import host_memory, usable_processors
 
 
 def test_the_json_has_every_pool_and_the_budget(tmp_path: Path) -> None:

@@ -52,20 +52,20 @@ STEP = 24
 
 
 class Model(torch.nn.Module):
-    \"\"\"The gradient of its bias is the mean over samples of their number.\"\"\"
+    \"\"\"The gradient of its weight is the mean over samples of their number.\"\"\"
 
-    def __init__(self, takes_number):
+    def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.accepts_loss_kwargs = takes_number
-        self.batches = []
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.batches, self.evaluated = [], []
 
-    def forward(self, ids, labels, num_items_in_batch=None):
-        self.batches.append(ids.tolist())
+    def forward(self, ids, labels=None, **more):
+        (self.batches if self.training else self.evaluated).append(ids.tolist())
+        losses = self.weight * ids.double()
+        if labels is None:
+            return {"losses": losses}
         counts = labels.ne(-100)
-        losses = self.weight * labels.double() * counts
-        total = counts.sum() if num_items_in_batch is None else num_items_in_batch
-        return {"loss": losses.sum() / total}
+        return {"loss": (losses * counts).sum() / more.get("num_items_in_batch", counts.sum())}
 
 
 class Steps(TrainerCallback):
@@ -86,7 +86,7 @@ def labelled(samples):
     return {"ids": numbers, "labels": numbers}
 
 
-def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
+def trainer_of(path, source, workers, steps, *bases, max_steps=-1, compute_loss_func=None,
                gradient_accumulation_steps=1, accelerator_config=None, kind=DataLoader, **options):
     loader = loader_of(source, workers, kind, collate_fn=labelled, **options)
 
@@ -98,15 +98,15 @@ def trainer_of(path, source, workers, takes_number, steps, *bases, max_steps=-1,
         output_dir=path, num_train_epochs=EPOCHS, max_steps=max_steps, use_cpu=True,
         report_to=[], save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
         gradient_accumulation_steps=gradient_accumulation_steps, max_grad_norm=0.0,
-        learning_rate=0.0, average_tokens_across_devices=True,
-        accelerator_config=accelerator_config,
+        learning_rate=0.0, accelerator_config=accelerator_config,
     )
-    return BudgetTrainer(Model(takes_number), arguments, callbacks=[steps])
+    return BudgetTrainer(
+        Model(), arguments, callbacks=[steps], compute_loss_func=compute_loss_func)
 
 
-def train(path, source, workers, takes_number, *bases, stop=None, resume=None, **options):
+def train(path, source, workers, *bases, stop=None, resume=None, **options):
     steps = Steps(stop)
-    trainer = trainer_of(path, source, workers, takes_number, steps, *bases, **options)
+    trainer = trainer_of(path, source, workers, steps, *bases, **options)
     done = trainer.train(resume_from_checkpoint=resume)
     return trainer.model.batches, steps, trainer, done
 
@@ -121,22 +121,22 @@ def batches_of(source, workers, **options):
 OPTIONS = {"sampler": {"samples_per_step": STEP, "window": None}, "stream": {}}
 
 
-def run(source, workers, takes_number, accumulated=1, kind=DataLoader):
-    path = folder / name_of(source, workers, takes_number, accumulated, kind.__name__)
+def run(source, workers, accumulated=1, kind=DataLoader):
+    path = folder / name_of(source, workers, accumulated, kind.__name__)
     options = OPTIONS[source] | {"kind": kind}
     whole = batches_of(source, workers)
     total = sum(map(len, whole))
     if source == "stream":  # whose last step goes on into a fourth epoch, where it has to
         options = options | {"max_steps": -(-total // accumulated)}
         options |= {"gradient_accumulation_steps": accumulated}
-    batches, steps, trainer, done = train(path, source, workers, takes_number, **options)
+    batches, steps, trainer, done = train(path, source, workers, **options)
     assert batches[:total] == sum(whole, [])
     assert len(batches) - total < accumulated
     stop = 12 if source == "sampler" else len(whole[0]) // accumulated + 5
-    stopped, begun, *_ = train(path, source, workers, takes_number, stop=stop, **options)
+    stopped, begun, *_ = train(path, source, workers, stop=stop, **options)
     last = f"{path}/checkpoint-{stop}"
     resumed, ended, trainer, _ = train(
-        path, source, workers, takes_number, resume=last, **options)
+        path, source, workers, resume=last, **options)
     assert stopped + resumed == batches
     if source == "sampler":
         assert done.metrics["epoch"] == trainer.state.epoch == EPOCHS
@@ -150,7 +150,7 @@ def run(source, workers, takes_number, accumulated=1, kind=DataLoader):
 def accumulated(source, workers):
     \"\"\"Two micro-batches of a stream are a step; those of a sampler's step are in its plan.\"\"\"
     if source == "stream":
-        return run(source, workers, True, accumulated=2)
+        return run(source, workers, accumulated=2)
     options = {"gradient_accumulation_steps": 2, **planned}
     return "OptionError", refused(source, workers=workers, **options)
 
@@ -158,7 +158,7 @@ def accumulated(source, workers):
 def check_epochs_of_a_given_length(source, workers):
     \"\"\"Epochs of 7 micro-batches, two in a step, which go on where the one before ended.\"\"\"
     options = {"batches_per_epoch": 7}
-    path, cell = folder / name_of("sized", source, workers), (source, workers, True)
+    path, cell = folder / name_of("sized", source, workers), (source, workers)
     whole = batches_of(source, workers, **options)
     options |= {"gradient_accumulation_steps": 2}
     batches, steps, trainer, done = train(path, *cell, **options)
@@ -178,45 +178,56 @@ class OwnLoss:
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
-class MeanLoss(OwnLoss):
-    loss_is_scaled_for_ga = False
+class Unchanged:
+    pass
+
+
+class SquaredWeights:
+    def micro_batch_weight(self, batch):
+        return super().micro_batch_weight(batch) ** 2
+
+
+def loss_of_number(outputs, labels, num_items_in_batch):
+    return (outputs["losses"] * labels.ne(-100)).sum() / num_items_in_batch
 
 
 def check_losses_of_their_own():
-    \"\"\"They are weighted like the model's.\"\"\"
+    \"\"\"They are weighted like the model's; a function gets the micro-batch's own number.\"\"\"
     sized = {"batches_per_epoch": 7, "gradient_accumulation_steps": 2}
     for source, options in (("sampler", planned), ("stream", sized)):
         cell = folder / "own", source, 0
-        _, known, *_ = train(*cell, True, **options)
-        for takes_number, base in ((False, OwnLoss), (False, MeanLoss), (True, MeanLoss)):
-            _, found, *_ = train(*cell, takes_number, base, **options)
+        _, known, *_ = train(*cell, **options)
+        for base, own in ((OwnLoss, {}), (Unchanged, {"compute_loss_func": loss_of_number})):
+            _, found, *_ = train(*cell, base, **own, **options)
             torch.testing.assert_close(found.gradients, known.gradients, rtol=1e-12, atol=0)
-    assert "set its loss_is_scaled_for_ga to True where" in refused("sampler", OwnLoss, **planned)
+    assert "Override micro_batch_weight" in refused("sampler", SquaredWeights, **planned)
 
 
 def check_micro_batches_without_labels():
     \"\"\"They add nothing to the gradient of the step, although their mean is NaN.\"\"\"
-    counted, found = [], []
+    counted = []
 
     def without_long_ones(samples):
         batch, lengths = labelled(samples), torch.tensor([length for _, length in samples])
         labels = batch["labels"].masked_fill(lengths > 40, -100)
-        counted.append(bool(labels.ne(-100).any()))
+        counted.append(labels)
         return batch | {"labels": labels}
 
-    for takes_number in (True, False):
-        steps = Steps()
-        trainer = trainer_of(folder / "long", "sampler", 0, takes_number, steps, **planned)
-        trainer.budget_loader().collate_fn = without_long_ones
-        trainer.train()
-        found.append(steps.gradients)
-    assert not all(counted)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
+    steps = Steps()
+    trainer = trainer_of(folder / "long", "sampler", 0, steps, **planned)
+    trainer.budget_loader().collate_fn = without_long_ones
+    trainer.train()
+    assert not all(bool(labels.ne(-100).any()) for labels in counted)
+    for begin, end, gradient in zip([0, *steps.ends], steps.ends, steps.gradients):
+        labels = torch.cat(counted[begin:end])
+        own = torch.stack([labels.clamp(min=0).sum(), labels.ne(-100).sum()])
+        total, number = trainer.accelerator.gather(own[None]).sum(0).tolist()
+        assert abs(gradient - total / number) < 1e-12 * gradient
 
 
 def refused(source, *bases, workers=0, **options):
     try:
-        train(folder / "refused", source, workers, True, *bases, **options)
+        train(folder / "refused", source, workers, *bases, **options)
     except (OptionError, StateError) as error:
         return str(error)
 
@@ -236,21 +247,27 @@ class TensorParallel:
         return ranks
 
 
+class ContextParallel:
+    def get_cp_size(self):
+        return 2
+
+
 def check_that_batches_are_dealt_to_data_parallel_ranks():
     assert "DeepSpeed" in refused("sampler", UnderDeepSpeed, **planned)
     assert f"rank {rank} of {ranks}" in refused(
         "sampler", num_replicas=ranks + 1, rank=0, **planned)
+    assert "sequence parallelism" in refused("sampler", ContextParallel, **planned)
     if ranks > 1:
         assert "pass num_replicas=1, rank=0" in refused("sampler", TensorParallel, **planned)
     given = {"num_replicas": 1, "rank": 0} | planned
-    trainer = trainer_of(folder, "sampler", 0, True, Steps(), TensorParallel, **given)
+    trainer = trainer_of(folder, "sampler", 0, Steps(), TensorParallel, **given)
     assert len(trainer.get_train_dataloader()) == 9  # 203 samples, 24 a step
 
 
 def check_that_each_batch_is_reduced_where_that_is_asked_for():
     config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     steps, known = Steps(), Steps()
-    cell = folder / "synchronised", "sampler", 0, True
+    cell = folder / "synchronised", "sampler", 0
     trainer_of(*cell, known, **planned).train()
     trainer = trainer_of(*cell, steps, accelerator_config=config, **planned)
     trainer.accelerator.no_sync = None  # would raise
@@ -265,7 +282,7 @@ class Evaluated:
 
 def check_an_evaluation_of_unequal_batches():
     \"\"\"The Trainer would gather them, and its processes wait for each other for ever.\"\"\"
-    trainer = trainer_of(folder, "sampler", 0, True, Steps(), Evaluated, **planned)
+    trainer = trainer_of(folder, "sampler", 0, Steps(), Evaluated, **planned)
     if ranks > 1:
         try:
             trainer.evaluate()
@@ -275,7 +292,7 @@ def check_an_evaluation_of_unequal_batches():
             raise AssertionError("batches of unequal sizes were gathered")
         return
     trainer.evaluate()
-    assert sorted(sum(trainer.model.batches, [])) == [*range(len(LENGTHS))]
+    assert sorted(sum(trainer.model.evaluated, [])) == [*range(len(LENGTHS))]
 
 
 def check_that_an_older_trainer_is_refused():
@@ -298,7 +315,7 @@ def plain_trainer(loader, prepare=lambda accelerator, loader: loader, stop=None,
         output_dir=folder, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
         **{"num_train_epochs": EPOCHS, "learning_rate": 0.0} | options,
     )
-    return Plain(Model(True), arguments, callbacks=[Steps(stop)])
+    return Plain(Model(), arguments, callbacks=[Steps(stop)])
 
 
 def by_itself(source, workers, prepare):
@@ -381,12 +398,11 @@ check_that_batches_are_dealt_to_data_parallel_ranks()
 check_an_evaluation_of_unequal_batches()
 check_that_each_batch_is_reduced_where_that_is_asked_for()
 results = {}
-for takes_number in (True, False):
-    for name, result in each_cell(lambda *cell: run(*cell, takes_number)).items():
-        results[name_of(name, takes_number)] = result
+for name, result in each_cell(run).items():
+    results[name_of(name, "with the mixin")] = result
 for name, result in each_cell(accumulated).items():
     results[name_of(name, "accumulated")] = result
-for name, result in each_cell(lambda *cell: run(*cell, True, kind=StatefulDataLoader)).items():
+for name, result in each_cell(lambda *cell: run(*cell, kind=StatefulDataLoader)).items():
     results[name_of(name, "StatefulDataLoader")] = result
 ways = {
     "override": lambda accelerator, loader: loader,
@@ -410,8 +426,7 @@ NOT_RESUMED = Refused("StateError", ["resume_from_checkpoint", MIXIN, "ignore_da
 PLAIN = "Trainer, without the mixin: "
 RESUMED = "Trainer, without the mixin, resumed: "
 ROWS = {
-    "True": Row("Trainer: model takes `num_items_in_batch`"),
-    "False": Row("Trainer: model does not take it"),
+    "with the mixin": Row("Trainer, with the mixin"),
     "accumulated": Row(
         "Trainer: `gradient_accumulation_steps=2`",
         Refused("OptionError", ["gradient_accumulation_steps", "BudgetTrainerMixin"]),
@@ -433,10 +448,9 @@ def test_every_sample_comes_once_in_train(
 ) -> None:
     """Steps of the plan, checkpoints within an epoch, and losses divided by the step's labels."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    for setting in ("True", "False"):
-        assert_epochs_grow(found, setting)
-        for cell in CELLS:
-            check_gradients([one[name_of(*cell, setting)] for one in found])
+    assert_epochs_grow(found, "with the mixin")
+    for cell in CELLS:
+        check_gradients([one[name_of(*cell, "with the mixin")] for one in found])
     for workers in (0, 2):
         check_gradients([one[name_of("stream", workers, "accumulated")] for one in found])
     dealt = (SHARDED, DISPATCHED) if ranks > 1 else (GROWS, EPOCHS_ONLY)

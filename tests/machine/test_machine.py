@@ -27,7 +27,7 @@ def ask(self, key):
 type(os.environ).__getitem__ = ask
 
 import torchbudget.budget
-from torchbudget.machine import allocators, cgroups, device, host, peaks, pools
+from torchbudget.machine import allocators, device, host, peaks
 
 assert not [name for name in opened if name.startswith(("/proc", "/sys", "/dev"))], opened
 assert not [name for name in asked if name.startswith("torchbudget")], asked

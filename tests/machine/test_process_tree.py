@@ -7,11 +7,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 
 from torchbudget.errors import MachineError
-from torchbudget.machine.process_tree import ProcessTree, process_memory, process_tree
+from torchbudget.machine.process_tree import (
+    ProcessTree,
+    mapped_data_bytes,
+    process_memory,
+    process_pages,
+    process_tree,
+)
 from torchbudget.units import MiB
 
 
@@ -25,23 +32,6 @@ def test_memory_that_is_taken_is_resident_and_unreclaimable():
     for name in ("resident_bytes", "unreclaimable_bytes"):
         assert getattr(after, name) - getattr(before, name) == pytest.approx(MiB(64), abs=MiB(8))
     assert after.peak_resident_bytes >= after.resident_bytes
-
-
-def test_a_mapped_file_is_resident_but_reclaimable(tmp_path):
-    """Its pages can be read again, so the kernel may drop them."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(MiB(64)))
-    before = process_memory()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        assert sum(mapped[:: mmap.PAGESIZE]) == 0
-        after = process_memory()
-    kind = subprocess.run(
-        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if kind == "tmpfs":
-        pytest.skip("the temporary folder is a tmpfs")
-    assert after.resident_bytes - before.resident_bytes == pytest.approx(MiB(64), abs=MiB(8))
-    assert after.unreclaimable_bytes - before.unreclaimable_bytes == pytest.approx(0, abs=MiB(8))
 
 
 MAP = """
@@ -112,14 +102,6 @@ def test_a_tree_that_is_read_again_has_the_processes_of_that_moment():
     assert not left & {child.pid, forked.pid, grandchild.pid}
 
 
-def test_a_quick_reading_leaves_out_the_shares():
-    """Resident and anonymous bytes are those of the whole reading; it says what it lacks."""
-    quick, whole = process_memory(shares=False), process_memory()
-    assert quick.resident_bytes == pytest.approx(whole.resident_bytes, rel=0.01)
-    assert quick.anonymous_bytes == pytest.approx(whole.anonymous_bytes, rel=0.01)
-    assert (quick.is_proportional, whole.is_proportional) == (False, True)
-
-
 STATUS = """Name:\tpython
 State:\tR (running)
 Pid:\t77
@@ -166,7 +148,40 @@ def test_a_process_whose_shares_may_be_unreadable(tmp_path, rollup, proportional
     assert reading.is_proportional is (rollup is not None)
 
 
-def test_a_reading_is_frozen():
-    """Readings are values: a reading cannot be changed after it was taken."""
-    with pytest.raises(AttributeError):
-        process_memory().unreclaimable_bytes = 0
+def test_pages_by_their_kind():
+    """What a child shares with its parent is common until it is written to."""
+    taken = np.ones(MiB(64) // 8)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        before = process_pages(child)
+        taken += 1  # the parent's copy is its own now
+        after = process_pages(child)
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(child, 0)
+    assert before.common > MiB(64) > before.private
+    # Reading takes objects of the parent's too.
+    assert after.private - before.private == pytest.approx(MiB(64), abs=MiB(8))
+    assert before.common - after.common == pytest.approx(MiB(64), abs=MiB(8))
+    with pytest.raises(MachineError):
+        process_pages(child)
+
+
+def test_a_mapped_data_file_is_told_from_libraries(tmp_path):
+    """Its pages are resident once they were touched, but the kernel may drop them."""
+    kind = ["stat", "-f", "-c", "%T", tmp_path]
+    if subprocess.run(kind, capture_output=True, text=True, check=True).stdout == "tmpfs\n":
+        pytest.skip("the temporary folder is a tmpfs")
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * MiB(64))
+    before, data_before = process_memory(), mapped_data_bytes()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        sum(mapped[:: mmap.PAGESIZE])
+        after = process_memory()
+        assert mapped_data_bytes() - data_before == pytest.approx(MiB(64), abs=MiB(0.5))
+    assert after.resident_bytes - before.resident_bytes == pytest.approx(MiB(64), abs=MiB(8))
+    assert after.unreclaimable_bytes - before.unreclaimable_bytes == pytest.approx(0, abs=MiB(8))

@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.memory_groups import SHM
-from torchbudget.machine.process_tree import process_memory, process_tree
-from torchbudget.machine.shared_files import untouched_shared_bytes
+from torchbudget.machine.process_tree import process_memory, process_tree, untouched_shared_bytes
 from torchbudget.units import KiB, MiB
 
 if not SHM.is_dir():

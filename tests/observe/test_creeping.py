@@ -13,8 +13,7 @@ import pytest
 
 import torchbudget as tb
 from tests.support.costs import measured
-from torchbudget.machine.kernel_files import read_fields
-from torchbudget.machine.process_tree import process_memory
+from torchbudget.machine.process_tree import process_memory, read_fields
 from torchbudget.observe.report import recorded_runs
 from torchbudget.units import KiB, MiB
 

@@ -11,8 +11,8 @@ import pytest
 
 from torchbudget import MemoryBudget, MemoryMonitor, peak_memory
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
-from torchbudget.machine.cgroups import ControlGroups
 from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.host import ControlGroups
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.observe.report import MemoryLimit, limits_of
 from torchbudget.observe.sample import MemorySample

@@ -20,7 +20,7 @@ from tests.support.dying_workers import DEATHS, no_signals_of_workers
 from tests.support.memory_groups import HOLD, memory_group
 from torchbudget import MemoryMonitor, peak_memory
 from torchbudget.errors import OptionError
-from torchbudget.machine.cgroups import cgroup_memory
+from torchbudget.machine.host import cgroup_memory
 from torchbudget.observe.report import MemoryLimit, read_records
 from torchbudget.units import GiB, MiB
 

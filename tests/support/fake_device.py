@@ -15,7 +15,7 @@ from tests.support.caching_allocator import (
     CachingAllocator,
 )
 from torchbudget.machine import device as device_module
-from torchbudget.machine.cuda import DeviceFigures
+from torchbudget.machine.device import DeviceFigures
 
 
 class FakeDevice:

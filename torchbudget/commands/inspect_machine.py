@@ -11,10 +11,14 @@ import torch
 from torchbudget.budget import MemoryBudget
 from torchbudget.commands import Answer, Command, as_json
 from torchbudget.machine.device import cuda_memory
-from torchbudget.machine.host import host_memory, shared_memory
-from torchbudget.machine.limits import free_descriptors, usable_processors
-from torchbudget.machine.pools import MemoryPool
-from torchbudget.machine.process_limits import process_limits
+from torchbudget.machine.host import (
+    MemoryPool,
+    free_descriptors,
+    host_memory,
+    process_limits,
+    shared_memory,
+    usable_processors,
+)
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 

@@ -17,8 +17,7 @@ from torchbudget.data.cache.shared_file import bytes_to_come
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.errors import OptionError
 from torchbudget.host.trial import Trial, forks, try_batches, try_stream
-from torchbudget.machine.process_pages import mapped_data_bytes, process_pages
-from torchbudget.machine.process_tree import process_tree
+from torchbudget.machine.process_tree import mapped_data_bytes, process_pages, process_tree
 from torchbudget.plan.cursor import Cursor
 from torchbudget.plan.plan import Plan
 from torchbudget.random_state import RandomState

@@ -19,8 +19,7 @@ from torchbudget.data.stream.dataset import BudgetedIterableDataset
 from torchbudget.distributed import ranks_on_this_machine
 from torchbudget.errors import BudgetError, OptionError
 from torchbudget.host.model import HostBytes, HostModel
-from torchbudget.machine.host import SHM, shared_memory
-from torchbudget.machine.limits import free_descriptors, usable_processors
+from torchbudget.machine.host import SHM, free_descriptors, shared_memory, usable_processors
 from torchbudget.protocols import MapStyle
 from torchbudget.units import Amount, format_bytes, parse_bytes
 

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.errors import OptionError
-from torchbudget.machine.host import shared_memory
-from torchbudget.machine.limits import allow_more_descriptors
-from torchbudget.machine.process_pages import (
+from torchbudget.machine.host import allow_more_descriptors, shared_memory
+from torchbudget.machine.process_tree import (
     ProcessPages,
     mapped_data_bytes,
     process_pages,

@@ -22,9 +22,7 @@ _KERNELS: Final = "32"
 _KERNEL_CACHES: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
 # In torch's order: the first one that is set counts, even if it is empty.
-_CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Since then CUDA's allocator reads all of them; before, the first one, and ROCm's the second, too.
-_READS_ALL: Final = "2.10"
+CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def configure_allocators() -> None:
@@ -38,8 +36,8 @@ def configure_allocators() -> None:
       1,024, by `ONEDNN_PRIMITIVE_CACHE_CAPACITY` and, between it and torch, `LRU_CACHE_CAPACITY`.
       They are read when the process first uses oneDNN; from then on they cannot be changed;
     - CUDA: segments that grow instead of being replaced, by `PYTORCH_CUDA_ALLOC_CONF`, which is
-      read when the process first uses CUDA. Before that, what other processes have on each GPU is
-      noted, if NVML can be read (extra `nvml`).
+      read when the process first uses CUDA. Before that, the bytes that other processes use on
+      each GPU are noted, if NVML can be read.
 
     Variables that the environment has already stay as they are; of CUDA's name and the newer
     `PYTORCH_ALLOC_CONF`, which not every torch reads, a missing one gets the value that is stated
@@ -52,8 +50,8 @@ def configure_allocators() -> None:
     trim_malloc()
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, _KERNELS)
-    stated = _stated(_CUDA_NAMES, _CUDA_SEGMENTS)
-    for name in (_CUDA_NAMES[0], _CUDA_NAMES[-1]):
+    stated = _stated(CUDA_NAMES, _CUDA_SEGMENTS)
+    for name in (CUDA_NAMES[0], CUDA_NAMES[-1]):
         os.environ.setdefault(name, stated)
     if _in_force() is not None:
         kept = cuda_allocator_settings()["expandable_segments"]
@@ -74,24 +72,17 @@ def kernel_caches_are_stated() -> bool:
 def cuda_allocator_settings() -> dict[str, str]:
     """The settings of CUDA's caching allocator, by name.
 
-    Those of the environment, by the names that this torch reads. It reads them when the process
-    first uses CUDA; from then on those in force are returned, whatever the environment says.
+    Torch reads them from the environment when the process first uses CUDA, and before 2.10 not
+    from `PYTORCH_ALLOC_CONF`. From then on those in force are returned.
 
     Such as `{"expandable_segments": "True"}` after `configure_allocators()`.
     """
     in_force = _in_force()
     if in_force is None:
-        return _parsed(_stated(_names_read(), ""))
+        return _parsed(_stated(CUDA_NAMES, ""))
     settings = _parsed(in_force.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     # Not on every platform is what was asked for in force.
     return {**settings, "expandable_segments": str(in_force.get("expandable_segments", False))}
-
-
-def _names_read() -> tuple[str, ...]:
-    """The variables that this torch reads for CUDA, the first one first."""
-    if torch.__version__ >= _READS_ALL:
-        return _CUDA_NAMES
-    return _CUDA_NAMES[:1] if torch.version.hip is None else _CUDA_NAMES[:2]
 
 
 def _stated(names: tuple[str, ...], default: str) -> str:

@@ -1,4 +1,4 @@
-"""The memory of a CUDA device: what this process has of it, and what others have.
+"""The memory of a CUDA device: the part of this process, and the part of others.
 
 The device's bytes of a process are what torch's allocator has reserved plus what the process uses
 outside it: its context, libraries, buffers of collectives. Memory of other processes is no part.
@@ -7,34 +7,251 @@ outside it: its context, libraries, buffers of collectives. Memory of other proc
 from __future__ import annotations
 
 import os
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
-from torchbudget.machine.cuda import DeviceFigures, TorchSource
+from torchbudget.errors import MachineError, OptionError
+from torchbudget.machine.allocators import CUDA_NAMES, cuda_allocator_settings
 from torchbudget.machine.high_water import HighWater
-from torchbudget.machine.pools import MemoryPool
+from torchbudget.machine.host import MemoryPool, machine_memory
+from torchbudget.machine.nvml import free_bytes_before, process_bytes, remember_free_bytes
 from torchbudget.units import format_bytes
 
-# Where nothing tells processes apart, up to so much of what is in use at first is this process's: a
-# context takes about half a GiB, libraries that are loaded by then some hundred MiB more.
-_ASSUMED_BYTES: Final = 2**30
 # Where segments grow, torch compares its limit with a request rounded up to 2 MiB, and then takes
 # pages of 20 MiB. With segments of fixed sizes so much stays free.
 _BEYOND_BYTES: Final = 18 * 2**20
 _devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
 
 
+_OWN_POOL: Final = (0, 0)
+# Settings whose values in force torch returns, so that what the environment says is not needed.
+_READ_OFF: Final = ("backend", "expandable_segments")
+
+# By either name on CUDA and on ROCm.
+_UNCACHED: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """One reading of a device, as torch, the driver and NVML say it.
+
+    Attributes:
+        total_bytes: of the device.
+        free_bytes: what no process uses.
+        process_bytes: what this process uses, context and libraries included; None: unknown.
+        free_before_bytes: what was free before this process had a context; None: unknown.
+        reserved_bytes: what torch's allocator has reserved.
+        allocated_bytes: what living tensors take.
+        peak_reserved_bytes: the most that was reserved since the peaks were reset.
+        peak_allocated_bytes: the most that living tensors took since then.
+        fraction: of the device, that the allocator may reserve.
+        retries: allocations so far that succeeded after the cache was flushed.
+        ooms: allocations so far that failed for good.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    process_bytes: int | None = None
+    free_before_bytes: int | None = None
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    fraction: float = 1.0
+    retries: int = 0
+    ooms: int = 0
+
+
+def may_return_early(device: torch.device | str | int | None) -> bool:
+    """Whether a copy to a device may be `non_blocking`: return before it is done.
+
+    Towards CUDA it may: work that is enqueued later waits for it, pinned memory is not reused
+    before, and other memory was read by then. Towards the CPU it may not: whoever reads the copy
+    would not wait. Other devices promise neither.
+    """
+    if device is None:
+        return False
+    return isinstance(device, int) or torch.device(device).type == "cuda"
+
+
+def device_in_use(*, prefers_current: bool) -> int | None:
+    """The device that torch's allocator has most reserved on, in this process; None: nothing is.
+
+    A model may be on another device than the thread's current one, which is the first one unless it
+    was set: `"cuda"` would name that, and asking for its memory would take a context there. This
+    asks the allocator alone.
+
+    Args:
+        prefers_current: the thread's current device, if anything is reserved there.
+
+    Raises:
+        MachineError: the allocator does not say, as a pluggable one.
+    """
+    devices = range(torch.cuda.device_count())
+    try:
+        if prefers_current and devices:
+            current = torch.cuda.current_device()
+            if torch.cuda.memory_reserved(current):
+                return current
+        reserved = [torch.cuda.memory_reserved(index) for index in devices]
+    except RuntimeError as error:
+        raise MachineError(f"cannot read what torch's allocator has reserved: {error}") from error
+    return reserved.index(max(reserved)) if any(reserved) else None
+
+
+def check_counted() -> None:
+    """Check that torch's allocator counts what it allocates.
+
+    Raises:
+        MachineError: it passes every request on to the driver, as for debugging, or to
+            cudaMallocAsync, and counts no blocks.
+    """
+    settings = [f"{name}=1" for name in _UNCACHED if os.environ.get(name) == "1"]
+    if any("cudaMallocAsync" in os.environ.get(name, "") for name in CUDA_NAMES):
+        settings.append("backend:cudaMallocAsync")
+    if settings:
+        raise MachineError(
+            f"{settings[0]} has torch allocate without its own allocator, which then counts "
+            "nothing: no peak of a CUDA device can be measured; leave it out"
+        )
+
+
+class TorchSource:
+    """A CUDA device, as torch and NVML see it; tests without one put another class in its place.
+
+    The first one in a process initialises CUDA, which it cannot share with forked children.
+
+    Args:
+        device: `"cuda"` means the current device.
+
+    Raises:
+        OptionError: `device` is no CUDA device.
+        MachineError: there is no such device.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        wanted = named_cuda(device)
+        number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if number <= (wanted.index or 0):
+            raise MachineError(
+                f"cannot read the memory of {wanted}: torch {torch.__version__} finds {number} "
+                "CUDA devices, counted from 0"
+            )
+        remember_free_bytes()
+        try:
+            self.index = torch.cuda.current_device() if wanted.index is None else wanted.index
+            properties = torch.cuda.get_device_properties(self.index)
+        except RuntimeError as error:
+            raise MachineError(f"cannot read the memory of {wanted}: {error}") from error
+        self._uuid = str(properties.uuid).removeprefix("GPU-")
+        self._shares_hosts = bool(properties.is_integrated)
+
+    def figures(self) -> DeviceFigures:
+        """Read the device now; NVML first, since what is allocated meanwhile is not outside."""
+        own_bytes = process_bytes(self._uuid)
+        try:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+            stats = torch.cuda.memory_stats(self.index)  # which a pluggable allocator does not have
+        except RuntimeError as error:
+            raise MachineError(f"cannot read the memory of cuda:{self.index}: {error}") from error
+        if self._shares_hosts:  # of which the driver counts files that the kernel can drop as used
+            free_bytes = min(max(free_bytes, machine_memory().free_bytes), total_bytes)
+        # Torch 2.6 can set the fraction, but not return it.
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        return DeviceFigures(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            process_bytes=own_bytes,
+            free_before_bytes=free_bytes_before(self._uuid),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+            peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+            peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+            fraction=min(fraction(self.index), 1.0),  # cudaMallocAsync without a limit says more
+            retries=stats.get("num_alloc_retries", 0),
+            ooms=stats.get("num_ooms", 0),
+        )
+
+    def synchronize(self) -> None:
+        """Wait for all that was enqueued."""
+        torch.cuda.synchronize(self.index)
+
+    def reset_peaks(self) -> None:
+        """Make the peaks start from what is reserved and allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def empty_cache(self) -> None:
+        """Return the allocator's free blocks to the device."""
+        torch.cuda.empty_cache()
+
+    def set_fraction(self, fraction: float) -> None:
+        """Let the allocator reserve no more than this part of the device."""
+        with torch.cuda.device(self.index):  # which torch would leave as the current one
+            torch.cuda.set_per_process_memory_fraction(fraction, self.index)
+
+    def name(self) -> str:
+        """Which device it is."""
+        return torch.cuda.get_device_name(self.index)
+
+    def allocator(self) -> str:
+        """Which allocator, with which settings, is in force.
+
+        What the segments are like is read off one of them. Other settings are those that the
+        environment states, of which torch does not return what is in force.
+        """
+        backend, segments = torch.cuda.get_allocator_backend(), self._segments()
+        if not segments:
+            return backend
+        growing = any(one.get("is_expandable", False) for one in segments)
+        kind = "expandable segments" if growing else "segments of fixed sizes"
+        others = cuda_allocator_settings().items()
+        options = [f"{k}:{value}" for k, value in others if k not in _READ_OFF]
+        return ", ".join([backend, kind, *options])
+
+    def graph_bytes(self) -> int:
+        """Bytes that memory pools other than the default one have reserved, as for CUDA graphs."""
+        return sum(
+            one["total_size"]
+            for one in self._segments()
+            if tuple(one.get("segment_pool_id", _OWN_POOL)) != _OWN_POOL
+        )
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """Those of the allocator on this device; none of another backend, which has no snapshot."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return []
+        return [one for one in torch.cuda.memory_snapshot() if one["device"] == self.index]
+
+
+def named_cuda(device: torch.device | str) -> torch.device:
+    """The CUDA device of this name, whether there is one or not.
+
+    Raises:
+        OptionError: it is the name of none.
+    """
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        wanted = None
+    if wanted is None or wanted.type != "cuda":
+        raise OptionError(
+            f"expected a CUDA device such as 'cuda:0', got {str(device)!r}; "
+            "for another device, state the budget's bytes"
+        )
+    return wanted
+
+
 class DeviceMemory:
     """The memory of one device, told apart from that of other processes.
 
-    Where NVML counts this process's bytes, at least those that torch's allocator has reserved, they
-    are read each time. Elsewhere others are taken to use what they used before this process had a
-    context, or, if that is unknown, all that was in use at the first reading beyond a GiB; what is
-    added later is this process's.
+    The bytes of this process are those that NVML counts for it, read each time, unless torch's
+    allocator has reserved more. Elsewhere they are all bytes in use, less those that were in use
+    before this process had a context, if that is known: doubtful bytes are its own.
 
     Attributes:
-        source: of the figures, and what acts on the allocator.
+        source: the source of the figures, which also acts on the allocator.
         high_water: the most that the allocator reserved, and that living tensors took.
     """
 
@@ -42,11 +259,8 @@ class DeviceMemory:
         self.source = source
         self.high_water = HighWater(self._peaks, self._reset_peaks)
         first = source.figures()
-        used_bytes = first.total_bytes - first.free_bytes
-        if first.free_before_bytes is not None:
-            self._others_bytes = max(0, first.total_bytes - first.free_before_bytes)
-        else:
-            self._others_bytes = max(0, used_bytes - first.reserved_bytes - _ASSUMED_BYTES)
+        before_bytes = first.free_before_bytes
+        self._others_bytes = 0 if before_bytes is None else first.total_bytes - before_bytes
 
     def _peaks(self) -> tuple[int, ...]:
         figures = self.source.figures()
@@ -57,21 +271,18 @@ class DeviceMemory:
         return True
 
     def outside_bytes(self, figures: DeviceFigures) -> int:
-        """What this process used outside torch's allocator at a reading."""
+        """Return the bytes that this process used outside torch's allocator at a reading."""
+        used_bytes = figures.total_bytes - figures.free_bytes - self._others_bytes
         if _is_counted(figures):
             used_bytes = figures.process_bytes or 0
-        else:
-            used_bytes = figures.total_bytes - figures.free_bytes - self._others_bytes
         return max(0, used_bytes - figures.reserved_bytes)
 
     def told_apart_by(self, figures: DeviceFigures) -> str:
-        """How this process's bytes were told from those of others at a reading."""
+        """Name the source that told this process's bytes from those of others at a reading."""
         if _is_counted(figures):
             return "as NVML counts this process"
-        if figures.free_before_bytes is not None:
-            return "what is in use, less what was in use before this process had a context"
         others = format_bytes(self._others_bytes)
-        return f"an assumption, {others} in use being others'; with nvidia-ml-py it is read"
+        return f"all that is in use but {others}, in use before this process had a context"
 
     def pool(self) -> MemoryPool:
         """The device as memory that this process shares with others.

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from torchbudget.machine.kernel_files import ROOT, read_fields
+from torchbudget.machine.process_tree import ROOT, read_fields
 
 
 class HighWater:

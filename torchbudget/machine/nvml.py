@@ -1,46 +1,50 @@
 """NVML, NVIDIA's management library: what a GPU has in use, and what of it is this process's.
 
-It is read through the package `nvidia-ml-py` (extra `nvml`), which is imported when it is needed.
-Without the package, the library or the right to read it, every function says so with None.
+The driver brings the library, `libnvidia-ml.so.1`, which is called through ctypes. Without it, or
+without the right to read it, every function returns None or nothing.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from ctypes import CDLL, byref, c_uint, c_uint64, c_void_p, create_string_buffer
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from torchbudget.machine.kernel_files import ROOT
+from torchbudget.machine.process_tree import ROOT
 
 # The inode of the kernel's first process namespace, PROC_PID_INIT_INO of include/linux/proc_ns.h.
 _FIRST_NAMESPACE: Final = "pid:[4026531836]"
+_NOT_AVAILABLE: Final = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE of nvml.h
+_MOST_PROCESSES: Final = 1024  # more are an error, as any other: this process is not counted
 # Free bytes of each GPU by UUID, before this process had a context on it; by process, since a
 # forked one begins without contexts.
 _free_before: dict[int, dict[str, int]] = {}
 
 
 def process_bytes(uuid: str, *, root: Path = ROOT) -> int | None:
-    """The bytes that this process uses on a GPU, context and libraries included.
+    """Return the bytes that this process uses on a GPU, context and libraries included.
 
     It is what `nvidia-smi` shows for the process. NVML numbers processes as the machine does: in a
     container with numbers of its own the same number may be another process, so there it is None.
 
     Args:
-        uuid: of the GPU, as `torch.cuda.get_device_properties` has it.
+        uuid: the GPU's, as `torch.cuda.get_device_properties` has it.
         root: the folder that `/proc` is looked up in.
     """
-    nvml = _nvml()
+    nvml = _library()
     if nvml is None or not _numbers_agree(root):
         return None
-    for prefix in ("GPU-", "MIG-"):
-        with suppress(nvml.NVMLError):
-            handle = nvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                    return int(process.usedGpuMemory)
+    # An nvmlProcessInfo_t is three words: the number (32 bits), the bytes, and instances.
+    gpu, number, words = c_void_p(), c_uint(_MOST_PROCESSES), (c_uint64 * 3 * _MOST_PROCESSES)()
+    for prefix in (b"GPU-", b"MIG-"):
+        if not nvml.nvmlDeviceGetHandleByUUID(prefix + uuid.encode(), byref(gpu)):
+            nvml.nvmlDeviceGetComputeRunningProcesses_v3(gpu, byref(number), words)
+            for process, used_bytes, _ in words:
+                if process % 2**32 == os.getpid() and used_bytes != _NOT_AVAILABLE:
+                    return int(used_bytes)
     return None
 
 
@@ -55,41 +59,38 @@ def remember_free_bytes() -> None:
 
 
 def free_bytes_before(uuid: str) -> int | None:
-    """The bytes that were free on a GPU before this process initialised CUDA; None: unknown."""
+    """Return the bytes that were free on a GPU before this process initialised CUDA, if known."""
     return _free_before.get(os.getpid(), {}).get(uuid)
 
 
 def _free_bytes() -> dict[str, int]:
-    nvml = _nvml()
-    free: dict[str, int] = {}
-    if nvml is None:
-        return free
-    number = 0
-    with suppress(nvml.NVMLError):
-        number = nvml.nvmlDeviceGetCount()
-    for index in range(number):
-        with suppress(nvml.NVMLError):  # of one that is lost, shared out, or another user's
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = str(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
-            free[uuid] = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
+    nvml, number = _library(), c_uint()
+    if nvml is None or nvml.nvmlDeviceGetCount_v2(byref(number)):
+        return {}
+    free = {}
+    for index in range(number.value):
+        # An nvmlMemory_t is three words: total, free and used bytes.
+        gpu, memory, uuid = c_void_p(), (c_uint64 * 3)(), create_string_buffer(96)
+        if not (  # of one that is lost, shared out, or another user's
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, byref(gpu))
+            or nvml.nvmlDeviceGetUUID(gpu, uuid, len(uuid))
+            or nvml.nvmlDeviceGetMemoryInfo(gpu, byref(memory))
+        ):
+            free[uuid.value.decode().removeprefix("GPU-")] = memory[1]
     return free
 
 
-def _nvml() -> Any:
-    """The module, initialised; None where it is not installed, or finds no driver."""
+def _library() -> CDLL | None:
+    """Return the library, initialised; None where there is none, or it finds no driver."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except ImportError:
+        library = CDLL("libnvidia-ml.so.1")
+        return None if library.nvmlInit_v2() else library
+    except (OSError, AttributeError):
         return None
-    except pynvml.NVMLError:
-        return None
-    return pynvml
 
 
 def _numbers_agree(root: Path) -> bool:
-    """Whether this process has the machine's own numbers of processes."""
+    """Return whether this process has the machine's own numbers of processes."""
     try:
         return str((root / "proc/self/ns/pid").readlink()) == _FIRST_NAMESPACE
     except OSError:

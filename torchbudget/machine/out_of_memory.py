@@ -14,9 +14,7 @@ from typing import Final
 import torch
 
 from torchbudget.errors import MachineError
-from torchbudget.machine.cgroups import cgroup_memory
-from torchbudget.machine.host import machine_memory
-from torchbudget.machine.process_limits import process_limits
+from torchbudget.machine.host import cgroup_memory, machine_memory, process_limits
 
 # Said for no other reason. "out of memory": CUDA, its driver, HIP, Triton, MPS, XPU, NCCL, each in
 # a sentence of its own, or as the name of an error, such as CUDA_ERROR_OUT_OF_MEMORY,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from torchbudget.machine.cuda import check_counted
-from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
+from torchbudget.machine.device import DeviceMemory, check_counted, device_memory, is_cpu
 from torchbudget.machine.high_water import RESIDENT
 
 

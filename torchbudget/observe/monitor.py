@@ -20,8 +20,7 @@ from torchbudget.checks import at_least_one, positive_number
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
-from torchbudget.machine.cuda import named_cuda
-from torchbudget.machine.device import is_cpu
+from torchbudget.machine.device import is_cpu, named_cuda
 from torchbudget.machine.peaks import Peak, peak_memory
 from torchbudget.observe.recording import History, Output, Pace, ScalarWriter
 from torchbudget.observe.report import (

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 
 from torchbudget.errors import MachineError
-from torchbudget.machine.cgroups import ControlGroups
-from torchbudget.machine.cuda import device_in_use
-from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
+from torchbudget.machine.device import DeviceMemory, device_in_use, device_memory, is_cpu
 from torchbudget.machine.high_water import RESIDENT, Mark
-from torchbudget.machine.host import machine_memory, shared_memory
-from torchbudget.machine.pools import MemoryPool
-from torchbudget.machine.process_tree import ProcessTree
-from torchbudget.machine.shared_files import untouched_shared_bytes
+from torchbudget.machine.host import ControlGroups, MemoryPool, machine_memory, shared_memory
+from torchbudget.machine.process_tree import ProcessTree, untouched_shared_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

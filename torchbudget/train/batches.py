@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchbudget.errors import OptionError
-from torchbudget.machine.cuda import may_return_early
+from torchbudget.machine.device import may_return_early
 from torchbudget.protocols import HasNumSamples, SplittableBatch
 
 

@@ -14,7 +14,7 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any, Final
 
-from torchbudget.machine.shared_files import touched_bytes
+from torchbudget.machine.process_tree import touched_bytes
 
 _NAME: Final = "torchbudget"
 

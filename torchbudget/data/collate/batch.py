@@ -46,7 +46,7 @@ from torchbudget.data.collate.layouts import (
     own_padding,
 )
 from torchbudget.errors import CollateError, OptionError
-from torchbudget.machine.cuda import may_return_early
+from torchbudget.machine.device import may_return_early
 
 BatchT = TypeVar("BatchT", bound="Batch")
 LayoutT = TypeVar("LayoutT", bound=Layout)

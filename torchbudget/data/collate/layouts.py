@@ -28,7 +28,7 @@ from torchbudget.data.collate.columns import (
     show,
 )
 from torchbudget.errors import CollateError
-from torchbudget.machine.cuda import may_return_early
+from torchbudget.machine.device import may_return_early
 
 PaddingValue: TypeAlias = float | Callable[[Any], Any]
 
