@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOMS = ("plan", "data", "host")
+ROOMS = ("data", "host", "integrations", "machine", "plan")
 OPENINGS = (
     "What",
     "Where",

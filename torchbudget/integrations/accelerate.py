@@ -106,6 +106,6 @@ class _Checkpoint:
         return {"ranks": of_each_rank(source.state_dict() if position is None else position)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from that of this rank, in its epoch."""
+        """Go on from this rank's position, in its epoch."""
         self._base.go_to(of_this_rank(state_dict["ranks"]))
         self._shard.iteration = self._base.source.epoch

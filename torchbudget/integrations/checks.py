@@ -195,7 +195,7 @@ def _changed(ids: Tensor, end: int) -> Tensor:
 
 
 def _after(output: Any, end: int, ids: Tensor) -> Tensor | None:
-    """Some of a model's first output after the first segment, if it has as many positions."""
+    """Return the first output's positions after the first segment, if it has as many."""
     first = output
     if not isinstance(output, Tensor):
         first = next(iter(output.values() if isinstance(output, Mapping) else output))

@@ -139,7 +139,7 @@ def of_each_rank(value: T) -> list[T]:
     return gathered(value) if is_distributed() else [value]
 
 
-def of_this_rank(positions: list[Position]) -> Position:
+def of_this_rank(positions: list[T]) -> T:
     """Return this rank's position; where there are more ranks than saved them, ranks share one.
 
     Raises:

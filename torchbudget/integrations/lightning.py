@@ -19,7 +19,7 @@ _KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
 
 
 class BudgetDataMixin(_DataModule):  # type: ignore[misc]
-    """Goes before `LightningDataModule`: override `budget_loader`, not `train_dataloader`.
+    """A base class to put before `LightningDataModule`: override `budget_loader`.
 
     Lightning sees no `DataLoader`, so that it rebuilds none, whatever `use_distributed_sampler`
     says; and no `len`, since it would read it once and cut longer epochs short. The positions of
@@ -35,16 +35,13 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     """
 
     _loaders: list[_Loader] | None = None
-    _loaded: list[dict[str, Any]] | None = None
-    _epoch = 0  # Lightning's number of the present epoch
-    _offset = 0  # by which that is larger than the loaders' number
-    _goes_on = False  # it is that of a checkpoint, which Lightning may number otherwise
-    _began = -1  # Lightning's count of batches where that epoch began
+    _loaded: list[list[dict[str, Any]]] | None = None
+    _began = 0  # Lightning's count of batches when the loaders were made
 
     def budget_loader(self) -> Any:
-        """A loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
+        """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
 
-        Or several: a dict, a list or a `CombinedLoader` of them.
+        It may be several: a dict, a list or a `CombinedLoader` of them.
         """
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 
@@ -77,7 +74,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
             check_dealt(
                 leaf, **getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
             )
-        self._loaders = loaders = [_Loader(leaf, self) for leaf in leaves]
+        self._loaders = loaders = [_Loader(leaf) for leaf in leaves]
         self._go_on(loaders)
         if not is_combined:
             return tree_unflatten(loaders, structure)
@@ -87,44 +84,26 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     def _go_on(self, loaders: list[_Loader]) -> None:
         """Begin Lightning's epoch, or go to the positions of the checkpoint."""
         loop = self.trainer.fit_loop
-        loaded, self._loaded = self._loaded, None
-        self._goes_on = loaded is not None
-        self._epoch = loop.epoch_progress.current.processed
-        self._offset = min(self._offset, self._epoch)
-        states: list[Any] = [None] * len(loaders)
-        if loaded is not None:
-            saved = of_this_rank(loaded)
-            states, self._offset = saved["loaders"], saved["offset"]
-            self._epoch = saved["epoch"] + saved["is_over"]
-            if len(states) != len(loaders):
+        progress, saved = loop.epoch_loop.batch_progress, self._loaded
+        self._began, self._loaded = progress.total.ready, None
+        if saved is None:
+            if loop.restarting and progress.current.processed:
                 raise StateError(
-                    f"the checkpoint has the positions of {len(states)} loaders, and budget_loader "
-                    f"returned {len(loaders)}: return those that it was saved with"
+                    f"the checkpoint has no position of a {type(self).__name__} to go on from "
+                    "within an epoch: resume from one that was saved with this data module, or "
+                    "load the weights alone"
                 )
-        elif loop.restarting and loop.epoch_loop.batch_progress.current.processed:
+            for loader in loaders:
+                loader.choose(loop.epoch_progress.current.processed)
+            return
+        states = of_this_rank(saved)
+        if len(states) != len(loaders):
             raise StateError(
-                f"the checkpoint has no position of a {type(self).__name__} to go on from within "
-                "an epoch: resume from one that was saved with this data module, or load the "
-                "weights alone"
+                f"the checkpoint has the positions of {len(states)} loaders, and budget_loader "
+                f"returned {len(loaders)}: return those that it was saved with"
             )
         for loader, state in zip(loaders, states, strict=True):
-            if state is None:
-                loader.choose(self._epoch - self._offset)
-            else:
-                loader.load(state)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Have all loaders begin one of Lightning's epochs, unless they are in it."""
-        if self._goes_on:  # Lightning may have counted an epoch that `max_steps` has ended
-            self._offset += epoch - self._epoch
-        elif epoch != self._epoch:
-            for loader in self._loaders or ():
-                loader.has_ended = False
-                loader.choose(epoch - self._offset)
-        else:
-            return
-        self._epoch, self._goes_on = epoch, False
-        self._began = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            loader.load(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data module and the positions of each rank; a collective."""
@@ -136,18 +115,8 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         in_step = progress.current.ready - progress.current.processed
         is_over = progress.is_last_batch and not in_step and progress.total.ready > self._began
         ahead = loop.max_batches == inf  # else Lightning needs no batch to find the end
-        following = self._epoch + 1 - self._offset
-        states = [
-            loader.save(in_step, ahead=ahead, following=following if is_over else None)
-            for loader in self._loaders
-        ]
-        state = {
-            "epoch": self._epoch,
-            "offset": self._offset,
-            "is_over": is_over,
-            "loaders": states,
-        }
-        return {**others, _KEY: of_each_rank(state)}
+        states = [loader.save(in_step, is_over=is_over, ahead=ahead) for loader in self._loaders]
+        return {**others, _KEY: of_each_rank(states)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the data module; the loaders are made later."""
@@ -163,10 +132,10 @@ class _Loader(HostedLoader):
         has_ended: a loop over it has ended in the present one of Lightning's epochs.
     """
 
-    def __init__(self, loader: DataLoader[Any], data: BudgetDataMixin) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
-        self._data = data
         self.has_ended = self._ends_again = False
+        self._epoch: int | None = None  # Lightning's number, which may be ahead of the source's
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the epoch's batches."""
@@ -178,34 +147,38 @@ class _Loader(HostedLoader):
 
     @property
     def sampler(self) -> _Loader:
-        """Itself: Lightning calls `loader.sampler.set_epoch`."""
+        """The object itself: Lightning calls `loader.sampler.set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin one of Lightning's epochs."""
-        self._data.begin_epoch(epoch)
+        """Begin one of Lightning's epochs, unless the loader is in it."""
+        if self._epoch not in (None, epoch):
+            self.has_ended = False
+            if self.reads is not None:  # the last one was cut short
+                self.choose(self.reads + 1)
+        self._epoch = epoch
 
-    def save(self, in_step: int, *, ahead: bool, following: int | None) -> dict[str, Any] | None:
+    def save(self, in_step: int, *, is_over: bool, ahead: bool) -> dict[str, Any]:
         """Return the position after the last batch that was trained on.
 
         Args:
             in_step: 1 while Lightning trains on a batch.
+            is_over: Lightning's epoch is over.
             ahead: Lightning reads one ahead.
-            following: the epoch that follows, where Lightning's epoch is over.
-
-        Returns:
-            `None`: the beginning of that epoch.
         """
-        if following is not None and not self.source.epoch == following != self.reads:
-            return None
+        if is_over and self.reads is not None:
+            return {"begins": self.reads + 1, "has_ended": False}
         is_open = self.reads is not None
-        before_end = following is not None or (in_step and not is_open)
+        before_end = is_over or (in_step and not is_open)
         return {
             "position": self.position(in_step + (ahead and is_open)),
             "has_ended": self.has_ended and not before_end,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `save` returned."""
-        self.go_to(state["position"])
+        """Go on from a state that `save` returned."""
+        if "begins" in state:
+            self.choose(state["begins"])
+        else:
+            self.go_to(state["position"])
         self.has_ended = self._ends_again = state["has_ended"]

@@ -34,7 +34,7 @@ _IGNORED: Final = -100  # a label that does not count
 
 
 class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Goes before `Trainer`: override `budget_loader`, not `get_train_dataloader`.
+    """A base class to put before `Trainer`: override `budget_loader`, not `get_train_dataloader`.
 
     Each item of the loader that the Trainer sees is a list of micro-batches. With a sampler it is
     one step of the plan, so that `samples_per_step` is needed, and `gradient_accumulation_steps`
@@ -62,11 +62,11 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
 
     def budget_loader(self) -> DataLoader[Any]:
-        """A loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
+        """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """A loader of lists of micro-batches.
+    def get_train_dataloader(self) -> Any:
+        """Return a loader of lists of micro-batches.
 
         Raises:
             OptionError: an argument of the Trainer, or an option of the loader, would lose samples
@@ -80,7 +80,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             num_replicas=self.args.world_size // shared_by,
             rank=self.args.process_index // shared_by,
         )
-        return _ItemLoader(self._items, batch_size=None, collate_fn=_same)
+        return self._items
 
     def micro_batch_weight(self, batch: Any) -> float:
         """Return the number that the mean loss of a micro-batch is the mean over.
@@ -109,19 +109,20 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def _shifts_labels(self) -> bool:
-        """Whether the model shifts labels, which the Trainer overlooks in GPT-2, say."""
+        """Return whether the model shifts labels, which the Trainer overlooks in GPT-2, say."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         is_causal = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return is_causal or getattr(self, "_loss_shifts_labels", False)
 
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Samples of an epoch, from which rates are computed."""
-        items = getattr(dataloader, "dataset", None)
-        return items.num_samples if isinstance(items, _Items) else super().num_examples(dataloader)
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the samples of an epoch, from which rates are computed."""
+        if isinstance(dataloader, _Items):
+            return dataloader.num_samples
+        return int(super().num_examples(dataloader))
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of a step, on all ranks."""
+        """Return the samples of a step, on all ranks."""
         if self._items is None or self._items.sampler is None:
             return int(super().get_total_train_batch_size(args))
         return self._items.sampler.plan.window
@@ -136,7 +137,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         return items, None
 
     def training_step(self, model: nn.Module, inputs: list[Any], *_: Any) -> Tensor:
-        """Forward and backward of each micro-batch of an item; the sum of their losses."""
+        """Run forward and backward of each micro-batch of an item; return the summed loss."""
         self._check_item(model, inputs)
         losses = []
         ranks = self.accelerator.num_processes  # over which gradients are averaged
@@ -205,13 +206,13 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def _no_router_loss(self) -> dict[str, bool]:
-        """The argument that turns the loss of the experts' balance off, where it is on."""
+        """Return the argument that turns the loss of the experts' balance off, where it is on."""
         configs = [getattr(part, "config", None) for part in self.model.modules()]
         is_on = any(getattr(config, "output_router_logits", False) for config in configs)
         return {"output_router_logits": False} if is_on else {}
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
-        """As the Trainer's.
+        """Evaluate like the Trainer.
 
         Raises:
             OptionError: the Trainer would gather batches of unequal sizes, which never ends.
@@ -225,7 +226,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().evaluation_loop(dataloader, *more, **options)
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Of all micro-batches of an item."""
+        """Count the operations of all micro-batches of an item."""
         each = super().floating_point_ops
         return sum(map(each, inputs)) if isinstance(inputs, list) else each(inputs)
 
@@ -241,18 +242,21 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 class _Items(IterableDataset[list[Any]]):
-    """Lists of micro-batches, in the process that trains.
+    """Lists of micro-batches, in the process that trains: a loader, and its own data set.
 
     Args:
-        trainer: whose arguments and state are read.
-        loader: of micro-batches.
+        trainer: the Trainer, whose arguments and state are read.
+        loader: a loader of micro-batches.
 
     Attributes:
-        sampler: whose steps the items are; `None`: each item is one micro-batch.
+        sampler: the sampler whose steps the items are; `None`: each item is one micro-batch.
 
     Raises:
         OptionError: they do not go together.
     """
+
+    # Accelerate's skip_first_batches makes another loader of them.
+    batch_size, collate_fn = None, list
 
     def __init__(self, trainer: Any, loader: HostedLoader) -> None:
         source = loader.source
@@ -270,12 +274,17 @@ class _Items(IterableDataset[list[Any]]):
         return self._length
 
     @property
+    def dataset(self) -> _Items:
+        """The object itself."""
+        return self
+
+    @property
     def num_samples(self) -> int:
-        """Samples of an epoch on all ranks; micro-batches where that is not planned."""
+        """The samples of an epoch on all ranks; micro-batches where that is not planned."""
         return len(self) if self.sampler is None else len(self.sampler.plan.order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next; to a stream of unknown length, all is one epoch."""
+        """Choose the next epoch; a stream of unknown length is one epoch."""
         if self._length is not None:
             self.loader.choose(epoch)
 
@@ -315,7 +324,7 @@ class _Items(IterableDataset[list[Any]]):
                 item = []
 
     def _left(self) -> int | None:
-        """Items of the coming epoch; `None`: unknown."""
+        """Return the number of items of the coming epoch; `None`: unknown."""
         if self.sampler is not None:
             return self.sampler.steps_left
         try:
@@ -348,27 +357,13 @@ class _Items(IterableDataset[list[Any]]):
         return int(state.global_step % steps * each)
 
 
-class _ItemLoader(DataLoader[list[Any]]):
-    """A loader that passes on the epoch that the Trainer chooses."""
-
-    dataset: _Items
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `_Items.set_epoch`."""
-        self.dataset.set_epoch(epoch)
-
-
-def _same(item: Any) -> Any:
-    return item
-
-
 def _counted(batch: Any) -> dict[str, Any]:
-    """A micro-batch no label of which counts, with labels that do.
+    """Return a micro-batch, no label of which counts, with labels that do.
 
     The mean of nothing is NaN, and so may be its gradients, which are divided by infinity.
     """
-    labels = batch["labels"]
-    return {**batch, "labels": labels.masked_fill(labels == _IGNORED, 0)}
+    labels = {"labels": torch.zeros_like(batch["labels"])} if "labels" in batch else {}
+    return {**batch, **labels}
 
 
 def _check(trainer: Any, sampler: MemoryBudgetBatchSampler | None) -> None:

@@ -1,4 +1,4 @@
-"""What this machine has, and how much of it is used now.
+"""The resources of this machine, and how much of each is used now.
 
 The only package that reads psutil, `/proc`, control groups and CUDA's memory. Every function reads
 when it is called and returns frozen values in bytes. Kept is only what others had of a GPU when it

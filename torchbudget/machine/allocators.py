@@ -65,12 +65,12 @@ def configure_allocators() -> None:
 
 
 def kernel_caches_are_stated() -> bool:
-    """Whether the environment says how many kernels oneDNN and torch cache on the CPU."""
+    """Return whether the environment says how many kernels oneDNN and torch cache on the CPU."""
     return all(name in os.environ for name in _KERNEL_CACHES)
 
 
 def cuda_allocator_settings() -> dict[str, str]:
-    """The settings of CUDA's caching allocator, by name.
+    """Return the settings of CUDA's caching allocator, by name.
 
     Torch reads them from the environment when the process first uses CUDA, and before 2.10 not
     from `PYTORCH_ALLOC_CONF`. From then on those in force are returned.
@@ -94,7 +94,7 @@ def _parsed(text: str) -> dict[str, str]:
 
 
 def _in_force() -> dict[str, Any] | None:
-    """What torch's allocator has read, or was told since; None where it is not in use."""
+    """Return the settings that torch's allocator uses; None where it is not in use."""
     if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
         return None
     settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
@@ -116,7 +116,7 @@ def return_free_pages() -> None:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    """The C library of this process; `None` where there is none to call."""
+    """Return the C library of this process; `None` where there is none to call."""
     try:
         return ctypes.CDLL(None)
     except (OSError, TypeError):
@@ -150,7 +150,7 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
 
 
 class _MallocInfo(ctypes.Structure):
-    """`struct mallinfo2`; of its fields, `fordblks` is the bytes of the free blocks."""
+    """glibc's `struct mallinfo2`, whose field `fordblks` is the bytes of the free blocks."""
 
     _fields_: ClassVar = [
         *((f"_{number}", ctypes.c_size_t) for number in range(8)),
@@ -180,5 +180,5 @@ def _take_free_blocks(library: ctypes.CDLL, least_bytes: int) -> None:
 
 
 def _is_mapped(block: int) -> bool:
-    """Whether glibc has mapped a block by itself, as the size before it says (`IS_MMAPPED`)."""
+    """Return whether glibc has mapped a block by itself, by the flag `IS_MMAPPED` before it."""
     return bool(ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & 2)

@@ -65,7 +65,7 @@ class DeviceFigures:
 
 
 def may_return_early(device: torch.device | str | int | None) -> bool:
-    """Whether a copy to a device may be `non_blocking`: return before it is done.
+    """Return whether a copy to a device may be `non_blocking`: return before it is done.
 
     Towards CUDA it may: work that is enqueued later waits for it, pinned memory is not reused
     before, and other memory was read by then. Towards the CPU it may not: whoever reads the copy
@@ -77,7 +77,7 @@ def may_return_early(device: torch.device | str | int | None) -> bool:
 
 
 def device_in_use(*, prefers_current: bool) -> int | None:
-    """The device that torch's allocator has most reserved on, in this process; None: nothing is.
+    """Return the device on which torch's allocator has most reserved; None: nothing is reserved.
 
     A model may be on another device than the thread's current one, which is the first one unless it
     was set: `"cuda"` would name that, and asking for its memory would take a context there. This
@@ -192,11 +192,11 @@ class TorchSource:
             torch.cuda.set_per_process_memory_fraction(fraction, self.index)
 
     def name(self) -> str:
-        """Which device it is."""
+        """Return the name of the device."""
         return torch.cuda.get_device_name(self.index)
 
     def allocator(self) -> str:
-        """Which allocator, with which settings, is in force.
+        """Return the allocator that is in force, and its settings.
 
         What the segments are like is read off one of them. Other settings are those that the
         environment states, of which torch does not return what is in force.
@@ -211,7 +211,7 @@ class TorchSource:
         return ", ".join([backend, kind, *options])
 
     def graph_bytes(self) -> int:
-        """Bytes that memory pools other than the default one have reserved, as for CUDA graphs."""
+        """Return the bytes reserved in memory pools but the default one, as for CUDA graphs."""
         return sum(
             one["total_size"]
             for one in self._segments()
@@ -219,14 +219,14 @@ class TorchSource:
         )
 
     def _segments(self) -> list[dict[str, Any]]:
-        """Those of the allocator on this device; none of another backend, which has no snapshot."""
+        """The allocator's memory segments on this device. Empty for backends without snapshots."""
         if torch.cuda.get_allocator_backend() != "native":
             return []
         return [one for one in torch.cuda.memory_snapshot() if one["device"] == self.index]
 
 
 def named_cuda(device: torch.device | str) -> torch.device:
-    """The CUDA device of this name, whether there is one or not.
+    """Return the CUDA device of this name, whether the machine has it or not.
 
     Raises:
         OptionError: it is the name of none.
@@ -285,7 +285,7 @@ class DeviceMemory:
         return f"all that is in use but {others}, in use before this process had a context"
 
     def pool(self) -> MemoryPool:
-        """The device as memory that this process shares with others.
+        """Return the device as memory that this process shares with others.
 
         Where the allocator may take a fraction only, the rest counts as used.
         """
@@ -316,7 +316,7 @@ class DeviceMemory:
 
 
 def _is_counted(figures: DeviceFigures) -> bool:
-    """Whether NVML counts this process, and not less of it than torch's allocator has reserved.
+    """Return whether NVML counts this process, and no less than torch's allocator has reserved.
 
     It counts no managed memory, and some versions of its package mix up the fields of processes.
     """
@@ -324,7 +324,7 @@ def _is_counted(figures: DeviceFigures) -> bool:
 
 
 def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
-    """The memory of a CUDA device; one for each device, made at the first call.
+    """Return the memory of a CUDA device; one object for each device, made at the first call.
 
     The first call in a process initialises CUDA, which it cannot share with forked children.
 
@@ -343,12 +343,12 @@ def device_memory(device: torch.device | str = "cuda") -> DeviceMemory:
 
 
 def is_cpu(device: torch.device | str) -> bool:
-    """Whether it is the CPU; not whether there is such a device, which `device_memory` checks."""
+    """Return whether it is the CPU. `device_memory` checks whether the machine has another one."""
     return str(device) in ("cpu", "cpu:0")
 
 
 def cuda_memory(device: torch.device | str = "cuda") -> MemoryPool:
-    """The memory of one GPU; this job's own is what this process uses of it, context included.
+    """Return the memory of one GPU; `own_bytes` are this process's, its context included.
 
     See `device_memory`, whose errors it raises. Other processes on one GPU count as others, those
     of this job too: a GPU belongs to one rank.

@@ -31,7 +31,7 @@ class HighWater:
         self._lock = threading.Lock()
 
     def begin(self) -> Mark | None:
-        """A mark that starts from what is used now; `None` where it cannot be reset."""
+        """Return a mark that starts from the present use; `None` where the mark cannot be reset."""
         with self._lock:
             if not self._hand_over_and_reset():
                 return None
@@ -40,7 +40,7 @@ class HighWater:
             return mark
 
     def reset(self) -> bool:
-        """Reset the mark itself; whether that was possible."""
+        """Reset the mark itself; return whether that was possible."""
         with self._lock:
             return self._hand_over_and_reset()
 
@@ -49,7 +49,7 @@ class HighWater:
         self._lock = threading.Lock()
 
     def most(self, mark: Mark) -> tuple[int, ...]:
-        """The most since the mark began."""
+        """Return the highest values since the mark began."""
         with self._lock:
             mark.hand_over(self._read())
             return mark.before
@@ -63,7 +63,7 @@ class HighWater:
 
 
 class Mark:
-    """The most since it began, as long as it is referred to.
+    """The highest values since it began, as long as it is referred to.
 
     Attributes:
         before: the most up to the last time that the memory's mark was read or reset.
@@ -74,11 +74,11 @@ class Mark:
         self.before: tuple[int, ...] = ()
 
     def most(self) -> tuple[int, ...]:
-        """Read it."""
+        """Return the highest values since the mark began."""
         return self._owner.most(self)
 
     def hand_over(self, now: tuple[int, ...]) -> None:
-        """Take in what the memory's mark is now."""
+        """Take in the present values of the memory's marks."""
         self.before = tuple(map(max, self.before, now)) if self.before else now
 
 

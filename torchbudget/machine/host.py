@@ -78,7 +78,7 @@ class MemoryPool:
 
 
 def host_memory() -> tuple[MemoryPool, ...]:
-    """The machine and every control group that limits this process, the machine first.
+    """Return the machine and every control group that limits this process, the machine first.
 
     The kernel kills when any one of them is full, so what this job can use is
     `min(pool.usable_bytes for pool in host_memory())`.
@@ -91,7 +91,7 @@ def host_memory() -> tuple[MemoryPool, ...]:
 
 
 def machine_memory(*, own_bytes: int = 0) -> MemoryPool:
-    """The memory of the whole machine, whatever a container may use of it, without swap.
+    """Return the memory of the whole machine, whatever a container may use of it, without swap.
 
     Args:
         own_bytes: bytes that this job uses.
@@ -110,7 +110,7 @@ def machine_memory(*, own_bytes: int = 0) -> MemoryPool:
 
 
 def shared_memory(*, root: Path = ROOT) -> MemoryPool | None:
-    """`/dev/shm`, through which workers hand over their batches; a worker that fills it dies.
+    """Return `/dev/shm`, through which workers send their batches; a worker that fills it dies.
 
     Args:
         root: the folder that `/dev/shm` is looked up in.
@@ -132,7 +132,7 @@ def shared_memory(*, root: Path = ROOT) -> MemoryPool | None:
 
 
 def process_limits() -> tuple[MemoryPool, ...]:
-    """The limits on this process's memory that are set, in bytes of address space, not of memory.
+    """Return the limits that `ulimit` sets on this process, in bytes of address space.
 
     `RLIMIT_DATA` bounds heap and private mappings, `RLIMIT_AS` all mappings. What is reserved and
     not used counts too: torch with CUDA maps far more than it uses. Each process has its own.
@@ -150,7 +150,7 @@ def process_limits() -> tuple[MemoryPool, ...]:
 
 
 def usable_processors(*, root: Path = ROOT) -> int:
-    """The processors that this process may use at once, at least 1.
+    """Return the number of processors that this process may use at once, at least 1.
 
     Those that it may be scheduled on, or what the quotas of its control groups, its own and those
     above it, pay for where that is less.
@@ -168,7 +168,7 @@ def usable_processors(*, root: Path = ROOT) -> int:
 
 
 def _quota(folder: Path) -> float:
-    """Processors that one control group's processes may use at once."""
+    """Return the processors that one control group's processes may use at once."""
     for line in read_lines(folder / "cpu.max"):  # version 2: "200000 100000", or "max 100000"
         allowed, _, period = line.partition(" ")
         return int(allowed) / int(period) if allowed.isdecimal() else math.inf
@@ -178,7 +178,7 @@ def _quota(folder: Path) -> float:
 
 
 def free_descriptors() -> int:
-    """How many more files this process may open.
+    """Return how many more files this process may open.
 
     >>> free_descriptors() > 0
     True
@@ -197,7 +197,7 @@ def allow_more_descriptors() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEvents:
-    """What has happened in control groups since they were made.
+    """The events in control groups since they were made.
 
     Attributes:
         stalled_s: seconds in which some process of the group waited for memory (version 2, the
@@ -226,7 +226,7 @@ class ControlGroups:
 
     @classmethod
     def of(cls, pid: int | None = None, *, root: Path = ROOT) -> ControlGroups:
-        """Those of a process.
+        """Return the groups of a process.
 
         Args:
             pid: the process; None is this one.
@@ -236,7 +236,7 @@ class ControlGroups:
         return cls(version=version, folders=folders)
 
     def pools(self, *, own_bytes: int = 0) -> tuple[MemoryPool, ...]:
-        """See `cgroup_memory`."""
+        """Return the groups that limit memory, as `cgroup_memory` does."""
         pools = []
         for folder in self.folders:
             limit_names, use_name, reclaimable = _FILES[self.version]
@@ -265,7 +265,7 @@ class ControlGroups:
         return tuple(pools)
 
     def events(self) -> GroupEvents:
-        """What has happened in them so far; where a file cannot be read, nothing."""
+        """Return the events so far; none where a file cannot be read."""
         if self.version == 1:  # each group counts what hits its own limit
             # Without swap, a limit of memory and swap together is the one that is hit.
             names = ("memory.failcnt", "memory.memsw.failcnt")
@@ -283,7 +283,7 @@ class ControlGroups:
 
 
 def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool, ...]:
-    """The control groups that limit this process: its own first, then every visible ancestor.
+    """Return the control groups that limit this process: its own, then every visible ancestor.
 
     Versions 1 and 2, and hybrid set-ups, where the memory controller belongs to one of the two.
     Groups without a limit are left out. A limit is
@@ -327,7 +327,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _stalled_s(path: Path) -> float | None:
-    """Out of lines such as `some avg10=0.00 avg60=0.00 avg300=0.00 total=1234`, microseconds."""
+    """Read a line such as `some avg10=0.00 avg60=0.00 avg300=0.00 total=1234`, in microseconds."""
     with suppress(MachineError):  # the kernel may have been told not to count
         for line in read_lines(path):
             kind, *_, total = line.split()
@@ -339,7 +339,7 @@ def _stalled_s(path: Path) -> float | None:
 def groups_of(
     controller: str, process: str = "self", *, root: Path = ROOT
 ) -> tuple[int, tuple[Path, ...]]:
-    """The version of a controller, and the folders of a process's groups.
+    """Return the version of a controller, and the folders of a process's groups.
 
     The folders go from the process's own group up to the topmost that is visible; of memory, as far
     as it is charged upwards.
@@ -380,7 +380,7 @@ def groups_of(
 
 
 def _charges_upwards(folder: Path) -> bool:
-    """Whether `folder` is charged for its children: optional in version 1 before Linux 5.11."""
+    """Return whether a group is charged for its children: an option before Linux 5.11."""
     return read_number(folder / "memory.use_hierarchy") != 0
 
 

@@ -1,4 +1,4 @@
-"""NVML, NVIDIA's management library: what a GPU has in use, and what of it is this process's.
+"""NVML, NVIDIA's management library: the memory in use on a GPU, and this process's part of it.
 
 The driver brings the library, `libnvidia-ml.so.1`, which is called through ctypes. Without it, or
 without the right to read it, every function returns None or nothing.

@@ -1,4 +1,4 @@
-"""What out-of-memory looks like: in the words of torch, of the libraries below it, and of others.
+"""Errors that say that memory ran out, in the words of torch and of the libraries below it.
 
 Few of these errors have a class of their own. Most say it in their text, and some texts are said
 for other reasons too: those count only where memory was seen to be short.
@@ -51,7 +51,7 @@ _PART: Final = 2
 
 
 def is_out_of_memory(error: BaseException, failed_before: int | None = None) -> bool:
-    """Whether an error says that memory ran out: on a device, on the CPU, or Python's own.
+    """Return whether an error says that memory ran out, on a device or on the CPU.
 
     A text that is also said for other reasons counts if an allocation has failed since
     `failed_before`, or if next to nothing is free: to be asked while the error is being handled.
@@ -75,7 +75,7 @@ def is_out_of_memory(error: BaseException, failed_before: int | None = None) -> 
 
 
 def failed_allocations() -> int:
-    """How many allocations have failed on all CUDA devices so far, torch's `num_ooms`.
+    """Return how many allocations have failed on all CUDA devices so far, torch's `num_ooms`.
 
     Some were never raised: a library that does not get a workspace goes on without. 0 where the
     allocator does not count, as a pluggable one.
@@ -90,7 +90,7 @@ def failed_allocations() -> int:
 
 
 def _left() -> Iterator[tuple[int, int]]:
-    """Bytes that are left, and how many would be enough: of each memory that may be short."""
+    """Yield, for each memory that may be short, the bytes left and the bytes that are enough."""
     if torch.cuda.is_initialized():
         # Only devices in use: asking takes a context on the others. The allocator's own limit is
         # no matter here: it does not bind libraries, and an allocation that it refuses is counted.

@@ -16,7 +16,7 @@ from torchbudget.machine.high_water import RESIDENT
 
 @dataclass(slots=True, eq=False)
 class Peak:
-    """What `peak_memory` measured; filled in when its context ends.
+    """The result of `peak_memory`, filled in when its context ends.
 
     Attributes:
         bytes: the most memory that this process used on the device. On the CPU: resident. On CUDA:

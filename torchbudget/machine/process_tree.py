@@ -24,7 +24,7 @@ _ELSEWHERE: Final = ("/memfd:", "/dev/zero", "/SYSV")
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of one of the kernel's files; none where there is no such file.
+    """Return the lines of one of the kernel's files; none where there is no such file.
 
     Raises:
         MachineError: the file exists, but cannot be read.
@@ -38,13 +38,13 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_number(path: Path) -> int | None:
-    """A file with one number; None where there is no such file, or it says "max"."""
+    """Read a file with one number; None where there is no such file, or it says "max"."""
     text = "".join(read_lines(path))
     return int(text) if text.isdecimal() else None
 
 
 def read_fields(path: Path) -> dict[str, int]:
-    """A file of lines such as `inactive_file 4096` or `VmRSS:    12 kB`; the latter in bytes."""
+    """Read lines such as `inactive_file 4096` or `VmRSS:    12 kB`; the latter as bytes."""
     fields = {}
     for line in read_lines(path):
         key, _, rest = line.partition(" " if ":" not in line else ":")
@@ -148,7 +148,7 @@ class ProcessTree:
         self._descendants: list[int] = []
 
     def read(self, *, shares: bool = True) -> tuple[ProcessMemory, ...]:
-        """The memory of the process, first, and of each of its descendants.
+        """Return the memory of the process, first, and of each of its descendants.
 
         Descendants that end meanwhile are left out.
 
@@ -184,7 +184,7 @@ class ProcessTree:
 
 
 def process_tree() -> tuple[ProcessMemory, ...]:
-    """The memory of this process, first, and of each of its descendants.
+    """Return the memory of this process, first, and of each of its descendants.
 
     Descendants that end meanwhile are left out.
 
@@ -195,13 +195,13 @@ def process_tree() -> tuple[ProcessMemory, ...]:
 
 
 def _newest_process() -> str:
-    """The number that the last process or thread was given; empty where it is unknown."""
+    """Return the number of the newest process or thread; empty where it is unknown."""
     lines = read_lines(ROOT / "proc/loadavg")
     return lines[0].split()[-1] if lines else ""
 
 
 def _parent(pid: int) -> int | None:
-    """The process that has started another one; `None` where that has ended."""
+    """Return the parent of a process; `None` where the process has ended."""
     with suppress(MachineError):  # it ended while it was read
         for line in read_lines(ROOT / f"proc/{pid}/stat"):
             # A line reads: number, (name), state, parent; names may have blanks and brackets.
@@ -240,7 +240,7 @@ class ProcessPages:
 
 
 def process_pages(pid: int | None = None) -> ProcessPages:
-    """The pages of a process, by their kind; O(pages).
+    """Return the pages of a process, by their kind; O(pages).
 
     Args:
         pid: the process; None is this one.
@@ -271,7 +271,7 @@ def process_pages(pid: int | None = None) -> ProcessPages:
 
 
 def mapped_data_bytes(pid: int | None = None, *, field: str = "Rss:") -> int:
-    """Resident pages of files that a process maps and that are no libraries, such as memory maps.
+    """Return the resident bytes of files that a process maps and that are no libraries.
 
     The kernel takes them back when memory is short, since they can be read again. O(mappings).
     """
@@ -303,7 +303,7 @@ def restart_peak(pid: int) -> None:
 
 
 def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:
-    """The bytes of a job's files in `/dev/shm` that are not among the pages of its processes.
+    """Return the bytes of a job's files in `/dev/shm` that are no pages of its processes.
 
     A file counts if one of the processes has it open or mapped, or if torch has made it in one of
     them and it has its name yet, as under the sharing strategy `"file_system"`. From the sum of
@@ -328,7 +328,7 @@ def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) 
 
 
 def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = ROOT) -> int:
-    """What processes have of a file that they map, each page counted once; O(mappings).
+    """Return the bytes of a file that processes have mapped, each page counted once; O(mappings).
 
     Args:
         status: of the file.
@@ -366,7 +366,7 @@ def _named_files(pids: Iterable[int], root: Path) -> Iterator[os.stat_result]:
 
 
 def _mapped(pids: Iterable[int], root: Path) -> tuple[dict[int, int], dict[int, int]]:
-    """The bytes of mapped files in `/dev/shm`, and of other shared memory, by their inodes.
+    """Return the bytes of mapped files in `/dev/shm`, and of other shared memory, by their inodes.
 
     A line reads: addresses, rights, offset, device, inode, path.
     """
