@@ -72,7 +72,7 @@ def test_shared_memory_counts_once_over_the_processes_that_map_it():
 
 def test_a_tree_leaves_out_what_ends_meanwhile(monkeypatch):
     """A descendant that is gone when its turn comes is no error; the process itself would be."""
-    monkeypatch.setattr(ProcessTree, "_find", lambda _: [2**30])
+    monkeypatch.setattr(ProcessTree, "_find_new", lambda _: [2**30])
     assert [reading.pid for reading in process_tree()] == [os.getpid()]
     with pytest.raises(MachineError, match="no such process"):
         ProcessTree(2**30).read()

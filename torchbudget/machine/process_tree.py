@@ -134,8 +134,8 @@ def process_memory(
 class ProcessTree:
     """A process and its descendants, to be read again and again.
 
-    To find the descendants, every process of the machine is looked at once: those that were started
-    since the last time, if any was. A descendant stays one when its parent has ended.
+    To find the descendants, every process of the machine is looked at once, when it is new. A
+    descendant stays one when its parent has ended.
 
     Args:
         pid: the process; None is the calling one.
@@ -143,7 +143,6 @@ class ProcessTree:
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
-        self._newest = ""
         self._known: set[int] = set()  # processes of the machine that were looked at
         self._descendants: list[int] = []
 
@@ -159,20 +158,13 @@ class ProcessTree:
             MachineError: there is no such process, or no `/proc`.
         """
         readings = [process_memory(self._pid, shares=shares)]
-        for pid in self._find():
+        for pid in self._find_new():
             with suppress(MachineError):
                 readings.append(process_memory(pid, shares=shares))
         return tuple(readings)
 
-    def _find(self) -> list[int]:
-        newest = _newest_process()
-        if newest in ("", "0") or newest != self._newest:
-            self._newest = newest
-            self._find_new()
-        return self._descendants
-
-    def _find_new(self) -> None:
-        """Look at the processes that were not there the last time."""
+    def _find_new(self) -> list[int]:
+        """Look at the processes that were not there the last time; return all descendants."""
         there = {int(name) for name in os.listdir(ROOT / "proc") if name.isdecimal()}
         parents = {pid: _parent(pid) for pid in there - self._known}
         tree = {os.getpid() if self._pid is None else self._pid, *self._descendants}
@@ -181,6 +173,7 @@ class ProcessTree:
             self._descendants += sorted(found)
         self._descendants = [pid for pid in self._descendants if pid in there]
         self._known = there
+        return self._descendants
 
 
 def process_tree() -> tuple[ProcessMemory, ...]:
@@ -192,12 +185,6 @@ def process_tree() -> tuple[ProcessMemory, ...]:
         MachineError: there is no `/proc`.
     """
     return ProcessTree().read()
-
-
-def _newest_process() -> str:
-    """Return the number of the newest process or thread; empty where it is unknown."""
-    lines = read_lines(ROOT / "proc/loadavg")
-    return lines[0].split()[-1] if lines else ""
 
 
 def _parent(pid: int) -> int | None:
@@ -275,19 +262,29 @@ def mapped_data_bytes(pid: int | None = None, *, field: str = "Rss:") -> int:
 
     The kernel takes them back when memory is short, since they can be read again. O(mappings).
     """
-    folder = ROOT / "proc" / ("self" if pid is None else str(pid))
     resident: dict[str, int] = {}
     libraries = set()
-    path = ""
+    folder = ROOT / "proc" / ("self" if pid is None else str(pid))
+    for (_, rights, *_, path), own_bytes in _mapping_bytes(folder, field):
+        if "x" in rights:
+            libraries.add(path)
+        if path.startswith("/") and not path.startswith(_LIBRARY):
+            resident[path] = resident.get(path, 0) + own_bytes
+    return sum(size for path, size in resident.items() if path not in libraries)
+
+
+def _mapping_bytes(folder: Path, field: str) -> Iterator[tuple[list[str], int]]:
+    """Yield each mapping of a process, and the bytes that a field of its smaps states.
+
+    A mapping is six texts: addresses, rights, offset, device, inode, path.
+    """
+    mapping: list[str] = []
     for line in read_lines(folder / "smaps"):
         fields = line.split(maxsplit=5)
         if not fields[0].endswith(":"):  # `7f00-7f10 r--p 00000000 08:01 42   /path`
-            path = fields[5] if len(fields) == 6 else ""
-            if "x" in fields[1]:
-                libraries.add(path)
-        elif fields[0] == field and path.startswith("/") and not path.startswith(_LIBRARY):
-            resident[path] = resident.get(path, 0) + int(fields[1]) * 1024
-    return sum(size for path, size in resident.items() if path not in libraries)
+            mapping = [*fields, ""][:6]
+        elif fields[0] == field:
+            yield mapping, int(fields[1]) * 1024
 
 
 def restart_peak(pid: int) -> None:
@@ -337,15 +334,11 @@ def touched_bytes(status: os.stat_result, pids: Iterable[int], *, root: Path = R
     """
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     wanted = [device, str(status.st_ino)]
-    found_bytes, is_wanted = 0, False
+    found_bytes = 0
     for pid in pids:
         with suppress(MachineError):
-            for line in read_lines(root / f"proc/{pid}/smaps"):
-                fields = line.split(maxsplit=5)
-                if not fields[0].endswith(":"):  # `7f00-7f10 rw-s 00000000 00:01 42   /memfd:…`
-                    is_wanted = fields[3:5] == wanted
-                elif is_wanted and fields[0] == "Pss:":
-                    found_bytes += int(fields[1]) * 1024
+            for mapping, own_bytes in _mapping_bytes(root / f"proc/{pid}", "Pss:"):
+                found_bytes += own_bytes if mapping[3:5] == wanted else 0
     return found_bytes
 
 
