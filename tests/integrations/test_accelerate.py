@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-OWN = "Accelerate, its own `prepare`: "
+OWN = "Accelerate, its own `prepare`"
 INSTEAD = "torchbudget.integrations.accelerate.prepare"
 SHARDED = Refused("ShardedTwiceError", ["BatchSamplerShard, by prepare()", INSTEAD])
 DISPATCHED = Refused("ShardedTwiceError", ["prepare() with dispatch_batches=True", INSTEAD])
@@ -152,21 +152,22 @@ def skipping(source, workers):
 
 
 check_a_loop_that_is_broken_off()
-OTHERS = {"use_seedable_sampler": True, "data_seed": 1, "non_blocking": True}
-SETTINGS = [{}, {"even_batches": False}, {"split_batches": True}]
-STATEFUL = {"use_stateful_dataloader": True}
-for options in (*SETTINGS, OTHERS, STATEFUL):
-    for name, result in each_cell(lambda *cell: run(*cell, **options)).items():
-        results[name_of(name, options)] = result
-for name, result in each_cell(lambda *cell: run(*cell, StatefulDataLoader)).items():
-    results[name_of(name, "StatefulDataLoader")] = result
-for name, result in each_cell(skipping).items():
-    results[name_of(name, "skip_first_batches")] = result
-for name, result in each_cell(refused).items():
-    results[name_of(name, "dispatch_batches")] = result
-for options in (*SETTINGS, {"dispatch_batches": True}, STATEFUL):
-    for name, result in each_cell(lambda *cell: by_itself(*cell, **options)).items():
-        results[name_of(name, "by itself", options)] = result
+OTHERS = {"even_batches": False, "split_batches": True, "use_seedable_sampler": True,
+          "data_seed": 1, "non_blocking": True}
+STATEFUL, DISPATCH = {"use_stateful_dataloader": True}, {"dispatch_batches": True}
+for setting, cell in {
+    "default": run,
+    "others": lambda *cell: run(*cell, **OTHERS),
+    "stateful": lambda *cell: run(*cell, StatefulDataLoader, **STATEFUL),
+    "skip_first_batches": skipping,
+    "dispatch_batches": refused,
+    "by itself": by_itself,
+    "by itself, split": lambda *cell: by_itself(*cell, split_batches=True),
+    "by itself, dispatch": lambda *cell: by_itself(*cell, **DISPATCH),
+    "by itself, stateful": lambda *cell: by_itself(*cell, **STATEFUL),
+}.items():
+    for name, result in each_cell(cell).items():
+        results[name_of(name, setting)] = result
 ranks = dist.get_world_size()
 given = {"num_replicas": ranks + 1, "rank": 0}
 try:
@@ -187,38 +188,31 @@ if ranks > 1:
 (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
 """
 
-ADAPTER = {
-    "{}": Row("Accelerate: default"),
-    "{'even_batches': False}": Row("Accelerate: `even_batches=False`"),
-    "{'split_batches': True}": Row("Accelerate: `split_batches=True`"),
-    "{'use_seedable_sampler': True, 'data_seed': 1, 'non_blocking': True}": Row(
-        "Accelerate: `use_seedable_sampler`, `data_seed`, `non_blocking`"
+ROWS = {
+    "default": Row("Accelerate"),
+    "others": Row(
+        "Accelerate: `even_batches`, `split_batches`, `use_seedable_sampler`, `data_seed`, "
+        "`non_blocking`"
     ),
-    "{'use_stateful_dataloader': True}": Row("Accelerate: `use_stateful_dataloader=True`"),
+    "stateful": Row("Accelerate: `use_stateful_dataloader=True`, `StatefulDataLoader`"),
+    "skip_first_batches": Row("Accelerate: `skip_first_batches`"),
     "dispatch_batches": Row(
         "Accelerate: `dispatch_batches=True`",
         Refused("OptionError", ["dispatch_batches=True", "DataLoaderConfiguration"]),
     ),
-    "skip_first_batches": Row("Accelerate: `skip_first_batches`"),
-    "StatefulDataLoader": Row("Accelerate: `StatefulDataLoader`"),
+    "by itself, split": Row(f"{OWN}: `split_batches=True`", SPLIT),
 }
-ON_ONE = {
-    "by itself, {}": Row(f"{OWN}default"),
-    "by itself, {'even_batches': False}": Row(f"{OWN}`even_batches=False`"),
-    "by itself, {'split_batches': True}": Row(f"{OWN}`split_batches=True`", SPLIT),
-    "by itself, {'dispatch_batches': True}": Row(f"{OWN}`dispatch_batches=True`"),
-    "by itself, {'use_stateful_dataloader': True}": Row(
-        f"{OWN}`use_stateful_dataloader=True`", RECOUNTED
-    ),
-}
-ON_SEVERAL = {
-    "by itself, {}": Row(f"{OWN}default", SHARDED, DISPATCHED),
-    "by itself, {'even_batches': False}": Row(f"{OWN}`even_batches=False`", SHARDED, DISPATCHED),
-    "by itself, {'split_batches': True}": Row(f"{OWN}`split_batches=True`", SPLIT),
-    "by itself, {'dispatch_batches': True}": Row(f"{OWN}`dispatch_batches=True`", DISPATCHED),
-    "by itself, {'use_stateful_dataloader': True}": Row(
-        f"{OWN}`use_stateful_dataloader=True`", SHARDED, DISPATCHED
-    ),
+BY_ITSELF = {
+    1: {
+        "by itself": Row(OWN),
+        "by itself, dispatch": Row(f"{OWN}: `dispatch_batches=True`"),
+        "by itself, stateful": Row(f"{OWN}: `use_stateful_dataloader=True`", RECOUNTED),
+    },
+    2: {
+        "by itself": Row(OWN, SHARDED, DISPATCHED),
+        "by itself, dispatch": Row(f"{OWN}: `dispatch_batches=True`", DISPATCHED),
+        "by itself, stateful": Row(f"{OWN}: `use_stateful_dataloader=True`", SHARDED, DISPATCHED),
+    },
 }
 
 
@@ -229,7 +223,7 @@ def test_every_sample_comes_once_under_each_option(
 ) -> None:
     """Epochs, `save_state`, `load_state`, `skip_first_batches`; or an error names the setting."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    assert_epochs_grow(found, "{}")
+    assert_epochs_grow(found, "default")
     for rank, one in enumerate(found):
         assert f"pass num_replicas={ranks}, rank={rank}" in one["other ranks"]
-    check_rows(found, ADAPTER | (ON_SEVERAL if ranks > 1 else ON_ONE), record_property)
+    check_rows(found, ROWS | BY_ITSELF[ranks], record_property)

@@ -155,24 +155,29 @@ def parts_of(make, by="batch", total=None, **options):
     return part
 
 
-def run(source, workers, kind, made):
-    if made == "in fit":
-        return story(parts_of(lambda: loader_of(source, workers, kind)), ONCE)
-
-    def part(state, stop):
-        loader = loader_of(source, workers, kind)
-        return parts_of(lambda: loader)(state, stop)
-
-    return story(part, ONCE)
+def run(source, workers, kind=DataLoader):
+    return story(parts_of(lambda: loader_of(source, workers, kind)), ONCE)
 
 
-def ended(source, workers, by):
+def ended(source, workers, by="max_steps"):
     \"\"\"Lightning counts an epoch that `max_steps` or a callback ends; it goes on.\"\"\"
     def make():
         return loader_of(source, workers)
 
     total = sum(map(len, fit(Data(make))))
     return story(parts_of(make, by, total), ONCE)
+
+
+def check_other_stories(source, workers):
+    \"\"\"Loaders that are made before `fit`; a callback ends a run, or a step that fails.\"\"\"
+    def part(state, stop):
+        loader = loader_of(source, workers)
+        return parts_of(lambda: loader)(state, stop)
+
+    check_story(part, *ONCE)
+    for by in ("callback", "error"):
+        told = ended(source, workers, by)
+        assert told["in_parts"] == [[*chain(*told["whole"])]] * len(ONCE)
 
 
 def check_story(part, *stops):
@@ -262,29 +267,23 @@ class Estimating(Model):
         return super().configure_optimizers()
 
 
-def resumed_without_the_mixin(kind):
+def resumed_without_the_mixin():
     \"\"\"Lightning would begin with other batches than those that are left.\"\"\"
-    path = f"{folder}/plain {kind.__name__}"
+    path = f"{folder}/plain"
 
-    def error(source, workers, saved="batch", way="data module", model=None):
+    def error(source, workers, kind=DataLoader, way="data module"):
         def make():
             return loader_of(source, workers, kind)
 
         try:
-            if model is None:
-                fit_by_itself(way, make, ckpt_path=f"{path} {saved}", **BY_ITSELF)
-            else:
-                fit(Plain(make), ckpt_path=f"{path} {saved}", kind=model, **BY_ITSELF)
+            fit_by_itself(way, make, ckpt_path=path, **BY_ITSELF)
         except StateError as error:
             return type(error).__name__, str(error)
 
-    sized = loader_of("sampler", 0, kind, shuffle=False)
-    fit(Plain(lambda: sized), Save(f"{path} batch", 5), **BY_ITSELF)
-    fit(Plain(lambda: sized), max_epochs=1, saves=f"{path} epoch", **BY_ITSELF)
+    sized = loader_of("sampler", 0, shuffle=False)
+    fit(Plain(lambda: sized), Save(path, 5), **BY_ITSELF)
     errors = each_cell(error)
-    assert [*each_cell(error, "epoch").values()] == [*errors.values()]
-    assert error("sampler", 0, way="fit") == errors["sampler, 0"]
-    assert error("sampler", 0, model=Estimating) == errors["sampler, 0"]
+    assert error("sampler", 0, StatefulDataLoader, "fit") == errors["sampler, 0"]
     return errors
 
 
@@ -361,22 +360,19 @@ check_that_a_position_is_missed()
 for source, workers in (CELLS[0], CELLS[-1]):
     check_several_loaders(source, workers)
     check_a_limit(source, (DataLoader, StatefulDataLoader)[workers // 2])
+    check_other_stories(source, workers)
 results = {}
-for kind, made in ((DataLoader, "before fit"), (DataLoader, "in fit"),
-                   (StatefulDataLoader, "in fit")):
-    for name, result in each_cell(lambda *cell: run(*cell, kind, made)).items():
-        results[name_of(name, kind.__name__, made)] = result
-for by in ("max_steps", "callback", "error"):
-    for name, result in each_cell(lambda *cell: ended(*cell, by)).items():
-        results[name_of(name, by)] = result
-for kind in (DataLoader, StatefulDataLoader):
-    for name, error in resumed_without_the_mixin(kind).items():
-        results[name_of(name, kind.__name__, "without")] = error
-for way in ("fit", "data module"):
-    for name, result in each_cell(lambda *cell: by_itself(*cell, way, **BY_ITSELF)).items():
-        results[name_of(name, "by itself", way)] = result
-for name, result in each_cell(lambda *cell: by_itself(*cell, "data module")).items():
-    results[name_of(name, "by itself", "use_distributed_sampler")] = result
+for setting, cell in {
+    "DataLoader": run,
+    "StatefulDataLoader": lambda *cell: run(*cell, StatefulDataLoader),
+    "max_steps": ended,
+    "by itself": lambda *cell: by_itself(*cell, "fit", **BY_ITSELF),
+    "by itself, use_distributed_sampler": lambda *cell: by_itself(*cell, "data module"),
+}.items():
+    for name, result in each_cell(cell).items():
+        results[name_of(name, setting)] = result
+for name, error in resumed_without_the_mixin().items():
+    results[name_of(name, "without")] = error
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
 
@@ -385,21 +381,12 @@ MIXIN = "BudgetDataMixin"
 GROWS = Refused("OptionError", ["lightning has read len once", MIXIN, "batches_per_epoch"])
 NOT_RESUMED = Refused("StateError", ["ckpt_path", MIXIN])
 REBUILT = Refused("TypeError", ["use_distributed_sampler=False"])  # Lightning's own
-PLAIN = "Lightning, without the mixin: "
-RESUMED = "Lightning, without the mixin, resumed: "
 ROWS = {
-    "DataLoader, before fit": Row("Lightning, data module with the mixin: made before `fit`"),
-    "DataLoader, in fit": Row("Lightning, data module with the mixin: made in `fit`"),
-    "StatefulDataLoader, in fit": Row(
-        "Lightning, data module with the mixin: `StatefulDataLoader`"
-    ),
+    "DataLoader": Row("Lightning, data module with the mixin"),
+    "StatefulDataLoader": Row("Lightning, data module with the mixin: `StatefulDataLoader`"),
     "max_steps": Row("Lightning, data module with the mixin: `max_steps` ends within an epoch"),
-    "callback": Row("Lightning, data module with the mixin: a callback ends within an epoch"),
-    "error": Row("Lightning, data module with the mixin: saved when a step has failed"),
-    "by itself, fit": Row(f"{PLAIN}`fit(model, loader)`", GROWS, EPOCHS_ONLY),
-    "by itself, data module": Row(f"{PLAIN}hook of a data module", GROWS, EPOCHS_ONLY),
-    "DataLoader, without": Row(f"{RESUMED}`DataLoader`", NOT_RESUMED),
-    "StatefulDataLoader, without": Row(f"{RESUMED}`StatefulDataLoader`", NOT_RESUMED),
+    "by itself": Row("Lightning, without the mixin", GROWS, EPOCHS_ONLY),
+    "without": Row("Lightning, without the mixin, resumed", NOT_RESUMED),
 }
 
 
@@ -410,8 +397,7 @@ def test_every_sample_comes_once_in_fit(
 ) -> None:
     """Loaders made before and in `fit`, epochs of any length, checkpoints within an epoch."""
     found = run_ranks(SCRIPT, tmp_path, ranks, within_s=540)
-    for made in ("before fit", "in fit"):
-        assert_epochs_grow(found, f"DataLoader, {made}")
+    assert_epochs_grow(found, "DataLoader")
     own = REBUILT if ranks > 1 else GROWS
-    sharding = Row(f"{PLAIN}`use_distributed_sampler=True`", own, EPOCHS_ONLY)
+    sharding = Row("Lightning, without the mixin: `use_distributed_sampler=True`", own, EPOCHS_ONLY)
     check_rows(found, ROWS | {"by itself, use_distributed_sampler": sharding}, record_property)

@@ -43,7 +43,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from tests.integrations.cells import CELLS, EPOCHS, LENGTHS, each_cell, loader_of, name_of
 from torchbudget.errors import OptionError, ShardedTwiceError, StateError
-from torchbudget.integrations.accelerate import prepare
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -305,11 +304,11 @@ def check_that_an_older_trainer_is_refused():
         Trainer.loss_is_scaled_for_ga = attribute
 
 
-def plain_trainer(loader, prepare=lambda accelerator, loader: loader, stop=None, **options):
+def plain_trainer(loader, prepare=None, stop=None, **options):
     \"\"\"Without the mixin.\"\"\"
     class Plain(Trainer):
         def get_train_dataloader(self):
-            return prepare(self.accelerator, loader)
+            return loader if prepare is None else prepare(self.accelerator, loader)
 
     arguments = TrainingArguments(
         output_dir=folder, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
@@ -318,7 +317,7 @@ def plain_trainer(loader, prepare=lambda accelerator, loader: loader, stop=None,
     return Plain(Model(), arguments, callbacks=[Steps(stop)])
 
 
-def by_itself(source, workers, prepare):
+def by_itself(source, workers, prepare=None):
     \"\"\"Without the mixin, from the first batch on.\"\"\"
     loader, steps = loader_of(source, workers, collate_fn=labelled), {}
     if source == "stream":
@@ -333,60 +332,31 @@ def by_itself(source, workers, prepare):
     return {"whole": whole}
 
 
-def resumed_without_the_mixin(prepare):
-    \"\"\"The Trainer would count back to batches that may be others.\"\"\"
+def resumed_without_the_mixin():
+    \"\"\"The Trainer would count back to other batches; by our own state it goes on.\"\"\"
     loader = loader_of("sampler", 0, collate_fn=labelled)
     begun = plain_trainer(loader, stop=5, num_train_epochs=1)
     begun.train()
     state, last = loader.batch_sampler.state_dict(), f"{folder}/checkpoint-5"
 
     def error(source, workers):
-        loader = loader_of(source, workers, collate_fn=labelled)
-        trainer = plain_trainer(loader, prepare, max_steps=60)
+        trainer = plain_trainer(loader_of(source, workers, collate_fn=labelled), max_steps=60)
         try:
             trainer.train(resume_from_checkpoint=last)
         except StateError as error:
             return type(error).__name__, str(error)
 
-    if prepare is Accelerator.prepare and ranks > 1:  # which deals again
-        return each_cell(error)
     rest = loader_of("sampler", 0, collate_fn=labelled)
     rest.batch_sampler.load_state_dict(state)
-    ended = plain_trainer(rest, prepare, num_train_epochs=1, ignore_data_skip=True)
+    ended = plain_trainer(rest, num_train_epochs=1, ignore_data_skip=True)
     ended.train(resume_from_checkpoint=last)
     batches = sum(begun.model.batches + ended.model.batches, [])
-    assert batches == sum(batches_of_epoch(loader_of("sampler", 0, collate_fn=labelled)), [])
+    whole = [batch["ids"].tolist() for batch in loader_of("sampler", 0, collate_fn=labelled)]
+    assert batches == sum(whole, [])
     return each_cell(error)
 
 
-def batches_of_epoch(loader):
-    return [batch["ids"].tolist() for batch in loader]
-
-
-def check_that_len_is_read_anew():
-    \"\"\"What the first `train` has read says nothing about the epochs of the second one.\"\"\"
-    def plain(seed):
-        loader = loader_of("sampler", 0, collate_fn=labelled, seed=seed)
-        trainer = plain_trainer(loader, num_train_epochs=1)
-        trainer.train()
-        return trainer
-
-    trainer = plain(seed=3)  # 23 batches, then 24
-    trainer.train()
-    assert len(trainer.model.batches) == 23 + 24
-    trainer = plain(seed=12)  # 25, then 24, then 25
-    trainer.args.num_train_epochs = 2
-    try:
-        trainer.train()
-    except OptionError as error:
-        assert "epoch 2 has 25 batches" in str(error) and "once, 24, and" in str(error)
-    else:
-        raise AssertionError("the Trainer cut the last epoch short")
-
-
 dist.init_process_group("gloo")
-if ranks == 1:
-    check_that_len_is_read_anew()
 check_that_an_older_trainer_is_refused()
 for source, workers in CELLS:
     check_epochs_of_a_given_length(source, workers)
@@ -398,22 +368,17 @@ check_that_batches_are_dealt_to_data_parallel_ranks()
 check_an_evaluation_of_unequal_batches()
 check_that_each_batch_is_reduced_where_that_is_asked_for()
 results = {}
-for name, result in each_cell(run).items():
-    results[name_of(name, "with the mixin")] = result
-for name, result in each_cell(accumulated).items():
-    results[name_of(name, "accumulated")] = result
-for name, result in each_cell(lambda *cell: run(*cell, kind=StatefulDataLoader)).items():
-    results[name_of(name, "StatefulDataLoader")] = result
-ways = {
-    "override": lambda accelerator, loader: loader,
-    "adapter of Accelerate": prepare,
-    "Accelerate": Accelerator.prepare,
-}
-for way, prepared in ways.items():
-    for name, result in each_cell(lambda *cell: by_itself(*cell, prepared)).items():
-        results[name_of(name, "by itself", way)] = result
-    for name, error in resumed_without_the_mixin(prepared).items():
-        results[name_of(name, "resumed", way)] = error
+for setting, cell in {
+    "with the mixin": run,
+    "accumulated": accumulated,
+    "StatefulDataLoader": lambda *cell: run(*cell, kind=StatefulDataLoader),
+    "by itself": by_itself,
+    "by itself, prepared": lambda *cell: by_itself(*cell, Accelerator.prepare),
+}.items():
+    for name, result in each_cell(cell).items():
+        results[name_of(name, setting)] = result
+for name, error in resumed_without_the_mixin().items():
+    results[name_of(name, "resumed")] = error
 (folder / f"{rank}.json").write_text(json.dumps(results))
 """
 
@@ -423,8 +388,6 @@ GROWS = Refused("OptionError", ["transformers has read len once", MIXIN, "batche
 SHARDED = Refused("ShardedTwiceError", ["BatchSamplerShard, by prepare()", MIXIN])
 DISPATCHED = Refused("ShardedTwiceError", ["DataLoaderDispatcher, by prepare()", MIXIN])
 NOT_RESUMED = Refused("StateError", ["resume_from_checkpoint", MIXIN, "ignore_data_skip"])
-PLAIN = "Trainer, without the mixin: "
-RESUMED = "Trainer, without the mixin, resumed: "
 ROWS = {
     "with the mixin": Row("Trainer, with the mixin"),
     "accumulated": Row(
@@ -433,11 +396,8 @@ ROWS = {
         RIGHT,
     ),
     "StatefulDataLoader": Row("Trainer: `StatefulDataLoader`"),
-    "by itself, override": Row(f"{PLAIN}`get_train_dataloader`", GROWS, EPOCHS_ONLY),
-    "by itself, adapter of Accelerate": Row(f"{PLAIN}Accelerate's adapter", GROWS, EPOCHS_ONLY),
-    "resumed, override": Row(f"{RESUMED}`get_train_dataloader`", NOT_RESUMED),
-    "resumed, adapter of Accelerate": Row(f"{RESUMED}Accelerate's adapter", NOT_RESUMED),
-    "resumed, Accelerate": Row(f"{RESUMED}`accelerator.prepare`", NOT_RESUMED),
+    "by itself": Row("Trainer, without the mixin", GROWS, EPOCHS_ONLY),
+    "resumed": Row("Trainer, without the mixin, resumed", NOT_RESUMED),
 }
 
 
@@ -454,7 +414,8 @@ def test_every_sample_comes_once_in_train(
     for workers in (0, 2):
         check_gradients([one[name_of("stream", workers, "accumulated")] for one in found])
     dealt = (SHARDED, DISPATCHED) if ranks > 1 else (GROWS, EPOCHS_ONLY)
-    again = {"by itself, Accelerate": Row(f"{PLAIN}`accelerator.prepare`", *dealt)}
+    prepared = Row("Trainer, without the mixin: `accelerator.prepare`", *dealt)
+    again = {"by itself, prepared": prepared}
     check_rows(found, ROWS | again, record_property)
 
 

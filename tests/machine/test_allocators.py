@@ -53,29 +53,6 @@ def test_what_the_environment_says_already_stays():
     assert printed_by(PRINT, **stated) == [f"32 32 {own} None {segments}"]
 
 
-CONVOLVE = """
-import torch
-from torch.nn import functional as F
-import torchbudget as tb
-
-tb.configure_allocators()
-weight = torch.randn(64, 64, 3, 3)
-with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
-    for length in [*range(20, 70)] * 2:
-        F.conv2d(torch.randn(2, 64, length, length), weight)
-"""
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is without oneDNN")
-def test_onednn_keeps_few_kernels_though_torch_was_imported_before():
-    """Of 50 shapes that come twice, none is found in a cache of 32 kernels."""
-    created = [line for line in printed_by(CONVOLVE) if "create" in line and ",convolution" in line]
-    if not created:
-        pytest.skip("this machine's convolutions do not use oneDNN")
-    assert len(created) == 100
-    assert not [line for line in created if "cache_hit" in line]
-
-
 GROW = """
 import torch
 import torchbudget as tb

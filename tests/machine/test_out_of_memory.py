@@ -116,7 +116,7 @@ def test_what_onednn_says_under_a_limit() -> None:
 
 
 def test_failures_are_counted_over_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And next to nothing that is free on a device that is in use counts; here is none."""
+    """Next to nothing that is free on one counts, too; a pluggable allocator does not count."""
     assert failed_allocations() == 0
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -126,17 +126,10 @@ def test_failures_are_counted_over_all_devices(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", {1: (2**27, 2**36)}.__getitem__)
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"))
 
-
-def test_an_allocator_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pluggable one raises where it is asked: no failure is known, and what is certain counts."""
-
     def fail(_: int) -> None:
         raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fail)
     monkeypatch.setattr(torch.cuda, "memory_reserved", fail)
     assert failed_allocations() == 0
-    assert is_out_of_memory(RuntimeError("std::bad_alloc"), failed_before=0)
     assert not is_out_of_memory(RuntimeError("Unable to find an engine"), failed_before=0)
