@@ -130,12 +130,11 @@ def check_weights(
         if not abs(summed - total * whole) <= total * rounding:
             share = (whole - second) / ((first - second) or nan)
             raise OptionError(
-                f"the loss of {_name(model)} is no mean over micro_batch_weight: a micro-batch "
-                f"has the loss {whole:g} and the weight {total:g}, its halves {first:g} and "
-                f"{second:g}, with weights of {weights[0]:g} and {weights[1]:g}, so that the "
-                f"first has a share of {weights[0] / total:.6g} by weight, and of {share:.6g} by "
-                "loss. Override micro_batch_weight(self, batch) to return the number that the loss "
-                "is the mean over: of samples, or of labels that the model does not ignore. Turn a "
+                f"the loss of {_name(model)} is no mean over micro_batch_weight: of a micro-batch "
+                f"with the loss {whole:g}, its halves have {first:g} and {second:g}, and the first "
+                f"half a share of {weights[0] / total:.6g} by weight, of {share:.6g} by loss. "
+                "Override micro_batch_weight(self, batch) to return the number that the loss is "
+                "the mean over: of samples, or of labels that the model does not ignore. Turn a "
                 'sum into a mean (config.ctc_loss_reduction = "mean"). No weight is right for a '
                 "loss with several denominators, or if samples see each other or the padding. "
                 "checks_weights = False leaves this check out"

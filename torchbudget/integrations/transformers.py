@@ -59,6 +59,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
     compute_loss_func: Any  # the Trainer's, as the next one
     loss_is_scaled_for_ga: bool | None
     _items: _Items | None = None
+    _shifts_labels = False
     _step_weight = 0.0  # of all micro-batches of the step, on all ranks
 
     def budget_loader(self) -> DataLoader[Any]:
@@ -72,7 +73,13 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             OptionError: an argument of the Trainer, or an option of the loader, would lose samples
                 or weigh them wrongly.
         """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
         loader = self.budget_loader()
+        # The Trainer overlooks that GPT-2, say, shifts labels. FSDP2 derives a class of its own.
+        causal = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+        kinds = {kind.__name__ for kind in type(self.accelerator.unwrap_model(self.model)).__mro__}
+        self._shifts_labels = bool(causal & kinds) or self._loss_shifts_labels
         self._items = _Items(self, HostedLoader(loader))
         shared_by = self.get_tp_size()
         check_dealt(
@@ -98,22 +105,15 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         try:
             if labels is None:
                 return num_samples(batch)
-            shifts = self._shifts_labels and "shift_labels" not in batch
-            return int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
+            if self._shifts_labels and "shift_labels" not in batch:
+                labels = labels[..., 1:]
+            return int(labels.ne(_IGNORED).sum())
         except (AttributeError, TypeError, OptionError) as error:
             raise OptionError(
                 f"{type(self).__name__} cannot count the labels or samples of a micro-batch: "
                 "override micro_batch_weight(self, batch) to return the number that its loss is "
                 f"the mean over ({error})"
             ) from error
-
-    @property
-    def _shifts_labels(self) -> bool:
-        """Return whether the model shifts labels, which the Trainer overlooks in GPT-2, say."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        is_causal = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return is_causal or getattr(self, "_loss_shifts_labels", False)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the samples of an epoch, from which rates are computed."""
@@ -195,7 +195,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                 found: Tensor = self.compute_loss(model, {**inputs, **self._no_router_loss})
                 return found
 
-        could_tell, is_exact = True, self.accelerator.mixed_precision == "no" and not self.args.tf32
+        is_exact = self.accelerator.mixed_precision == "no" and not self.args.tf32
+        could_tell = True
         with failing_together(of_each_rank), self.compute_loss_context_manager():
             if rows:
                 check_kept_apart(model, self._prepare_inputs(max(rows, key=num_samples)))
