@@ -229,7 +229,7 @@ print(json.dumps({
 
 OPTIONAL = {
     "tqdm", "matplotlib", "pandas", "datasets", "pyarrow", "tensorboard", "torchdata",
-    "transformers", "accelerate", "lightning", "PIL", "scipy", "pynvml",
+    "transformers", "accelerate", "lightning", "PIL", "scipy",
 }  # fmt: skip
 
 

@@ -90,8 +90,8 @@ class MemoryBudget:
         - `device`, on a GPU: all of its memory less what other processes use. What this process
           uses already is its own: what torch's allocator has reserved, and its context, libraries
           and buffers of collectives. Compare it with the sum of both (`peak_memory`), which is what
-          `nvidia-smi` shows for the process. It is read from NVML, with the extra `nvml`; see
-          `torchbudget.machine.device` for what is assumed without.
+          `nvidia-smi` shows for the process. It is read from NVML; where NVML does not count the
+          process, doubtful bytes are its own: see `torchbudget.machine.device`.
         - `device`, on `"cpu"`: the host's bytes.
         - `host`: the least of what the machine and each control group of this process, up to the
           topmost that is visible, have left for the job: the limit, less what others use. Page

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from torchbudget import MemoryBudgetBatchSampler, PadCollate, PaddedCost
-from torchbudget.errors import OptionError
+from torchbudget.errors import OptionError, TorchBudgetWarning
 
 hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -257,20 +257,24 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
-def test_a_planned_step_is_the_trainers_own(head: Head, tmp_path: Path) -> None:
-    """To 1e-8; or an error names the hook, by which it is; or no weight is right."""
+def model_and_samples(head: Head, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    config = getattr(hf, f"{head.config}Config")(**head.options)
+    config = getattr(hf, f"{head.config}Config")(**head.options, **options)
     config._experts_implementation = "eager"
     for name in [name for name in vars(config) if "drop" in name]:
         setattr(config, name, 0.0)
     model = getattr(hf, head.name)(config)
+    return model, [{name: make(n) for name, make in head.fields.items()} for n in LENGTHS]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
+def test_a_planned_step_is_the_trainers_own(head: Head, tmp_path: Path) -> None:
+    """To 1e-8; or an error names the hook, by which it is; or no weight is right."""
+    model, samples = model_and_samples(head)
     for part in model.modules():
         if hasattr(part, "batch_norm"):
-            part.batch_norm = nn.Identity()  # depends on the micro-batch: see below
-    samples = [{name: make(n) for name, make in head.fields.items()} for n in LENGTHS]
+            part.batch_norm = nn.Identity()  # it is warned of: see below
     if head.weight is not None:
         with pytest.raises(OptionError, match="micro_batch_weight"):
             step(head, model, samples, tmp_path, planned=True)
@@ -283,3 +287,21 @@ def test_a_planned_step_is_the_trainers_own(head: Head, tmp_path: Path) -> None:
     model.accepts_loss_kwargs = head.name != "GPT2LMHeadModel"
     expected = step(head, model, samples, tmp_path, planned=False)
     assert (found - expected).norm() < 1e-8 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("MixtralForCausalLM", {"output_router_logits": True}, "output_router_logits adds a loss"),
+        ("SegformerForSemanticSegmentation", {}, "batch normalisation takes its statistics"),
+    ],
+)
+def test_parts_that_see_micro_batches_are_warned_of(
+    name: str, options: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    """Once; the check of weights leaves the experts' balance out."""
+    [head] = [head for head in HEADS if head.name == name]
+    model, samples = model_and_samples(head, **options)
+    with pytest.warns(TorchBudgetWarning, match=match) as warned:
+        step(head, model, samples, tmp_path, head.weight, planned=True)
+    assert len(warned) == 1

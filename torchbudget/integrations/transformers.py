@@ -66,7 +66,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of lists of micro-batches.
 
         Raises:
@@ -87,7 +87,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             num_replicas=self.args.world_size // shared_by,
             rank=self.args.process_index // shared_by,
         )
-        return self._items
+        return _ItemLoader(self._items, batch_size=None, collate_fn=list)
 
     def micro_batch_weight(self, batch: Any) -> float:
         """Return the number that the mean loss of a micro-batch is the mean over.
@@ -117,8 +117,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the samples of an epoch, from which rates are computed."""
-        if isinstance(dataloader, _Items):
-            return dataloader.num_samples
+        if isinstance(dataloader, _ItemLoader):
+            return dataloader.dataset.num_samples
         return int(super().num_examples(dataloader))
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -243,7 +243,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 class _Items(IterableDataset[list[Any]]):
-    """Lists of micro-batches, in the process that trains: a loader, and its own data set.
+    """Lists of micro-batches, in the process that trains.
 
     Args:
         trainer: the Trainer, whose arguments and state are read.
@@ -255,9 +255,6 @@ class _Items(IterableDataset[list[Any]]):
     Raises:
         OptionError: they do not go together.
     """
-
-    # Accelerate's skip_first_batches makes another loader of them.
-    batch_size, collate_fn = None, list
 
     def __init__(self, trainer: Any, loader: HostedLoader) -> None:
         source = loader.source
@@ -273,11 +270,6 @@ class _Items(IterableDataset[list[Any]]):
         if self._length is None:
             raise TypeError("the length of a stream is known with batches_per_epoch only")
         return self._length
-
-    @property
-    def dataset(self) -> _Items:
-        """The object itself."""
-        return self
 
     @property
     def num_samples(self) -> int:
@@ -358,13 +350,23 @@ class _Items(IterableDataset[list[Any]]):
         return int(state.global_step % steps * each)
 
 
-def _counted(batch: Any) -> dict[str, Any]:
+class _ItemLoader(DataLoader[list[Any]]):
+    """A loader that passes on the epoch that the Trainer chooses."""
+
+    dataset: _Items
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next epoch."""
+        self.dataset.set_epoch(epoch)
+
+
+def _counted(batch: Any) -> Any:
     """Return a micro-batch, no label of which counts, with labels that do.
 
     The mean of nothing is NaN, and so may be its gradients, which are divided by infinity.
     """
-    labels = {"labels": torch.zeros_like(batch["labels"])} if "labels" in batch else {}
-    return {**batch, **labels}
+    labels = batch.get("labels")
+    return {**batch, "labels": torch.zeros_like(labels)} if isinstance(labels, Tensor) else batch
 
 
 def _check(trainer: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
