@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from torchbudget.data.collate.layouts import LABELS
 from torchbudget.data.collate.collates import IDS, TransformersBatch
+from torchbudget.data.collate.layouts import LABELS
 from torchbudget.errors import OptionError
 from torchbudget.protocols import SplittableBatch
 from torchbudget.random_state import RandomState
