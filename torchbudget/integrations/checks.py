@@ -52,7 +52,7 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     torchbudget.errors.OptionError: OfAll lets the samples of a row see each other: ...
     """
     inputs = {name: value for name, value in batch.items() if name != LABELS}
-    ids, end = batch[IDS], int(batch.cu_seqlens[1])
+    ids, end = batch[IDS], int(batch["cu_seq_lens_q"][1])
     with _evaluated(model):
         one, other = (
             _after(model(**{**inputs, IDS: row}), end, ids) for row in (ids, _changed(ids, end))
@@ -65,8 +65,8 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     if (one - other).abs().max() > allowed:
         raise OptionError(
             f"{_name(model)} lets the samples of a row see each other: its outputs for "
-            "one sample have changed with the tokens of another. Use flash attention, a mask from "
-            "batch.block_mask() with flex attention, a model whose decoder makes its mask from "
+            "one sample have changed with the tokens of another. Use flash attention, a block "
+            "mask in flex attention, a model whose decoder makes its mask from "
             "position_ids, or PadCollate. Where positions are to mix, BudgetTrainerMixin takes "
             "checks_rows = False"
         )
