@@ -96,8 +96,23 @@ def capacity(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     return torch.zeros(math.ceil(1.25 * len(rows) / 4), 16) + rows.mean(0)
 
 
+def biased(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    hidden = layer(x)
+    return (
+        hidden.new_zeros(x.shape[1], x.shape[1])[None]
+        .expand(len(x), -1, -1)
+        .baddbmm(hidden, hidden.mT)
+    )
+
+
+def grouped(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    rows = layer(x).flatten(0, 1)
+    experts = rows.new_zeros(4, 16, 8, requires_grad=True)
+    return torch._grouped_mm(rows, experts, offs=torch.arange(1, 5, dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
-    "forward", [padded, interpolated, resized, one_hot, contrastive, capacity],
+    "forward", [padded, interpolated, resized, one_hot, contrastive, capacity, biased, grouped],
     ids=lambda one: one.__name__,
 )  # fmt: skip
 def test_what_is_mended(forward: Any) -> None:
@@ -144,13 +159,15 @@ def test_ints_and_tensors_in_any_container(kind: Any) -> None:
 
 
 def test_batches_of_this_library() -> None:
+    """Their mask and their lengths, which are arrays of NumPy in the batch, are symbolic too."""
     collate = PadCollate()
 
     def make(n: int, size: int) -> Any:
         return collate([{"x": torch.zeros(size, 16), "y": torch.zeros(size)}] * n)
 
     def forward(batch: Any, layer: nn.Module) -> torch.Tensor:
-        return layer(batch["x"]) + batch["y"].mean()
+        hidden = (layer(batch["x"]) * batch.mask[..., None]).sum(1)
+        return hidden / batch.lengths[:, None] + batch["y"].mean()
 
     compare(training(forward, nn.Linear(16, 16)), make, [(11, 50), (7, 33), (64, 200)])
 

@@ -131,7 +131,9 @@ class Recipe:
         for leaves in zip(*every, strict=True):
             columns = np.array([_numbers(leaf, leaves[0]) for leaf in leaves], float).T
             found = [_size_of(terms, column) for column in columns]
-            for one, column in zip(found, columns, strict=True):
+            if None in found and isinstance(leaves[0], np.ndarray):
+                found = []  # it stays that of one batch: concrete traces show whether it counts
+            for one, column in zip(found, columns, strict=False):
                 if one is None:
                     pairs = dict(zip(shapes, column.astype(int).tolist(), strict=True))
                     raise UntraceableError(f"the batch is not linear in its shape: {pairs}")
@@ -140,8 +142,13 @@ class Recipe:
         if not any(varying):
             raise UntraceableError("the batch does not depend on its shape")
 
-    def build(self, coordinates: Sequence[Any]) -> Any:
-        """Make a batch of symbolic coordinates, inside a fake mode."""
+    def build(self, coordinates: Sequence[Any], uncounted: Callable[[torch.Tensor], Any]) -> Any:
+        """Make a batch of symbolic coordinates, inside a fake mode.
+
+        Args:
+            coordinates: in place of those of a shape.
+            uncounted: is called with tensors that stand for arrays of NumPy.
+        """
         products = _products(coordinates, self._powers)
         sizes = iter(self._sizes)
 
@@ -156,9 +163,17 @@ class Recipe:
                 options: Any = {"dtype": leaf.dtype, "device": leaf.device}
                 shape = [value(one) for one in own]
                 return torch.empty(shape, requires_grad=leaf.requires_grad, **options)
-            return value(own[0]) if own else leaf
+            if isinstance(leaf, np.ndarray) and any(any(one.weights[1:]) for one in own):
+                array = torch.empty([value(one) for one in own], dtype=_dtype_of(leaf))
+                uncounted(array)
+                return array
+            return value(own[0]) if own and not isinstance(leaf, np.ndarray) else leaf
 
         return rebuilt(self._batch, replace)
+
+
+def _dtype_of(array: Any) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def _products(shape: Sequence[Any], powers: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -176,8 +191,8 @@ def _numbers(leaf: Any, first: Any) -> tuple[int, ...]:
         return tuple(leaf.shape)
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return (leaf,)
-    # Arrays of NumPy's stay those of one batch: a step that makes tensors of them is found out by
-    # their shapes, or by the concrete traces.
+    if isinstance(leaf, np.ndarray) and leaf.ndim == first.ndim and leaf.dtype.kind in "iufb":
+        return tuple(leaf.shape)
     if isinstance(leaf, (float, complex, np.generic)) and leaf != first:
         raise UntraceableError("the batch has a number that follows from the shape and is no int")
     return ()

@@ -105,6 +105,8 @@ class Covering:
     def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
         weights, poor = np.log(shapes).sum(axis=1), 0
         while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
+            if self._traces and time.monotonic() > self._deadline - _MOST_SECONDS / 2:
+                return
             inside = np.flatnonzero(left)
             # The middle of what is left: its branches are likely those of many shapes.
             middle = shapes[inside[np.argsort(weights[inside])[len(inside) // 2]]]
@@ -181,7 +183,7 @@ class Covering:
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
-            if equalities & set(one):
+            if equalities & set(one) or time.monotonic() > self._deadline:
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]

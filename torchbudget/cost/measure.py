@@ -38,7 +38,7 @@ _MOST_COMPARED: Final = 2**13
 _ROUNDED_BYTES: Final = 2**26
 _UNSEEN_ON_CPU: Final = (
     "the cost was traced, not run: buffers of kernels are not in it, which were seen to take up to "
-    "0.69 of the tensors' bytes (1-d convolutions; a U-Net 0.32, transformers 0.05); "
+    "0.69 of the tensors' bytes (1-d convolutions; a U-Net 0.32); "
     "measure_cost(method='auto') measures them"
 )
 
@@ -178,16 +178,32 @@ def _target_of(
 def _measured(subject: Subject, method: Method, room: int | None) -> MeasuredCost:
     """The cost without what it was measured on."""
     ranks = JoinedRanks(subject.state)
-    room = None if room is None else ranks.least(room)
-    if method == "trace" or room is None:
-        cost = ranks.of_first(partial(_traced, subject, room))
-        if subject.target.type == "cuda":
-            return _on_cuda(subject, cost, room)
-        # What a process has beside its tensors is the same on all ranks: the first one's.
-        return cost if room is None else ranks.of_first(partial(_beside_process, subject, cost))
-    traced = ranks.of_first(partial(_traced_or_run, subject, method, room))
+    if room is None:
+        cost = ranks.of_first(partial(_traced, subject, None))
+        return _on_cuda(subject, cost, AssumedCuda.detect()) if _is_cuda(subject) else cost
+    room = ranks.least(room)
+    if method == "trace" and _is_cuda(subject):
+        assumed = AssumedCuda.detect()
+        if room <= assumed.fixed_bytes:
+            raise CostError(
+                "a CUDA context and the workspaces of libraries take "
+                f"{format_bytes(assumed.fixed_bytes)}, which leaves nothing of a budget of "
+                f"{format_bytes(room)}"
+            )
+        cost = ranks.of_first(partial(_traced, subject, room - assumed.fixed_bytes))
+        return _on_cuda(subject, cost, assumed)
+    # What a process has beside its tensors is the same on all ranks: the first one's.
+    beside = ranks.of_first(partial(_beside_tensors, subject))
+    left = max(room - beside, 1)
+    if method == "trace":
+        return _on_cpu(subject, ranks.of_first(partial(_traced, subject, left)), beside)
+    traced = ranks.of_first(partial(_traced_or_run, subject, method, left))
     subject.depends_on_values = ranks.of_first(lambda: subject.depends_on_values)
     return run_steps(subject, room, traced)
+
+
+def _is_cuda(subject: Subject) -> bool:
+    return subject.target.type == "cuda"
 
 
 def _traced(subject: Subject, room: int | None) -> MeasuredCost:
@@ -216,6 +232,7 @@ def _traced(subject: Subject, room: int | None) -> MeasuredCost:
         smallest=domain.smallest,
         largest=domain.largest,
         multiple=domain.multiple,
+        median=domain.median,
         empty=covering.empty,
         raised=covering.raised,
         probes=tuple(covering.probes),
@@ -241,27 +258,26 @@ def _traced_or_run(subject: Subject, method: Method, room: int) -> MeasuredCost 
     return None
 
 
-def _beside_process(subject: Subject, cost: MeasuredCost) -> MeasuredCost:
-    """Add to traced bytes what the process has now beside the step's own tensors."""
+def _beside_tensors(subject: Subject) -> int:
+    """What the process has in memory beside the step's own tensors, in whole 64 MiB."""
+    if _is_cuda(subject):
+        return 0
     own = sum(tensor.nbytes for tensor in subject.state.tensors())
     beside = max(process_memory().resident_bytes - own, 0)
-    offset = -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
-    subject.notes.append(
-        f"{format_bytes(offset)} are added for all else that the process had in memory"
-    )
-    subject.notes.append(_UNSEEN_ON_CPU)
-    return replace(cost, offset=float(offset), caution=_UNSEEN_ON_CPU)
+    return -(-beside // _ROUNDED_BYTES) * _ROUNDED_BYTES
 
 
-def _on_cuda(subject: Subject, cost: MeasuredCost, room: int | None) -> MeasuredCost:
+def _on_cpu(subject: Subject, cost: MeasuredCost, beside: int) -> MeasuredCost:
+    """Traced bytes as those of a process that no step ran in."""
+    subject.notes += [
+        f"{format_bytes(beside)} are added for all else that the process had in memory",
+        _UNSEEN_ON_CPU,
+    ]
+    return replace(cost, offset=float(beside), caution=_UNSEEN_ON_CPU)
+
+
+def _on_cuda(subject: Subject, cost: MeasuredCost, assumed: AssumedCuda) -> MeasuredCost:
     """Traced bytes as those of a CUDA device that no step ran on."""
-    assumed = AssumedCuda.detect()
-    if room is not None and room <= assumed.fixed_bytes:
-        raise CostError(
-            "a CUDA context and the workspaces of libraries take "
-            f"{format_bytes(assumed.fixed_bytes)}, which leaves nothing of a budget of "
-            f"{format_bytes(room)}"
-        )
     own = subject.state.device
     warn_of_kept(subject, device_memory(own) if own.type == "cuda" else None)
     subject.notes += assumed.notes()

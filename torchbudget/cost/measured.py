@@ -79,6 +79,7 @@ class MeasuredCost:
         smallest: the smallest size on every axis; shorter samples cost as much.
         largest: the largest size on every axis; beyond it nothing is predicted.
         multiple: sizes between them are multiples of it.
+        median: of the sizes that were given, on each axis; `None`: none were.
         empty: traced bytes of a batch without samples.
         margin: share of every prediction that is added to it.
         offset: bytes that runs showed beside the traced ones.
@@ -99,6 +100,7 @@ class MeasuredCost:
     smallest: tuple[int, ...]
     largest: tuple[int, ...]
     multiple: int = 1
+    median: tuple[int, ...] | None = None
     empty: int = 0
     margin: float = 0.0
     offset: float = 0.0
@@ -423,14 +425,11 @@ class MeasuredCost:
         lines.append(f"margin: {self.margin:.3%}")
         lines.append(f"sizes: up to {' × '.join(map(str, self.largest))}")
         if self.room is not None:
-            middle = tuple(
-                round((low * high) ** 0.5)
-                for low, high in zip(self.smallest, self.largest, strict=True)
-            )
             counts = [
                 f"{name} sample ({' × '.join(map(str, size))}): "
                 f"{int(self.capacity(size if self.axes > 1 else size[0], self.room)):,} at once"
-                for name, size in (("longest", self.largest), ("median", middle))
+                for name, size in (("longest", self.largest), ("median", self.median))
+                if size is not None
             ]
             lines.append(f"under {format_bytes(self.room)}: {'; '.join(counts)}")
         lines += [f"{name}: {value}" for name, value in self.measured_on.items()]

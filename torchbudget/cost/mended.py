@@ -25,10 +25,12 @@ def mended() -> Iterator[None]:
         stack.enter_context(patch.object(builtins, "len", _len))
         stack.enter_context(patch.object(F, "interpolate", _interpolate))
         stack.enter_context(patch.object(F, "one_hot", _one_hot))
+        stack.enter_context(patch.object(torch, "from_numpy", _from_numpy))
         yield
 
 
 _python_len, _torch_interpolate, _torch_one_hot = builtins.len, F.interpolate, F.one_hot
+_torch_from_numpy = torch.from_numpy
 
 
 def _len(one: Any) -> Any:
@@ -37,6 +39,11 @@ def _len(one: Any) -> Any:
     if isinstance(first, torch.SymInt):
         return first
     return _python_len(one)
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    """`torch.from_numpy`; an array of a symbolic batch is a tensor already."""
+    return array if isinstance(array, torch.Tensor) else _torch_from_numpy(array)
 
 
 def _interpolate(
@@ -85,8 +92,17 @@ def _shrunk(gradient: torch.Tensor, _: Any, size: Any, *__: Any) -> torch.Tensor
     return gradient.new_empty(size)
 
 
+def _added_product(
+    bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    return bias.new_empty((*one.shape[:-1], other.shape[-1]))
+
+
 # Operations whose kernels for shapes take only numbers: they raise, or specialise silently.
-OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {_ATEN.constant_pad_nd.default: _padded}
+OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {
+    _ATEN.constant_pad_nd.default: _padded,
+    _ATEN.baddbmm.default: _added_product,
+}
 for _name in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d"):
     OPERATIONS[getattr(_ATEN, f"upsample_{_name}").default] = _enlarged
     OPERATIONS[getattr(_ATEN, f"upsample_{_name}_backward").default] = _shrunk

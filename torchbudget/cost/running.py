@@ -496,7 +496,7 @@ class _Runs:
         grid = Grid(numbers, tuple(sizes), values, float(floor), flops, reached)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=domain.largest,
-            multiple=domain.multiple, empty=floor, probes=tuple(self.probes),
+            multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),
         )  # fmt: skip
 
 

@@ -47,12 +47,14 @@ class Domain:
         largest: the largest size on every axis.
         multiple: sizes are multiples of it.
         known: the different sizes of the data set, shape `(N, d)`; `None`: any size may occur.
+        median: of the sizes of the data set, on each axis; `None`: it is not known.
     """
 
     smallest: Size
     largest: Size
     multiple: int
     known: IntArray | None = None
+    median: Size | None = None
 
     @classmethod
     def of(
@@ -86,10 +88,12 @@ class Domain:
             raise CostError("max_size, min_size and sizes must have the same number of axes")
         if any(low > high for low, high in zip(smallest, largest, strict=True)):
             raise CostError(f"the smallest size, {smallest}, is above the largest one, {largest}")
+        median = None
         if known is not None:
             known = np.clip(-(-known // multiple) * multiple, smallest, largest)
+            median = tuple(np.median(known, axis=0).astype(int).tolist())
             known = np.unique(known, axis=0)
-        return cls(smallest, largest, multiple, known)
+        return cls(smallest, largest, multiple, known, median)
 
     @property
     def axes(self) -> int:

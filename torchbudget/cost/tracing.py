@@ -242,15 +242,15 @@ class Tracer:
             else:
                 coordinates.append(value)
 
-        def build(fakes: FakeTensorMode) -> Any:
-            with fakes:
-                return recipe.build(coordinates)
+        def build(counter: _Counter) -> Any:
+            with counter.fakes:
+                return recipe.build(coordinates, counter.ignore)
 
         return self._traced(build, shape, env, coordinates)
 
     def _traced(
         self,
-        batch_of: Callable[[FakeTensorMode], Any],
+        batch_of: Callable[[_Counter], Any],
         shape: Shape,
         env: Any,
         coordinates: Sequence[Any] = (),
@@ -270,7 +270,7 @@ class Tracer:
 
     def _two_steps(
         self,
-        batch_of: Callable[[FakeTensorMode], Any],
+        batch_of: Callable[[_Counter], Any],
         env: Any,
         shape: Shape,
         symbols: Sequence[Any],
@@ -288,11 +288,11 @@ class Tracer:
             starts = []
             for _ in range(2):
                 counter.flops = 0
-                batch = batch_of(counter.fakes)
+                batch = batch_of(counter)
                 # A symbolic batch is not searched: its symbols lead to all that is known of them.
                 found = reachable(batch) if env is None else leaves_of(batch)
                 tensors = [one for one in found if isinstance(one, torch.Tensor)]
-                counter.arrive(tensors)
+                counter.arrive(tensors)  # arrays of NumPy's are no tensors until they are used
                 try:
                     self._run(batch, counter, symbolic=env is not None)
                 finally:
@@ -478,6 +478,12 @@ class _Counter(TorchDispatchMode):
         living[key] = weakref.ref(storage, freed)
         events.append((size, +1))
 
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never count a fake tensor, which stands for an array of NumPy."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        self._living[key] = weakref.ref(storage, lambda _: self._living.pop(key))
+
     def on_its_own(self, module: DistributedDataParallel) -> torch.Tensor:
         """Keep a module from summing gradients and buffers over ranks, as inside `no_sync`.
 
@@ -597,8 +603,24 @@ def _ctc_loss_backward(_: torch.Tensor, log_probs: torch.Tensor, *__: Any) -> to
     return torch.empty_like(log_probs)
 
 
-# Operations whose shapes torch's own fake tensors take from values.
+def _grouped_mm(
+    one: torch.Tensor,
+    other: torch.Tensor,
+    groups: torch.Tensor | None = None,
+    _: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """The shape of a product of each group of rows, or of columns."""
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.dim() == other.dim():
+        shape.insert(0, one.shape[0] if groups is None or one.dim() == 3 else groups.shape[0])
+    return one.new_empty(shape, dtype=out_dtype)
+
+
+# Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,

@@ -143,7 +143,7 @@ class Batch:
         `torch.nn.utils.rnn.pack_padded_sequence` takes it.
         """
         lengths = self._host_lengths
-        return torch.from_numpy((lengths[:, 0] if lengths.shape[1] == 1 else lengths).copy())
+        return torch.from_numpy((lengths[:, 0] if lengths.shape[1] == 1 else lengths) + 0)  # a copy
 
     @property
     def num_tokens(self) -> int:

@@ -347,8 +347,9 @@ class PaddedLayout(Layout):
         n, k = len(self.shapes), len(self.length_axes)
         mask = torch.ones((n,) + (1,) * k, dtype=torch.bool, device=device)
         for place, axis in enumerate(self.length_axes):
-            edges = np.stack([self.starts[:, axis], self.starts[:, axis] + self.shapes[:, axis]])
-            first, last = on_device(edges[..., None], device)
+            # No function of NumPy's: in a trace these arrays are symbolic tensors.
+            first = on_device(self.starts[:, axis, None] + 0, device)
+            last = first + on_device(self.shapes[:, axis, None] + 0, device)
             positions = torch.arange(self.shape[1 + axis], device=device)
             own = (positions >= first) & (positions < last)
             mask = mask & own.view(n, *(1,) * place, -1, *(1,) * (k - place - 1))
