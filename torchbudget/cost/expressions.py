@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +19,6 @@ from torchbudget.cost.protocol import FloatArray
 from torchbudget.errors import CostError
 
 Node: TypeAlias = list[Any]
-_MOST_DEGREE: Final = 2  # of a polynomial in n
 
 
 class UntraceableError(CostError):
@@ -69,34 +69,6 @@ _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "Or": lambda *a: reduce(np.logical_or, a),
     "Not": np.logical_not,
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InN:
-    """An expression as a polynomial in n for each of several sizes, bounded from both sides.
-
-    Attributes:
-        low: coefficients of n⁰, n¹, n² of a polynomial that is nowhere larger, shape `(3, sizes)`.
-        high: of one that is nowhere smaller; the same array where the expression is exact.
-    """
-
-    low: FloatArray
-    high: FloatArray
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it is known exactly, not only bounded."""
-        return self.low is self.high
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it is known exactly, and does not depend on n."""
-        return self.is_exact and not self.high[1:].any()
-
-    def spread(self, below: float, above: float) -> InN:
-        """The same with a constant added to each bound."""
-        unit = np.array([[1.0], [0.0], [0.0]])
-        return InN(self.low + below * unit, self.high + above * unit)
 
 
 @dataclass(slots=True)
@@ -174,26 +146,56 @@ class Expressions:
                 needed.update(self.nodes[at][1:])
         return sorted(needed)
 
-    def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> dict[int, InN]:
-        """The wanted expressions as polynomials in n, for each of `sizes`, shape `(S, d - 1)`.
+    def in_n(self, sizes: npt.NDArray[Any], wanted: Sequence[int]) -> list[FloatArray]:
+        """Each wanted expression as a polynomial in n that is nowhere smaller.
+
+        Args:
+            sizes: shape `(S, d - 1)`.
+            wanted: numbers of expressions.
+
+        Returns:
+            Coefficients of n⁰, n¹ and n² at each size, shape `(3, S)`, for each expression.
 
         Raises:
-            UntraceableError: one is no polynomial of degree 2 in n, nor bounded by one.
+            UntraceableError: one is not bounded by such a polynomial.
         """
-        found: dict[int, InN] = {}
-        for at in self._needed(wanted):
-            name, *arguments = self.nodes[at]
-            if name in ("int", "float"):
-                found[at] = _constant(np.full(len(sizes), float(arguments[0])))
-            elif name == "symbol" and arguments[0] == 0:
-                rows = np.zeros((3, len(sizes)))
-                rows[1] = 1
-                found[at] = InN(rows, rows)
-            elif name == "symbol":
-                found[at] = _constant(sizes[:, arguments[0] - 1].astype(float))
-            else:
-                found[at] = _combined(name, [found[one] for one in arguments])
-        return {at: found[at] for at in wanted}
+        at_2, at_3, at_4 = (self._highest(n, sizes, wanted) for n in (2, 3, 4))
+        others = {n: self._highest(float(n), sizes, wanted) for n in (1, 2**6, 2**12, 2**20)}
+        found = []
+        for k, (two, three, four) in enumerate(zip(at_2, at_3, at_4, strict=True)):
+            square = (four - 2 * three + two) / 2
+            each = three - two - 5 * square
+            rows = np.array([two - 2 * each - 4 * square, each, square], float)
+            whole = np.rint(rows)
+            rows = np.where(np.abs(rows - whole) <= 1e-6 + 1e-14 * np.abs(four), whole, rows)
+            for n, values in others.items():
+                if not np.allclose(rows[0] + n * (rows[1] + n * rows[2]), values[k], 1e-9, 1e-3):
+                    raise UntraceableError("bytes that are no polynomial of degree 2 in n")
+            found.append(rows)
+        return found
+
+    def _highest(
+        self, n: float, sizes: npt.NDArray[Any], wanted: Sequence[int]
+    ) -> list[npt.NDArray[Any]]:
+        """The most that the wanted ones can be at `n`: what rounds n is bounded, not evaluated."""
+        columns = [np.full(len(sizes), n), *sizes.T]
+        values: dict[int, tuple[Any, Any]] = {}  # the least and the most
+        moving: set[int] = set()  # with n
+        with np.errstate(all="ignore"):
+            for at in self._needed(wanted):
+                name, *arguments = self.nodes[at]
+                if name in ("int", "float", "symbol"):
+                    value = columns[arguments[0]] if name == "symbol" else arguments[0]
+                    moving.update([at] if name == "symbol" and arguments[0] == 0 else [])
+                    values[at] = value, value
+                elif moving.isdisjoint(arguments):
+                    value = _OPERATIONS[name](*(values[one][0] for one in arguments))
+                    values[at] = value, value
+                else:
+                    moving.add(at)
+                    divisor = None if arguments[-1] in moving else values[arguments[-1]][0]
+                    values[at] = _bounds(name, [values[one] for one in arguments], divisor)
+        return [np.broadcast_to(values[at][1], len(sizes)) for at in wanted]
 
 
 def _check(node: Node, at: int) -> None:
@@ -209,134 +211,32 @@ def _check(node: Node, at: int) -> None:
         raise UntraceableError(f"no rule to evaluate the operation {node!r:.200}")
 
 
-def _constant(values: FloatArray) -> InN:
-    rows = np.zeros((3, len(values)))
-    rows[0] = values
-    return InN(rows, rows)
-
-
-def _combined(name: str, parts: list[InN]) -> InN:
-    """One operation on polynomials in n."""
-    if all(part.is_constant for part in parts):
-        arguments = [_as_ints(part.high[0]) for part in parts]
-        with np.errstate(all="ignore"):
-            value = np.asarray(_OPERATIONS[name](*arguments), float)
-        return _constant(np.broadcast_to(value, parts[0].high[0].shape))
-    rule = _IN_N.get(name)
-    if rule is None:
-        raise UntraceableError(f"{name} of the number of samples is no polynomial of it")
-    return rule(*parts)
-
-
-def _as_ints(values: FloatArray) -> Any:
-    return values.astype(np.int64) if (values == np.floor(values)).all() else values
-
-
-def _sum(*parts: InN) -> InN:
-    high = reduce(np.add, (part.high for part in parts))
-    exact = all(part.is_exact for part in parts)
-    return InN(high if exact else reduce(np.add, (part.low for part in parts)), high)
-
-
-def _product(*parts: InN) -> InN:
-    return reduce(_times, parts)
-
-
-def _times(one: InN, other: InN) -> InN:
-    if other.is_constant:
-        one, other = other, one
-    if one.is_constant:
-        factor = one.high[0]
-        high = factor * np.where(factor >= 0, other.high, other.low)
-        if other.is_exact:
-            return InN(high, high)
-        return InN(factor * np.where(factor >= 0, other.low, other.high), high)
-    # Both are sizes: at least 0.
-    high = _convolved(one.high, other.high)
-    exact = one.is_exact and other.is_exact
-    return InN(
-        high if exact else _convolved(np.maximum(one.low, 0), np.maximum(other.low, 0)), high
-    )
-
-
-def _convolved(one: FloatArray, other: FloatArray) -> FloatArray:
-    rows = np.zeros_like(one)
-    for i in range(len(one)):
-        for j in range(len(other)):
-            product = one[i] * other[j]
-            if i + j <= _MOST_DEGREE:
-                rows[i + j] += product
-            elif product.any():
-                raise UntraceableError("bytes that grow with the third power of n")
-    return rows
-
-
-def _divided(part: InN, by: InN) -> InN:
-    if not by.is_constant or (by.high[0] <= 0).any():
-        raise UntraceableError("a division by the number of samples")
-    high = part.high / by.high[0]
-    return InN(high if part.is_exact else part.low / by.high[0], high)
-
-
-def _floor_divided(part: InN, by: InN) -> InN:
-    quotient = _divided(part, by)
-    if part.is_exact and not (part.high[1:] % by.high[0]).any():
-        rows = quotient.high.copy()
-        rows[0] = np.floor(rows[0])
-        return InN(rows, rows)
-    low = quotient.low.copy()
-    low[0] -= 1 - 1 / by.high[0]
-    return InN(low, quotient.high)
-
-
-def _remainder(part: InN, by: InN) -> InN:
-    if not by.is_constant:
-        raise UntraceableError("a remainder by the number of samples")
-    if part.is_exact and not (part.high[1:] % by.high[0]).any():
-        return _constant(part.high[0] % by.high[0])
-    return InN(_constant(np.zeros_like(by.high[0])).low, _constant(by.high[0] - 1).high)
-
-
-def _largest(*parts: InN) -> InN:
-    # Coefficient by coefficient, since n is at least 0.
-    return InN(parts[0].low, reduce(np.maximum, (part.high for part in parts)))
-
-
-def _smallest(*parts: InN) -> InN:
-    def less(one: FloatArray, other: FloatArray) -> FloatArray:
-        """The rows of the one that is less for many samples."""
-        differ = np.where(one != other, np.sign(other - one), 0)
-        first = np.where(differ[2] != 0, differ[2], np.where(differ[1] != 0, differ[1], differ[0]))
-        return np.where(first >= 0, one, other)
-
-    low = reduce(np.minimum, (part.low for part in parts))
-    return InN(low, reduce(less, (part.high for part in parts)))
-
-
-def _raised(part: InN, exponent: InN) -> InN:
-    power = exponent.high[0]
-    if not exponent.is_constant or (power != power[0]).any() or power[0] not in (1, 2):
-        raise UntraceableError("a power of the number of samples")
-    return part if power[0] == 1 else _times(part, part)
-
-
-_IN_N: Final[dict[str, Callable[..., InN]]] = {
-    "Add": _sum,
-    "Mul": _product,
-    "Pow": _raised,
-    "PowByNatural": _raised,
-    "FloorDiv": _floor_divided,
-    "CleanDiv": _divided,
-    "CeilDiv": lambda a, b: _divided(a, b).spread(0, 1),
-    "Mod": _remainder,
-    "PythonMod": _remainder,
-    "IntTrueDiv": _divided,
-    "FloatTrueDiv": _divided,
-    "ToFloat": lambda a: a,
-    "CeilToInt": lambda a: a.spread(0, 1),
-    "FloorToInt": lambda a: a.spread(-1, 0),
-    "TruncToInt": lambda a: a.spread(-1, 0),
-    "RoundToInt": lambda a: a.spread(-1, 1),
-    "Max": _largest,
-    "Min": _smallest,
+# Operations that round: the one without, and the most that rounding takes and adds.
+_ROUNDED: Final = {
+    "FloorDiv": ("IntTrueDiv", -1, 0),
+    "CleanDiv": ("IntTrueDiv", 0, 0),
+    "CeilDiv": ("IntTrueDiv", 0, 1),
+    "CeilToInt": ("ToFloat", 0, 1),
+    "FloorToInt": ("ToFloat", -1, 0),
+    "TruncToInt": ("ToFloat", -1, 0),
+    "RoundToInt": ("ToFloat", -1, 1),
 }
+_DIVISIONS: Final = ("IntTrueDiv", "FloatTrueDiv", "Mod", "PythonMod")
+_RISING: Final = (*_DIVISIONS, "Add", "Mul", "Pow", "PowByNatural", "ToFloat", "Max", "Min")
+
+
+def _bounds(name: str, parts: list[tuple[Any, Any]], divisor: Any) -> tuple[Any, Any]:
+    """The least and the most of an operation, of those of its arguments."""
+    name, taken, added = _ROUNDED.get(name, (name, 0, 0))
+    if name not in _RISING:
+        raise UntraceableError(f"{name} of the number of samples is no polynomial of it")
+    if name in _DIVISIONS and (divisor is None or np.any(np.asarray(divisor) <= 0)):
+        raise UntraceableError("a division by the number of samples")
+    if name in ("Mod", "PythonMod"):
+        return 0, divisor - 1
+    ends = [one[:1] if one[0] is one[1] else one for one in parts]
+    if name == "Mul":
+        corners = [reduce(np.multiply, one) for one in product(*ends)]
+        return reduce(np.minimum, corners), reduce(np.maximum, corners)
+    rule = _OPERATIONS[name]
+    return rule(*(one[0] for one in ends)) + taken, rule(*(one[-1] for one in ends)) + added

@@ -122,15 +122,14 @@ class Piece:
         if len(sizes) > _CHUNK:
             parts = np.array_split(sizes, 1 + len(sizes) // _CHUNK)
             return np.concatenate([self.in_n(part) for part in parts], axis=2)
-        used = {at for total in self.sums for at, _ in total}
+        used = sorted({at for total in self.sums for at, _ in total})
         blocks, rows = self.granularity, {}
-        for at, part in self._expressions.in_n(sizes, sorted(used)).items():
-            high = part.high.copy()
-            if part.is_constant or (part.is_exact and not (high[1:] % blocks).any()):
-                high[0] = np.ceil(high[0] / blocks) * blocks
+        for at, row in zip(used, self._expressions.in_n(sizes, used), strict=True):
+            if (row[1:] % blocks).any():
+                row[0] += blocks - 1
             else:
-                high[0] += blocks - 1
-            rows[at] = high
+                row[0] = np.ceil(row[0] / blocks) * blocks
+            rows[at] = row
         sums = [sum(number * rows[at] for at, number in total) for total in self.sums]
         return np.asarray(sums, float)
 
