@@ -67,7 +67,7 @@ def costs(draw: st.DrawFn, axes: int = 1) -> MeasuredCost:
         stairs = draw(st.integers(0, 10**5)) * np.ceil(area / draw(st.integers(1, 100)))
         floor = draw(st.integers(0, 10**6))
         each = tuple(tuple(one.tolist()) for one in sizes)
-        grid = Grid((1, 4, 64), each, floor + stairs, float(floor), 0 * area)
+        grid = Grid((1, 4, 64), each, floor + stairs, float(floor))
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(LARGEST,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),
@@ -207,7 +207,7 @@ def test_what_is_not_packed() -> None:
     for total in (size, square):
         with pytest.raises(CostError, match="a packed batch must cost a constant and a share"):
             measured(pieces=(piece(nodes, total),), largest=(99,)).packed()
-    grid = Grid((1, 2), ((1, 9),), np.ones((2, 2)), 0.0, np.ones((2, 2)))
+    grid = Grid((1, 2), ((1, 9),), np.ones((2, 2)), 0.0)
     with pytest.raises(CostError, match="interpolated"):
         measured(pieces=(), grid=grid, largest=(9,)).packed()
 

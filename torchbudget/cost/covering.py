@@ -280,23 +280,11 @@ class Covering:
     ) -> Grid:
         shape = (len(numbers), *map(len, sizes))
         at: Any
-        values, flops = np.full(shape, np.nan), np.zeros(shape)
+        values = np.zeros(shape)
         for at in product(*(range(len(one)) for one in sizes)):
             size = tuple(one[k] for one, k in zip(sizes, at, strict=True))
             values[(slice(None), *at)] = value(size)
-            flops[(slice(None), *at)] = self._flops(numbers, size)
-        floor = float(np.nanmin(values))
-        each = tuple(map(tuple, sizes))
-        return Grid(tuple(numbers), each, values, floor, flops)
-
-    def _flops(self, numbers: list[int], size: tuple[int, ...]) -> FloatArray:
-        trace = self._columns.get(size) or self._concrete.get((numbers[-1], *size))
-        if trace is None:
-            return np.zeros(len(numbers))
-        shapes = np.array([(n, *size) for n in numbers])
-        [flops] = trace.expressions.evaluate(shapes, [trace.flops])
-        scale = 1.0 if size in self._columns else np.array(numbers) / numbers[-1]
-        return np.asarray(np.broadcast_to(flops, len(numbers)) * scale, float)
+        return Grid(tuple(numbers), tuple(map(tuple, sizes)), values, float(values.min()))
 
     def _has_columns(self, recipe: Recipe, left: IntArray) -> bool:
         """Whether a symbolic trace at one size holds for several numbers of samples."""

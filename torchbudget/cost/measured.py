@@ -160,7 +160,8 @@ class MeasuredCost:
             fixed, each, flop = (1e9 * one for one in self.seconds)
             pieces = [replace(p, sums=(((p.flops, 1),),), granularity=1) for p in self.pieces]
             grid = self.grid
-            grid = None if grid is None else replace(grid, values=grid.flops, floor=0.0)
+            if grid is not None:
+                grid = replace(grid, values=grid.values - grid.floor, floor=0.0, reached=MAX_BYTES)
             surface = Surface.of(
                 self._levels(), pieces, grid, empty=0, offset=fixed, scale=flop or 1e-30
             )
@@ -224,15 +225,18 @@ class MeasuredCost:
             total[mine] = piece.bytes_at(shapes[mine])
             left[mine] = False
         if self.grid is not None and left.any():
-            found = self.grid.bytes_at(shapes[left]) * (1 + self.raised)
-            total[left] = np.where(np.isfinite(found), np.ceil(np.nan_to_num(found)), MAX_BYTES)
+            found = np.ceil(self.grid.bytes_at(shapes[left]) * (1 + self.raised))
+            total[left] = np.where(found < 2.0**62, found, MAX_BYTES)
         return total.reshape(shape)
 
     def flops_at(self, shapes: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Traced floating-point operations at each shape, `(S, 1 + d)`: shape `(S,)`."""
+        """Floating-point operations at each shape, `(S, 1 + d)`: shape `(S,)`.
+
+        In the grid, which has none, bytes beside the floor stand for them.
+        """
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
         grid = self.grid
-        total = np.zeros(len(shapes)) if grid is None else grid.bytes_at(shapes, flops=True)
+        total = np.zeros(len(shapes)) if grid is None else grid.bytes_at(shapes) - grid.floor
         for piece in reversed(self.pieces):
             total = np.where(piece.holds(shapes) != NOT_HELD, piece.flops_at(shapes), total)
         return total
@@ -447,7 +451,7 @@ class MeasuredCost:
         if self.pieces:
             found.append(f"{len(self.pieces)} symbolic trace{'s' * (len(self.pieces) > 1)}")
         if self.grid is not None:
-            found.append(f"a grid of {np.isfinite(self.grid.values).sum()} shapes, interpolated")
+            found.append(f"a grid of {(self.grid.values < 2.0**62).sum()} shapes, interpolated")
         runs = sum(probe.how == "run" for probe in self.probes)
         return ", ".join([*found, *([f"{runs} runs"] if runs else [])])
 
@@ -505,11 +509,9 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
 
 
 def _plain(value: Any) -> Any:
-    """Lists, numbers and texts, as JSON has them; NaN as `None`."""
+    """Lists, numbers and texts, as JSON has them."""
     if isinstance(value, np.ndarray):
-        if value.ndim > 1:
-            return list(map(_plain, value))
-        return [one if math.isfinite(one) else None for one in value.tolist()]
+        return value.tolist()
     if isinstance(value, (Piece, Grid)):
         names = [one.name for one in fields(value) if not one.name.startswith("_")]
         return {name: _plain(getattr(value, name)) for name in names}
@@ -527,9 +529,8 @@ def _tuples(value: Any) -> Any:
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
     grid = read["grid"]
     if grid is not None:
-        arrays = {name: np.array(grid[name], float) for name in ("values", "flops", "reached")
-                  if grid[name] is not None}  # fmt: skip
-        grid = Grid(**{name: _tuples(value) for name, value in grid.items()} | arrays)
+        values = np.array(grid["values"], float)
+        grid = Grid(**{name: _tuples(value) for name, value in grid.items()} | {"values": values})
     pieces = [
         Piece(**{k: _tuples(v) for k, v in piece.items()} | {"nodes": tuple(piece["nodes"])})
         for piece in read["pieces"]

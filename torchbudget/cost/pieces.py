@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torchbudget.cost.expressions import Expressions, Node
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.errors import CostError
+from torchbudget.units import MAX_BYTES
 
 # What a piece says of a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
@@ -144,42 +145,20 @@ class Grid:
     Attributes:
         numbers: of samples, ascending.
         sizes: ascending, for each axis.
-        values: bytes at each of them, shape `(numbers, sizes of the first axis, …)`; of shapes that
-            were not measured, NaN.
+        values: bytes at each of them, shape `(numbers, sizes of the first axis, …)`; 2⁶² where they
+            were not measured.
         floor: bytes that do not depend on the batch.
-        flops: in place of bytes.
-        reached: of each size, the most bytes that were measured; beyond these, and of sizes that
-            are longer, nothing is known. `None`: there is no such limit.
+        reached: the most bytes that were measured; beyond them nothing is known.
     """
 
     numbers: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
     values: npt.NDArray[np.float64]
     floor: float
-    flops: npt.NDArray[np.float64]
-    reached: npt.NDArray[np.float64] | None = None
+    reached: int = MAX_BYTES
 
-    def reach(self, sizes: npt.NDArray[Any]) -> FloatArray:
-        """The most bytes that are known of each of `sizes`, `(S, d - 1)`: shape `(S,)`."""
-        if self.reached is None:
-            return np.full(len(sizes), np.inf)
-        known: Any = np.ones(len(sizes), bool)
-        corners = []
-        for nodes, column in zip(self.sizes, sizes.T, strict=True):
-            above = np.searchsorted(nodes, column)
-            known &= above < len(nodes)
-            above = np.minimum(above, len(nodes) - 1)
-            exact = np.array(nodes)[above] == column
-            corners.append((np.where(exact, above, np.maximum(above - 1, 0)), above))
-        least = np.full(len(sizes), np.inf)
-        for bits in product((0, 1), repeat=len(self.sizes)):
-            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
-            least = np.minimum(least, self.reached[at])
-        return np.where(known, least, 0.0)
-
-    def at(self, sizes: npt.NDArray[Any], *, flops: bool = False) -> FloatArray:
+    def at(self, sizes: npt.NDArray[Any]) -> FloatArray:
         """Bytes for each of `numbers` and of `sizes`, `(S, d - 1)`: shape `(numbers, S)`."""
-        values, floor = (self.flops, 0.0) if flops else (self.values, self.floor)
         corners, shares = [], []
         for nodes, column in zip(self.sizes, sizes.T, strict=True):
             known = np.array(nodes)
@@ -198,14 +177,14 @@ class Grid:
                 [s if bit else 1 - s for s, bit in zip(shares, bits, strict=True)], axis=0
             )
             each = np.prod([np.array(n)[k] for n, k in zip(self.sizes, at, strict=True)], axis=0)
-            part = (values[(slice(None), *at)] - floor) / (numbers * each)
+            part = (self.values[(slice(None), *at)] - self.floor) / (numbers * each)
             total += np.where(weight > 0, weight * part, 0)
-        return np.asarray(floor + total * area, float)
+        return np.asarray(self.floor + total * area, float)
 
-    def bytes_at(self, shapes: npt.ArrayLike, *, flops: bool = False) -> FloatArray:
+    def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
         """Bytes at each shape, `(S, d)`: shape `(S,)`."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        at_numbers = self.at(shapes[:, 1:], flops=flops)
+        at_numbers = self.at(shapes[:, 1:])
         known, n = np.array(self.numbers), shapes[:, 0]
         below = np.clip(np.searchsorted(known, n, side="right") - 1, 0, max(len(known) - 2, 0))
         above = np.minimum(below + 1, len(known) - 1)

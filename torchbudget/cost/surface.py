@@ -7,6 +7,7 @@ maximum over all shorter sizes, so neither more samples nor longer ones ever cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -115,18 +116,18 @@ class Surface:
         rows[:, 1:] *= scale
         floor = max(int(np.ceil(empty * scale + offset)), 0)
         rows = np.ceil(np.clip(rows, _NOTHING, _LARGE)).astype(np.int64)
-        return (
-            cls(
-                tuple(levels),
-                np.array([start for start, _, _ in found], np.int64),
-                np.array([end for _, end, _ in found], np.int64),
-                rows,
-                most.ravel(),
-                floor,
-            )
-            .pruned()
-            ._within(grid, points, 1 + raised)
-        )
+        surface = cls(
+            tuple(levels),
+            np.array([start for start, _, _ in found], np.int64),
+            np.array([end for _, end, _ in found], np.int64),
+            rows,
+            most.ravel(),
+            floor,
+        ).pruned()
+        if grid is None or grid.reached == MAX_BYTES:
+            return surface
+        fitting = surface.capacities(math.ceil(grid.reached * (1 + raised)))
+        return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
         """Without rows that another one is nowhere below."""
@@ -144,16 +145,6 @@ class Surface:
         return Surface(
             self.levels, self.starts[kept], self.ends[kept], self.rows[kept], self.most, self.empty
         )
-
-    def _within(self, grid: Grid | None, points: IntArray, factor: float) -> Surface:
-        """With no more samples than need the bytes that a grid has reached."""
-        if grid is None or grid.reached is None:
-            return self
-        reach = np.ceil(grid.reach(points) * factor).astype(np.int64)
-        most = np.minimum(self.most, self.capacities(reach)).reshape(tuple(map(len, self.levels)))
-        for axis in range(most.ndim):
-            most = np.minimum.accumulate(most, axis=axis)
-        return replace(self, most=most.ravel())
 
     def place(self, padded_size: ArrayLike) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """The column of each size, rounded up, and which sizes are above all, of shape `(…)`.
