@@ -56,7 +56,12 @@ def _interpolate(
     antialias: bool = False,
 ) -> torch.Tensor:
     """`F.interpolate` to a symbolic size: torch's own overloads take only numbers."""
-    names = {"linear": "linear1d", "bilinear": "bilinear2d", "bicubic": "bicubic2d"}
+    names = {
+        "linear": "linear1d",
+        "bilinear": "bilinear2d",
+        "bicubic": "bicubic2d",
+        "trilinear": "trilinear3d",
+    }
     if size is None or antialias or mode not in (*names, "nearest"):
         return _torch_interpolate(
             input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
@@ -77,13 +82,6 @@ def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
     return tensor.unsqueeze(-1).eq(classes).to(torch.int64)
 
 
-def _padded(input: torch.Tensor, pad: Any, _: Any = 0) -> torch.Tensor:  # noqa: A002
-    shape: list[Any] = list(input.shape)
-    for k in range(0, _python_len(pad), 2):
-        shape[-1 - k // 2] += pad[k] + pad[k + 1]
-    return input.new_empty(shape)
-
-
 def _enlarged(input: torch.Tensor, size: Any, *_: Any) -> torch.Tensor:  # noqa: A002
     return input.new_empty((*input.shape[:2], *size))
 
@@ -92,17 +90,16 @@ def _shrunk(gradient: torch.Tensor, _: Any, size: Any, *__: Any) -> torch.Tensor
     return gradient.new_empty(size)
 
 
-def _added_product(
-    bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    return bias.new_empty((*one.shape[:-1], other.shape[-1]))
-
-
 # Operations whose kernels for shapes take only numbers: they raise, or specialise silently.
-OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {
-    _ATEN.constant_pad_nd.default: _padded,
-    _ATEN.baddbmm.default: _added_product,
-}
-for _name in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d"):
+OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
+for _name in (
+    "nearest1d",
+    "nearest2d",
+    "nearest3d",
+    "linear1d",
+    "bilinear2d",
+    "bicubic2d",
+    "trilinear3d",
+):
     OPERATIONS[getattr(_ATEN, f"upsample_{_name}").default] = _enlarged
     OPERATIONS[getattr(_ATEN, f"upsample_{_name}_backward").default] = _shrunk

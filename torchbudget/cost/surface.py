@@ -88,17 +88,22 @@ class Surface:
         starts = np.array(sorted({*_STARTS, *numbers}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
+        # Below more samples that a piece holds, one that none does needs what the largest says.
+        held = (owner < len(pieces)).all(axis=0)
+        later: Any = np.logical_or.accumulate(held[::-1], axis=0)
+        later = later[::-1]
+        holes = (owner == len(pieces)) & later if grid is None else np.zeros(owner.shape, bool)
         shape = tuple(map(len, levels))
         found: list[tuple[int, int, FloatArray]] = []
         for at, piece in enumerate(pieces):
-            active = (owner == at).any(axis=0)
+            active = ((owner == at) | holes).any(axis=0)
             coefficients = piece.in_n(points) if active.any() else ()
             for first, last in _same_intervals(active):
                 for total in coefficients:
                     rising = _monotone_in_n(total, int(starts[first]))
                     row = _running_maximum(rising, active[first], shape)
                     found.append((int(starts[first]), int(ends[last]), row))
-        missing = (owner == len(pieces)).any(axis=0)
+        missing = ((owner == len(pieces)) & ~holes).any(axis=0)
         reached = numbers[-1] if numbers else 0
         for k in np.flatnonzero(missing.any(axis=1) & (starts < reached)).tolist():
             if grid is not None:

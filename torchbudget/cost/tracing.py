@@ -11,13 +11,14 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -421,6 +422,9 @@ class _Counter(TorchDispatchMode):
 
         self._device, self._granularity, self._integer = device.type, granularity, integer
         self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
+        # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
+        # Python may ask for more, as `expand`, whose C++ takes only numbers.
+        self._python = nullcontext if env is None else enable_python_dispatcher
         self.events: list[tuple[Any, int]] = []  # bytes, an int or an expression; sign
         self.flops: Any = 0
         self.assumed = self.integers = 0
@@ -535,7 +539,8 @@ class _Counter(TorchDispatchMode):
             self._no_infinity[args[1].untyped_storage()] = True
         self.fakes.cache_enabled = self._apart.get(func, False)
         replaced = self._mended.get(func) or _WITHOUT_VALUES.get(func, func)
-        outputs = replaced(*args, **kwargs)
+        with self._python():
+            outputs = replaced(*args, **kwargs)
         leaves = [one for one in tree_leaves(outputs) if isinstance(one, FakeTensor)]
         for one in leaves:
             self.count(one)
@@ -618,9 +623,19 @@ def _grouped_mm(
     return one.new_empty(shape, dtype=out_dtype)
 
 
+def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> torch.Tensor:  # noqa: A002
+    """The counts of as many values as are stated, where they are."""
+    if not isinstance(minlength, torch.SymInt) and not minlength:
+        raise ValueDependentError("bincount without minlength has as many counts as the values say")
+    if weights is None:
+        return input.new_empty(minlength)
+    return input.new_empty(minlength, dtype=torch.float64)  # of float32, torch's own is float32
+
+
 # Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten.bincount.default: _bincount,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
