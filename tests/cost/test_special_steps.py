@@ -82,3 +82,15 @@ def test_a_batch_that_cannot_be_made() -> None:
     ):
         measure_cost(step, refuse, max_size=1024, method="trace")
     measure_cost(step, refuse, max_size=1024, min_size=50, method="trace")
+
+
+def test_autocast_takes_the_ways_of_cuda() -> None:
+    """Softmax is run in float32 there, while the CPU keeps the precision of its input."""
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.softmax(model[0](x), dim=-1)
+
+    step = full_step(forward)
+    here, there = (traced(step, device=device).traced_bytes(64, 1024) for device in ("cpu", "cuda"))
+    assert there >= here + 64 * 1024 * WIDTH * 2

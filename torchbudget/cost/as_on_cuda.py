@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -33,6 +33,11 @@ WORKSPACE_BYTES: Final = 2 * (8 * 2**22 + 2**20)
 _SMALL_BYTES: Final = 18 * 2**20
 _PAGE_BYTES: Final = 20 * 2**20
 _EXPANDABLE_SCALE: Final = 1.02
+# Functions that autocast runs in float32 on CUDA, but not on the CPU.
+_IN_FLOAT32: Final = (
+    *("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "cosine_similarity"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,7 @@ def as_on_cuda(state: TrainingState) -> Iterator[None]:
     - Optimizers step all parameters at once (`foreach`), with temporaries of that size.
     - Dropout keeps a mask of one byte for each element, instead of one of the input's type.
     - Attention with dropout takes a fused kernel, which keeps no scores.
+    - Inside an autocast, norms, softmax and losses that are called by `torch.nn` run in float32.
 
     Args:
         state: what the step refers to; the options of optimizers are restored.
@@ -122,12 +128,12 @@ def as_on_cuda(state: TrainingState) -> Iterator[None]:
     groups = [group for one in state.optimizers for group in one.param_groups if _is_looped(group)]
     for group in groups:
         group["foreach"] = True
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    rules: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
+    rules |= dict.fromkeys(_IN_FLOAT32, _in_float32)
     try:
-        with (
-            patch.object(F, "dropout", partial(_dropout, dropout)),
-            patch.object(F, "scaled_dot_product_attention", partial(_attention, attention)),
-        ):
+        with ExitStack() as stack:
+            for name, rule in rules.items():
+                stack.enter_context(patch.object(F, name, partial(rule, getattr(F, name))))
             yield
     finally:
         for group in groups:
@@ -138,6 +144,17 @@ def _is_looped(group: dict[str, Any]) -> bool:
     """Whether torch would choose `foreach` by itself for these parameters on CUDA."""
     chosen = [group.get(name) for name in ("fused", "differentiable")]
     return "foreach" in group and group["foreach"] is None and not any(chosen)
+
+
+def _in_float32(
+    torch_function: Callable[..., torch.Tensor],
+    input: torch.Tensor,  # noqa: A002  (the name of the argument in torch)
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        input = input.float()  # noqa: A001
+    return torch_function(input, *args, **options)
 
 
 def _dropout(

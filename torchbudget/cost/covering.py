@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, Final
 
@@ -228,7 +229,7 @@ class Covering:
             sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
             for axis in range(domain.axes)
         ]
-        value = self._column(recipe, numbers) if columns else self._row(numbers)
+        value = partial(self._bytes_of, numbers=numbers, recipe=recipe if columns else None)
         done: set[tuple[Any, ...]] = set()
         while True:
             self.grid = self._grid_of(numbers, sizes, value)
@@ -306,41 +307,31 @@ class Covering:
             self.subject.advance(1)
         return self._columns[size]
 
-    def _column(
-        self, recipe: Recipe | None, numbers: list[int]
-    ) -> Callable[[tuple[int, ...]], FloatArray]:
-        """Bytes of all numbers of samples of a size, by one symbolic trace."""
+    def _bytes_of(
+        self, size: tuple[int, ...], numbers: list[int], recipe: Recipe | None
+    ) -> FloatArray:
+        """Bytes of a size for all numbers, with n as a symbol or by a concrete trace of each.
 
-        def value(size: tuple[int, ...]) -> FloatArray:
+        Beyond the budget, and beyond what a batch may have, concrete ones go on as a line.
+        """
+        trace = None if recipe is None else self._column_of(recipe, size)
+        if trace is not None:
             shapes = np.array([(n, *size) for n in numbers])
-            trace = None if recipe is None else self._column_of(recipe, size)
-            if trace is None:
-                return self._row(numbers)(size)
-            peaks = trace.peaks(shapes).astype(float)
-            failed: Any = trace.failed(shapes).any(axis=0)
-            failed[1:] &= False  # conditions on n beside n = 1 are rare: held-out shapes show them
-            for k in np.flatnonzero(failed):
-                peaks[k] = self._at((numbers[k], *size))
-            return peaks
-
-        return value
-
-    def _row(self, numbers: list[int]) -> Callable[[tuple[int, ...]], FloatArray]:
-        """Bytes of a size for all numbers, by concrete traces; beyond the budget a line."""
-
-        def value(size: tuple[int, ...]) -> FloatArray:
-            most = self.subject.most_samples(size)
-            values = np.full(len(numbers), np.nan)
-            for k, n in enumerate(numbers):
-                over = k > 1 and self.room is not None and values[k - 1] > self.room
-                if k > 1 and (over or n > most):
-                    slope = (values[k - 1] - values[k - 2]) / (numbers[k - 1] - numbers[k - 2])
-                    values[k] = values[k - 1] + slope * (n - numbers[k - 1])
-                else:
-                    values[k] = self._at((n, *size))
+            values = trace.peaks(shapes).astype(float)
+            # Other conditions on n are rare: held-out shapes show them.
+            if trace.failed(shapes[:1]).any():
+                values[0] = self._at((numbers[0], *size))
             return values
-
-        return value
+        most = self.subject.most_samples(size)
+        values = np.zeros(len(numbers))
+        for k, n in enumerate(numbers):
+            over = k > 1 and self.room is not None and values[k - 1] > self.room
+            if k > 1 and (over or n > most):
+                slope = (values[k - 1] - values[k - 2]) / (numbers[k - 1] - numbers[k - 2])
+                values[k] = values[k - 1] + slope * (n - numbers[k - 1])
+            else:
+                values[k] = self._at((n, *size))
+        return values
 
     def _hold_out(self, grid: Grid, left: IntArray) -> None:
         """Raise the grid by the largest error on shapes that are no nodes of it."""

@@ -342,11 +342,6 @@ class MeasuredCost:
                 MeasureWarning,
             )
 
-    @property
-    def was_observed(self) -> bool:
-        """Whether `observe` has seen a step."""
-        return self._observed.steps > 0
-
     def with_observed_margin(self) -> MeasuredCost:
         """This cost with a margin that covers every step that `observe` has seen.
 

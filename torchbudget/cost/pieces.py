@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final
@@ -17,6 +18,20 @@ from torchbudget.units import MAX_BYTES
 # What a piece says of a shape.
 NOT_HELD, TESTED, EXACT = 0, 1, 2
 _CHUNK: Final = 2**13  # sizes at once
+
+
+def failed_of(
+    expressions: Expressions,
+    fixed: Sequence[int | None],
+    conditions: Sequence[int],
+    shapes: npt.ArrayLike,
+) -> npt.NDArray[np.bool_]:
+    """Which conditions do not hold at each shape, `(S, d)`: `(coordinates + conditions, S)`."""
+    shapes = np.atleast_2d(np.asarray(shapes, np.int64))
+    columns = zip(fixed, shapes.T, strict=True)
+    rows = [column < 2 if one is None else column != one for one, column in columns]
+    values = expressions.evaluate(shapes, conditions)
+    return np.array([*rows, *(~np.broadcast_to(v, len(shapes)).astype(bool) for v in values)], bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +109,7 @@ class Piece:
 
     def holds(self, shapes: npt.ArrayLike) -> npt.NDArray[np.int8]:
         """`EXACT` where every condition holds, `TESTED` where a harmless set fails, else 0."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        rows = []
-        for fixed, column in zip(self.fixed, shapes.T, strict=True):
-            rows.append(column < 2 if fixed is None else column != fixed)
-        values = self._expressions.evaluate(shapes, self.conditions)
-        rows += [~np.broadcast_to(value, len(shapes)).astype(bool) for value in values]
-        failed = np.array(rows, bool)
+        failed = failed_of(self._expressions, self.fixed, self.conditions, shapes)
         held = np.where(failed.any(axis=0), NOT_HELD, EXACT).astype(np.int8)
         for some in self.harmless:
             others = np.ones(len(failed), bool)

@@ -89,9 +89,8 @@ class Surface:
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
         # Below more samples that a piece holds, one that none does needs what the largest says.
-        held = (owner < len(pieces)).all(axis=0)
-        later: Any = np.logical_or.accumulate(held[::-1], axis=0)
-        later = later[::-1]
+        held: Any = (owner < len(pieces)).all(axis=0)
+        later = np.logical_or.accumulate(held[::-1])[::-1]
         holes = (owner == len(pieces)) & later if grid is None else np.zeros(owner.shape, bool)
         shape = tuple(map(len, levels))
         found: list[tuple[int, int, FloatArray]] = []

@@ -34,7 +34,7 @@ from torchbudget.cost.as_on_cuda import CUDA_BLOCK_BYTES, as_on_cuda, check_not_
 from torchbudget.cost.batch_recipe import Recipe, Shape, leaves_of
 from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.mended import OPERATIONS, mended
-from torchbudget.cost.pieces import Piece
+from torchbudget.cost.pieces import Piece, failed_of
 from torchbudget.cost.protocol import IntArray
 from torchbudget.cost.step_checks import StepChecks
 from torchbudget.errors import CostError
@@ -118,13 +118,8 @@ class Trace:
 
     def failed(self, shapes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which conditions do not hold at each shape: shape `(coordinates + conditions, S)`."""
-        shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        rows = []
-        for fixed, column in zip(self.fixed, shapes.T, strict=True):
-            rows.append(column < 2 if fixed is None else column != fixed)
-        values = self.expressions.evaluate(shapes, [at for at, _ in self.conditions])
-        rows += [~np.broadcast_to(value, len(shapes)).astype(bool) for value in values]
-        return np.array(rows, bool)
+        conditions = [at for at, _ in self.conditions]
+        return failed_of(self.expressions, self.fixed, conditions, shapes)
 
     @property
     def equalities(self) -> list[int]:
