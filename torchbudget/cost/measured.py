@@ -185,17 +185,7 @@ class MeasuredCost:
 
     def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
         """See `CostModel.capacity`; exact at the boundary."""
-        surface = self._surface
-        column, beyond = surface.place(padded_size)
-        budgets = np.asarray(budget_bytes, np.int64)
-        if budgets.ndim == 0:
-            return np.where(beyond, 0, self._capacities(int(budgets))[column])
-        column, beyond, budgets = np.broadcast_arrays(column, beyond, budgets)
-        found = np.zeros(column.shape, np.int64)
-        for budget in np.unique(budgets).tolist():
-            mine = budgets == budget
-            found[mine] = self._capacities(budget)[column[mine]]
-        return np.where(beyond, 0, found)
+        return self._surface.capacity(padded_size, budget_bytes, self._capacities)
 
     def _capacities(self, budget: int) -> IntArray:
         """The most samples of each size of the table, kept for the budgets asked last."""

@@ -8,7 +8,7 @@ maximum over all shorter sizes, so neither more samples nor longer ones ever cos
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -192,14 +192,29 @@ class Surface:
         unknown = beyond | (number > self.most[column])
         return np.where(number == 0, self.empty, np.where(unknown, MAX_BYTES, largest))
 
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; exact at the boundary."""
+    def capacity(
+        self,
+        padded_size: ArrayLike,
+        budget_bytes: ArrayLike,
+        capacities: Callable[[int], IntArray] | None = None,
+    ) -> IntArray:
+        """See `CostModel.capacity`; exact at the boundary.
+
+        Args:
+            padded_size: see there.
+            budget_bytes: see there.
+            capacities: in place of the table's own.
+        """
+        of = self.capacities if capacities is None else capacities
         column, beyond = self.place(padded_size)
         budgets = np.asarray(budget_bytes, np.int64)
+        if budgets.ndim == 0:
+            return np.where(beyond, 0, of(int(budgets))[column])
         column, beyond, budgets = np.broadcast_arrays(column, beyond, budgets)
         found = np.zeros(column.shape, np.int64)
         for budget in np.unique(budgets).tolist():
-            found = np.where(budgets == budget, self.capacities(budget)[column], found)
+            mine = budgets == budget
+            found[mine] = of(budget)[column[mine]]
         return np.where(beyond, 0, found)
 
     def capacities(self, budget_bytes: int | IntArray) -> IntArray:
