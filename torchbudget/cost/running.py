@@ -346,22 +346,18 @@ class _Runs:
         shapes = [(probe.n, *probe.size) for probe in self.probes]
         n = np.array([shape[0] for shape in shapes], float)
         matrix = np.stack([np.ones(len(n)), n, cost.flops_at(shapes)], axis=1)
-        best, found = math.inf, (float(seconds.mean()), 0.0, 0.0)
-        # Of every subset of terms whose coefficients are not negative, the nearest.
-        for used in product((False, True), repeat=3):
-            columns = np.flatnonzero(np.array(used) & matrix.any(axis=0))
-            if not len(columns):
-                continue
-            scales = matrix[:, columns].max(axis=0)
-            weighted = matrix[:, columns] / scales / seconds[:, None]
+        used = np.flatnonzero(matrix.any(axis=0))
+        while True:  # without the term that would be negative, until none is
+            scales = matrix[:, used].max(axis=0)
+            weighted = matrix[:, used] / scales / seconds[:, None]
             solved = np.linalg.lstsq(weighted, np.ones(len(n)), rcond=None)[0]
-            error = float(((weighted @ solved - 1) ** 2).sum())
-            if solved.min() >= 0 and error < best:
-                coefficients = np.zeros(3)
-                coefficients[columns] = solved / scales
-                fixed, each, flop = coefficients.tolist()
-                best, found = error, (fixed, each, flop)
-        return found
+            if solved.min() >= 0:
+                break
+            used = used[solved > solved.min()]
+        coefficients = np.zeros(3)
+        coefficients[used] = solved / scales
+        fixed, each, flop = coefficients.tolist()
+        return fixed, each, flop
 
     # Without a trace: a grid of runs.
 
