@@ -151,17 +151,6 @@ def test_an_optimizer_that_steps_without_gradients_is_warned_of() -> None:
         trace_peak_bytes(step, torch.zeros(2, 3))
 
 
-def test_outputs_that_are_kept_are_a_leak() -> None:
-    training, step = evaluation("heavy")
-    kept: list[Tensor] = []
-    with pytest.warns(MeasureWarning, match="a leak"):
-        measure_cost(
-            lambda batch: kept.append(step(batch)), training.make_batch, max_size=50,
-            method="trace",
-        )  # fmt: skip
-    assert not kept
-
-
 ALONE = """
 import torch
 from torchbudget import trace_peak_bytes

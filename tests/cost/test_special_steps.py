@@ -12,7 +12,6 @@ from torch import nn
 
 from torchbudget import MeasuredCost, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError
-from torchbudget.units import MAX_BYTES
 
 WIDTH = 32
 
@@ -52,13 +51,6 @@ def test_an_integer_beside_a_table_that_grows() -> None:
             full_step(forward), make_batch(n, size)
         )
     assert len(table[0]) == 1
-
-
-def test_nothing_is_predicted_for_longer_samples() -> None:
-    cost = traced(full_step(lambda model, x: model(x)), max_size=64)
-    assert cost.batch_bytes([1, 1], [64, 65]).tolist()[1] == MAX_BYTES
-    assert cost.capacity([64, 65], 2**40).tolist()[1] == 0
-    assert "sizes: up to 64" in cost.report()
 
 
 def test_arrays_are_looked_at_too() -> None:

@@ -18,7 +18,7 @@ from torchbudget.cost.expressions import UntraceableError
 from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
-from torchbudget.cost.tracing import Trace, Tracer
+from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
 from torchbudget.units import format_bytes
 
 # Shapes that are drawn to see what pieces hold.
@@ -134,7 +134,7 @@ class Covering:
             trace.piece([shape], []).in_n(np.array([shape[1:]]))
             if len(self._traces) < _VERIFIED:
                 self._verify(trace)
-        except UntraceableError as error:
+        except (UntraceableError, ValueDependentError) as error:  # concrete traces may know
             self.reason = str(error)
             return None
         self._traces.append(trace)
@@ -301,7 +301,7 @@ class Covering:
                 trace = self.tracer.symbolic(recipe, (n, *size))
                 held = ~trace.failed([(2 * n + 1, *size), (n, *size)]).any(axis=0)
                 self._columns[size] = trace if held.all() else None
-            except UntraceableError as error:
+            except (UntraceableError, ValueDependentError) as error:
                 self.reason = str(error)
                 self._columns[size] = None
             self.subject.advance(1)
