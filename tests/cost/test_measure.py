@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.training_cases import CASES
-from torchbudget import (
-    MemoryBudgetBatchSampler,
-    measure_cost,
-    trace_peak_bytes,
-)
+from torchbudget import MemoryBudgetBatchSampler, PackCollate, measure_cost, trace_peak_bytes
 from torchbudget.errors import CostError, OptionError
 
 
@@ -47,33 +43,20 @@ def test_runs_on_cuda_are_refused_where_there_is_none() -> None:
         measure_cost(training.step, training.make_batch, max_size=9, budget="2GiB", device="cuda")
 
 
-class Pooled(nn.Module):
-    """Mean of each sample's own units, from values of all samples one after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(100, 32)
-        self.inner = nn.Linear(32, 256)
-        self.outer = nn.Linear(256, 10)
-
-    def forward(self, values: torch.Tensor, owner: torch.Tensor, n: int) -> torch.Tensor:
-        hidden = self.inner(self.embed(values)).tanh()
-        return self.outer(hidden.new_zeros(n, 256).index_add(0, owner, hidden))
-
-
 def packed_step() -> tuple[Any, Any]:
-    """A step on packed samples, and the batch of some lengths."""
-    model = Pooled()
-    optimizer = torch.optim.AdamW(model.parameters())
+    """A step on packed samples, which takes the sum of each one's units, and batches of lengths."""
+    embed, inner, outer = nn.Embedding(100, 32), nn.Linear(32, 256), nn.Linear(256, 10)
+    optimizer = torch.optim.AdamW(nn.ModuleList([embed, inner, outer]).parameters())
+    collate = PackCollate()
 
     def step(batch: Any) -> None:
-        model(*batch).square().mean().backward()
+        hidden = inner(embed(batch["x"])).tanh().cumsum(0)
+        outer(hidden[batch.cu_seqlens[1:].long() - 1]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     def batch_of(lengths: list[int]) -> Any:
-        owner = torch.repeat_interleave(torch.tensor(lengths))
-        return torch.zeros(sum(lengths), dtype=torch.int64), owner, len(lengths)
+        return collate([{"x": torch.zeros(one, dtype=torch.int64)} for one in lengths])
 
     return step, batch_of
 
