@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchbudget import AdditiveCost, CostModel, MemoryBudgetBatchSampler, PackedCost, PaddedCost
+from torchbudget import AdditiveCost, MemoryBudgetBatchSampler
 
 
 class Tokens:
@@ -36,13 +36,6 @@ def test_only_what_derives_is_packed() -> None:
     packed = MemoryBudgetBatchSampler(sizes, PackedTokens(), 12, shuffle=False)
     assert [len(batch) for batch in padded] == [1, 3]
     assert [len(batch) for batch in packed] == [4]
-
-
-def test_which_costs_are_additive() -> None:
-    assert isinstance(PackedCost(unit_bytes=1), AdditiveCost)
-    assert isinstance(PackedTokens(), CostModel)
-    assert not isinstance(PaddedCost(unit_bytes=1), AdditiveCost)
-    assert not isinstance(Tokens(), AdditiveCost)
 
 
 def test_an_additive_cost_has_both_parts() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.costs import Nodes, measured, piece, piece_of
+from tests.support.costs import Nodes, measured, piece
 from torchbudget import MeasuredCost, PaddedCost
 from torchbudget.cost.expressions import Expressions, UntraceableError
 from torchbudget.cost.pieces import Grid
@@ -218,11 +218,3 @@ def test_what_is_not_packed() -> None:
     grid = Grid((1, 2), ((1, 9),), np.ones((2, 2)), 0.0)
     with pytest.raises(CostError, match="interpolated"):
         measured(pieces=(), grid=grid, largest=(9,)).packed()
-
-
-def test_piece_of() -> None:
-    """The support's own: a stated cost as a piece says what the stated one says."""
-    stated = PaddedCost(unit_bytes=2.5, pair_bytes=0.1, fixed_bytes=9, floor_bytes=400)
-    n, size = np.arange(1, 50)[:, None], np.arange(0, 90)
-    assert (measured(stated).batch_bytes(n, size) == stated.batch_bytes(n, size)).all()
-    assert len(piece_of(stated).sums) == 2
