@@ -33,8 +33,8 @@ TorchBudgetWarning       (UserWarning)
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
 ├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
 ├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
-├── ChangedParametersWarning             the optimizer's parameters changed, or are another model's
-└── UnsavedStateWarning                  a training changes what its checkpoints do not have
+├── ChangedParametersWarning             the optimizer's parameters are another model's
+└── MovingStateWarning                   a forward moves buffers, or parameters that are not trained
 ```
 """
 
@@ -173,8 +173,8 @@ class BatchNormWarning(TorchBudgetWarning):
 
 
 class ChangedParametersWarning(TorchBudgetWarning):
-    """The optimizer's parameters changed, or are not those of the model that is trained."""
+    """The optimizer's parameters are not those of the model that is trained."""
 
 
-class UnsavedStateWarning(TorchBudgetWarning):
-    """A training changes what its checkpoints do not have."""
+class MovingStateWarning(TorchBudgetWarning):
+    """A forward moves buffers, or parameters that no optimizer has, once a micro-batch."""

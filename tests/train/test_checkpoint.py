@@ -17,7 +17,7 @@ from tests.support.samplers import LENGTHS, Numbers, as_list, sampler_of
 from tests.train.test_fit import Training
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.train.checkpoint import has_position, load_run_state, run_state
-from torchbudget.train.run_folder import RunFolder
+from torchbudget.train.checkpoint import RunFolder
 
 
 class OwnSampler(BatchSampler):

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from tests.support.ranks import ROOT, run_ranks
 from tests.train.test_fit import Tagger, Training, assert_equal, samples
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PadCollate, PaddedCost
-from torchbudget.train.epoch import Epoch
+from torchbudget.train.fit import Epoch
 from torchbudget.train.step import Step
 
 EPOCHS = 2

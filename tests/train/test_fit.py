@@ -30,7 +30,7 @@ from torchbudget import (
     fit,
 )
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.epoch import Epoch
+from torchbudget.train.fit import Epoch
 from torchbudget.train.step import Step
 
 

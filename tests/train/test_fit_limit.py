@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget import GiB, GradAccumulator, fit
 from torchbudget.errors import BudgetError
-from torchbudget.train import device_limit as limit_module
+from torchbudget.train import fit as fit_module
 
 BEYOND = 18 * 2**20  # what torch's allocator takes past its limit, which is left free
 
@@ -22,13 +22,13 @@ BEYOND = 18 * 2**20  # what torch's allocator takes past its limit, which is lef
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices that are limited; each stands for the one that is put in its place."""
     limited: list[torch.device] = []
-    limit = limit_module.limit_device_memory
+    limit = fit_module.limit_device_memory
 
     def record(budget: object, device: torch.device) -> None:
         limited.append(device)
         limit(budget, "cuda")
 
-    monkeypatch.setattr(limit_module, "limit_device_memory", record)
+    monkeypatch.setattr(fit_module, "limit_device_memory", record)
     return limited
 
 

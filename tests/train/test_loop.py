@@ -28,7 +28,7 @@ from torchbudget import (
     train_epoch,
 )
 from torchbudget.errors import OptionError, PaddedSizeWarning, SampleError
-from torchbudget.train.epoch_loader import EpochLoader
+from torchbudget.train.fit import _EpochLoader as EpochLoader
 
 
 def test_an_evaluation_is_that_of_the_whole() -> None:

@@ -263,17 +263,6 @@ def test_batch_normalisation_without_running_statistics_is_noticed_in_evaluation
         accumulate_ones(accumulator, model)
 
 
-def test_changed_parameters_are_noticed() -> None:
-    model = make_model("CNN")
-    optimizer = torch.optim.SGD(model.outer.parameters(), lr=0.1)
-    accumulator = GradAccumulator(optimizer, model, steps=1)
-    accumulate(accumulator, model, [Data.make(4)])
-    optimizer.add_param_group({"params": list(model.inner.parameters())})
-    model.zero_grad()
-    with pytest.warns(ChangedParametersWarning):
-        accumulate(accumulator, model, [Data.make(4)])
-
-
 def test_an_optimizer_of_another_model_is_noticed() -> None:
     """As of a copy: its steps would change nothing. A step that weighs nothing is no such case."""
     model = make_model("CNN")

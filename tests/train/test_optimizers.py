@@ -169,7 +169,7 @@ def test_several_optimizers_step_with_finite_gradients_whose_norm_overflows(max_
 
 @pytest.mark.parametrize("steps", [0, 5])
 def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
-    """A hook of the user's that steps, and the mark of torch's `_apply_optimizer_in_backward`.
+    """A hook of the user's that steps.
 
     Also where the training goes on after steps of another run.
     """
@@ -186,9 +186,3 @@ def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
         accumulator.micro_batch(data.weight),
     ):
         accumulator.backward(loss_sum(model, data))
-    model = make_model("CNN")
-    optimizer = sgd(model)
-    for parameter in model.parameters():
-        parameter._in_backward_optimizers = [optimizer]
-    with pytest.raises(OptionError, match="steps inside the backward"):
-        GradAccumulator(optimizer, model)

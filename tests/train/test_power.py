@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.train.test_faults import Small, Uninterrupted, at_step
-from torchbudget.train.epoch import Epoch
+from torchbudget.train.fit import Epoch
 from torchbudget.train.step import Step
 
 Content = Mapping[str, bytes]

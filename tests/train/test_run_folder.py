@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchbudget.errors import StateError
-from torchbudget.train.run_folder import RunFolder
+from torchbudget.train.checkpoint import RunFolder
 
 STATE: dict[str, Any] = {"run": {"weights": torch.arange(300.0)}, "history": [1, 2, 3]}
 

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.train.test_fit import Training, assert_equal, loss_of
 from torchbudget import GradAccumulator, fit
 from torchbudget.errors import OptionError, UnsavedStateWarning
-from torchbudget.train.epoch import Epoch
+from torchbudget.train.fit import Epoch
 
 
 def test_all_that_is_trained_is_in_the_model(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""Batches of any structure: their number of samples, their halves, and moving them to a device."""
+"""Batches of any structure: their number of samples, halves, moving, and running them twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import may_return_early
@@ -46,6 +47,67 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=early)
     return _mapped(lambda tensor: tensor.to(device, non_blocking=early), batch)
+
+
+class Replayed:
+    """A batch that a forward may see several times, each time as it came.
+
+    A forward may take its containers apart, but must not change its tensors, which are not cloned.
+
+    Args:
+        batch: of any structure.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in _named_tensors(batch)
+            if not tensor.is_inference()  # which has no version
+        ]
+
+    def fresh(self) -> Any:
+        """Return the batch in containers of its own."""
+        return tree_map(_with_own_containers, self._batch, is_leaf=_is_mapping)
+
+    def check(self) -> None:
+        """Raise an `OptionError` where a tensor was changed in place."""
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise OptionError(
+                    f"the forward changed batch{name} in place, so that another run of the batch "
+                    "would see other numbers: change a copy, as in ids = ids.masked_fill(…)"
+                )
+
+
+def _named_tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in tree_flatten_with_path(batch, is_leaf=_is_mapping)[0]:
+        if isinstance(leaf, Tensor):
+            yield keystr(path), leaf
+        elif _is_mapping(leaf):
+            yield from ((keystr(path) + name, one) for name, one in _named_tensors(dict(leaf)))
+        elif _has_attributes(leaf):
+            inner = tree_flatten_with_path(vars(leaf))[0]
+            yield from ((keystr(path) + keystr(p), one) for p, one in inner if _is_tensor(one))
+
+
+def _with_own_containers(leaf: Any) -> Any:
+    if _is_mapping(leaf):
+        own = {key: tree_map(_with_own_containers, value) for key, value in leaf.items()}
+        return type(leaf)(own)
+    if isinstance(leaf, Tensor) or not _has_attributes(leaf):
+        return leaf
+    copied = copy.copy(leaf)
+    vars(copied).update({k: tree_map(lambda one: one, v) for k, v in vars(leaf).items()})
+    return copied
+
+
+def _has_attributes(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not callable(leaf)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def _rows(batch: Any) -> int:

@@ -2,38 +2,101 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
-from torchbudget.budget import MemoryBudget
+from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.files import make_folder
-from torchbudget.protocols import BatchMonitor, IndexSource, Stateful
+from torchbudget.protocols import BatchMonitor, HasEpochs, IndexSource, Stateful
 from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
-from torchbudget.train.callback_states import load_states, states_of
-from torchbudget.train.device_limit import TrainingLimit
-from torchbudget.train.epoch import Epoch, Tally
-from torchbudget.train.epoch_loader import EpochLoader, generators_of, read_as_plain
-from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
-from torchbudget.train.run_folder import RunFolder
+from torchbudget.train.loop import (
+    Criterion,
+    Weight,
+    batches_left,
+    loop_over,
+    read_as_plain,
+    sources_of,
+    summed_loss,
+    train_epoch,
+)
 from torchbudget.train.step import Step
-from torchbudget.train.unsaved import Unsaved, check_trained
 from torchbudget.units import Amount
 
 _OTHER: Final = 2**32  # between the seeds of training's and of validation's workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """What one epoch did, over all ranks.
+
+    Attributes:
+        number: of the epoch, from 0.
+        loss: Σ loss / Σ weight of its steps that were not skipped.
+        validation: the same of the validation data after it; `None` without.
+        steps: optimizer steps.
+        skipped: those of them that changed nothing.
+        seconds: that it took, evaluation included.
+    """
+
+    number: int
+    loss: float
+    validation: float | None
+    steps: int
+    skipped: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """An epoch as far as it is done: see `Epoch`.
+
+    Attributes:
+        loss: Σ loss, in float64; of steps whose loss nobody has read, it is on their device.
+    """
+
+    loss: Tensor | float = 0.0
+    weight: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Count a step; nothing is read, and the loss of a skipped one is left out."""
+        self.steps += 1
+        self.skipped += step.skipped
+        if not step.skipped:
+            self.loss = self.loss + step.loss_sum()
+            self.weight += step.weight
+
+    def encode(self) -> dict[str, Any]:
+        """The state as plain types; waits for the device."""
+        return asdict(replace(self, loss=float(self.loss)))
+
+    def epoch(self, number: int, validation: float | None) -> Epoch:
+        """The epoch that is done now; waits for the device."""
+        return Epoch(
+            number=number,
+            loss=float(self.loss) / self.weight if self.weight else math.nan,
+            validation=validation,
+            steps=self.steps,
+            skipped=self.skipped,
+            seconds=self.seconds,
+        )
 
 
 Callback: TypeAlias = Callable[[Step | Epoch], object]
@@ -87,12 +150,12 @@ def fit(
         callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
             on every rank, after one that returns true on any; that is saved too. To break off and
             go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
-            whose object has, of a method), on every rank, is saved: as the first rank has it, and
-            where ranks differ, as each has it.
+            whose object has, of a method), on every rank, is saved; the states of all ranks must be
+            equal.
         device: that batches are moved to; `None`: they are not moved.
         device_limit: a budget that torch's allocator is limited to, on the model's device, by
             `limit_device_memory`: before the first batch, and again after the first step and the
-            first evaluation, when kernels are loaded. `None`: it is not.
+            first evaluation, when kernels and buffers of collectives are there. `None`: it is not.
         monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
             training, and with `replan=`, of batches that know their `padded_size`, corrects the
             sampler.
@@ -108,8 +171,9 @@ def fit(
             sampler has not as many sizes as the data set has samples, or batches of its loader come
             out of order; or an epoch, or its validation, has no batch.
         BudgetError: `device_limit` cannot be read, or leaves torch's allocator nothing.
-        StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
-            cannot be loaded again, because of what callbacks or optimizers have in their state.
+        StateError: `last.pt` is damaged or no checkpoint of such a run; the first checkpoint
+            cannot be loaded again, because of what callbacks or optimizers have in their state; or
+            a callback's state differs between ranks.
         StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
             those that saved it, which were at different places of the epoch.
         SampleError: a loader of a sampler or stream ended before the epoch did.
@@ -125,12 +189,9 @@ def fit(
         sampler = getattr(one, "batch_sampler", None)
         if isinstance(one, DataLoader) and isinstance(sampler, IndexSource):
             sampler.check_dataset(one.dataset)
-    limit = TrainingLimit(budget=device_limit, model=model)
-    limit.after("setting up")
     run = _Run(
         model=model,
         loader=read_as_plain(loader),
-        criterion=criterion,
         validation=() if validation is None else validation,
         accumulator=accumulator,
         folder=None if folder is None else Path(folder),
@@ -138,11 +199,11 @@ def fit(
         callbacks=callbacks,
         patience=patience,
         monitor=monitor,
-        limit=limit,
+        device_limit=device_limit,
     )
     while run.goes_on(epochs):
         model.train()
-        accumulator.optimizers.train()
+        accumulator.optimizers.set_mode("train")
         train_epoch(
             model,
             run.begin_epoch(),
@@ -157,7 +218,7 @@ def fit(
         )
         if run.stopped:
             break
-        accumulator.optimizers.eval()
+        accumulator.optimizers.set_mode("eval")
         run.check_batches("loader", run.tally.steps)
         loss = None
         if validation is not None:
@@ -170,11 +231,11 @@ def fit(
                 device=device,
                 group=accumulator.ranks.group,
             )
-            limit.after("an evaluation")
+            run.limit_after("an evaluation")
             run.check_batches("validation", weights)
             loss = total / weights
         run.end_epoch(loss)
-    accumulator.optimizers.eval()
+    accumulator.optimizers.set_mode("eval")
     return run.history
 
 
@@ -184,7 +245,6 @@ class _Run:
 
     model: nn.Module
     loader: DataLoader[Any]
-    criterion: Criterion
     validation: Iterable[Any]
     accumulator: GradAccumulator
     folder: Path | None
@@ -192,24 +252,27 @@ class _Run:
     callbacks: Sequence[Callback]
     patience: int | None
     monitor: BatchMonitor | None
-    limit: TrainingLimit
+    device_limit: MemoryBudget | Amount | None
     history: list[Epoch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
     stopped: bool = False
-    loaded: dict[str, Any] | None = None  # until its random generators are restored
-    files: RunFolder | None = None
+    loaded: dict[str, Any] | None = None  # this rank's part, until its generators are restored
+    files: checkpoint.RunFolder | None = None
 
     def __post_init__(self) -> None:
+        self.limited: set[str] = set()
+        self.limit_after("setting up")
         self.is_first_rank = self.accumulator.ranks.rank == 0
-        self.host = on_host(self.accumulator.ranks)
+        self.host = self.accumulator.ranks.on_host()
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
-        self.generators = generators_of(self.loader) + generators_of(self.validation)
+        self.generators = _generators_of(self.loader) + _generators_of(self.validation)
+        self.learnable = [one.requires_grad for one in self.model.parameters()]
         owners = [getattr(callback, "__self__", callback) for callback in self.callbacks]
         stateful = {id(owner): owner for owner in owners if isinstance(owner, Stateful)}
         self.stateful: list[Any] = list(stateful.values())
         counts = len(self.callbacks), len(self.stateful), self.monitor is not None
-        numbers = on_each_rank(self.host, lambda: counts)
+        numbers = self.host.each(lambda: counts)
         self.agrees = self.folder is not None or any(number for number, _, _ in numbers)
         if len({has_monitor for _, _, has_monitor in numbers}) > 1:
             raise OptionError("a monitor must be given on every rank, since they replan together")
@@ -231,60 +294,62 @@ class _Run:
             raise OptionError(
                 "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
             )
-        check_trained(self.model, self.accumulator)
-        self.unsaved = Unsaved(self.model, self.accumulator, self.criterion, self.callbacks)
+        _check_trained(self.model, self.accumulator)
         # The ranks meet here, since the first one may still write for an earlier call.
-        on_each_rank(self.host, lambda: make_folder(folder))
-        self.files = files = RunFolder(folder)
-        found = on_each_rank(self.host, lambda: self._read(files))
-        for rank, mine in enumerate(found):
-            if mine != found[0]:
+        self.host.each(lambda: make_folder(folder))
+        self.files = files = checkpoint.RunFolder(folder)
+        states: list[dict[str, Any] | None] = []
+
+        def read() -> str:
+            states.append(files.read())
+            return "no checkpoint" if states[0] is None else f"the checkpoint {states[0]['id']}"
+
+        found = self.host.each(read)
+        for rank, its in enumerate(found):
+            if its != found[0]:
                 raise StateMismatchError(
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
-                    f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
+                    f"{rank} {its}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        on_each_rank(self.host, lambda: self._go_on(files))
+        self.host.each(lambda: self._go_on(files, states[0]))
 
-    def _read(self, files: RunFolder) -> str:
-        """Read the last checkpoint; which one it is."""
-        self.loaded = files.read()
-        if self.loaded is None:
-            return "no checkpoint"
-        return f"the checkpoint {self.loaded.get('id')}"
-
-    def _go_on(self, files: RunFolder) -> None:
+    def _go_on(self, files: checkpoint.RunFolder, state: dict[str, Any] | None) -> None:
         """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
-        steps = 0 if self.loaded is None else self._load(self.loaded)
+        steps = 0
+        if state is not None:
+            self._load(state)
+            steps = state["training"]["accumulator"]["steps"]
         if self.is_first_rank:
             files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
-    def _load(self, loaded: dict[str, Any]) -> int:
-        """Go on from a checkpoint; after how many steps it was saved."""
-        checkpoint.load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
-        if len(loaded["callbacks"]) != len(self.stateful):
+    def _load(self, state: dict[str, Any]) -> None:
+        if len(state["callbacks"]) != len(self.stateful):
             raise StateError(
-                f"the checkpoint has the states of {len(loaded['callbacks'])} callbacks, but "
+                f"the checkpoint has the states of {len(state['callbacks'])} callbacks, but "
                 f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
             )
-        load_states(self.stateful, loaded["callbacks"], self.host)
-        self.unsaved.restore(loaded.get("learnable"))
-        self.history = [Epoch(**epoch) for epoch in loaded["history"]]
-        self.tally = Tally(**loaded["tally"])
-        self.stopped = loaded["stopped"]
-        self.seed = loaded["seeds"][self.host.rank % len(loaded["seeds"])]
+        mine = checkpoint.load_run_state(state, self.model, self.accumulator, self.loader)
+        for callback, its_state in zip(self.stateful, state["callbacks"], strict=True):
+            callback.load_state_dict(its_state)
+        # None: no callback has frozen any, and what changed between two calls of fit stays.
+        for one, learns in zip(self.model.parameters(), state["learnable"] or (), strict=False):
+            one.requires_grad_(learns)
+        self.history = [Epoch(**epoch) for epoch in state["history"]]
+        self.tally = Tally(**state["tally"])
+        self.stopped = state["stopped"]
+        self.seed = mine["seed"]
+        self.loaded = mine
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
             self.restore_generators()
-        steps: int = loaded["run"]["training"]["accumulator"]["steps"]
-        return steps
 
     def restore_generators(self) -> None:
         """Go on with the random numbers of the run that was loaded."""
         if self.loaded is not None:
-            checkpoint.restore_generators(self.loaded["run"], self.accumulator, self.generators)
+            checkpoint.restore_generators(self.loaded, self.generators)
             self.loaded = None
 
     def begin_epoch(self) -> Iterable[Any]:
-        """What this rank is to train on in the coming epoch.
+        """Return the data of the coming epoch on this rank.
 
         It is nothing where it was stopped after its last batch of that epoch. It takes the steps
         of the other ranks then, which may have batches left.
@@ -292,11 +357,19 @@ class _Run:
         self.clock_s = time.perf_counter()
         number = len(self.history)
         loaded = self.loaded  # within this epoch, or it would not be there any more
-        if loaded is not None and checkpoint.is_over(
-            loaded["run"], self.accumulator, self.loader, epoch=number
-        ):
+        if loaded is not None and checkpoint.is_over(loaded, self.loader, epoch=number):
             return ()
-        return EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
+        return _EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
+
+    def limit_after(self, event: str) -> None:
+        """Limit the allocator to the budget, where this event happens for the first time.
+
+        The limit is the budget less the bytes outside the allocator, of which few are there before
+        the first batch.
+        """
+        if self.device_limit is not None and event not in self.limited:
+            self.limited.add(event)
+            limit_device_memory(self.device_limit, next(self.model.parameters()).device)
 
     def check_batches(self, name: str, number: float) -> None:
         """Raise an `OptionError` where nothing of a loader counted in the present epoch."""
@@ -310,11 +383,11 @@ class _Run:
     def validation_data(self) -> Iterable[Any]:
         """What this rank is to evaluate on after the present epoch."""
         seed = self.seed + _OTHER
-        return EpochLoader(loader=self.validation, epoch=len(self.history), seed=seed)
+        return _EpochLoader(loader=self.validation, epoch=len(self.history), seed=seed)
 
     def step_taken(self, step: Step, is_over: bool) -> bool:
         """Count, write, call back and save; whether the training ends here."""
-        self.limit.after("a step")
+        self.limit_after("a step")
         self.tally.add(step)
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
@@ -358,7 +431,7 @@ class _Run:
             return any(ends)
 
         if self.agrees:
-            self.stopped = on_any_rank(self.host, note_here)
+            self.stopped = self.host.any(note_here)
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
@@ -370,21 +443,20 @@ class _Run:
         files = self.files
         if files is None:
             return
-        self.unsaved.check()
         if self.tally.steps:
             self._read_clock()
+        learnable = [one.requires_grad for one in self.model.parameters()]
         state = {
-            "id": secrets.token_hex(8),
-            "run": checkpoint.run_state(
+            **checkpoint.run_state(
                 self.model,
                 self.accumulator,
                 self.loader,
                 is_over=is_over,
+                seed=self.seed,
                 generators=self.generators,
             ),
-            "learnable": self.unsaved.learnable(),
-            "callbacks": states_of(self.stateful, self.host),
-            "seeds": self.host.gather_objects(self.seed),
+            "learnable": None if learnable == self.learnable else learnable,
+            "callbacks": self._callback_states(),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": self.tally.encode(),
             "stopped": self.stopped,
@@ -396,4 +468,101 @@ class _Run:
             if self.is_first_rank:
                 files.save(state)
 
-        on_each_rank(self.host, write_here)
+        self.host.each(write_here)
+
+    def _callback_states(self) -> list[Any]:
+        """The states of the callbacks, which must be equal on all ranks; a collective."""
+        states: list[Any] = []
+
+        def read() -> list[str]:
+            states.extend(callback.state_dict() for callback in self.stateful)
+            return [_digest_of(state) for state in states] if len(self.host) > 1 else []
+
+        of_ranks = self.host.each(read)
+        for callback, digests in zip(self.stateful, zip(*of_ranks, strict=True), strict=False):
+            if len(set(digests)) > 1:
+                raise StateError(
+                    f"the state of {type(callback).__name__} differs between ranks, but the first "
+                    "rank's is saved for all: let its state_dict() return only what is equal on "
+                    "all of them, such as sums over ranks"
+                )
+        return states
+
+
+def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
+    """Raise an `OptionError` where parameters are trained that the model does not have."""
+    saved = set(map(id, model.parameters()))
+    others = [one for one in accumulator.optimizers.parameters() if id(one) not in saved]
+    if others:
+        raise OptionError(
+            f"the optimizers train {len(others)} parameters, the first of shape "
+            f"{tuple(others[0].shape)}, that the model does not have, as those of a loss or a head "
+            "of its own: they would not be saved. Make one module of both, and pass that as model"
+        )
+
+
+def _digest_of(state: Any) -> str:
+    """A digest of the values in a state, on whatever device they are."""
+    leaves, structure = tree_flatten(state)
+    digest = hashlib.blake2b(repr(structure).encode(), digest_size=16)
+    for leaf in leaves:  # one at a time is copied to the host
+        if isinstance(leaf, Tensor):
+            digest.update(repr((leaf.dtype, leaf.shape)).encode())
+            values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EpochLoader:
+    """A loader in one epoch of a training.
+
+    The workers' seeds are not drawn from a generator that others draw from, since workers that
+    persist are seeded once, but once more where a training goes on.
+
+    Attributes:
+        loader: as the user made it.
+        epoch: of the training.
+        seed: of the training, for the workers of all loops.
+    """
+
+    loader: Iterable[Any]
+    epoch: int
+    seed: int
+
+    def __iter__(self) -> Iterator[Any]:
+        loader: Any = self.loader
+        for source in sources_of(loader):
+            if isinstance(source, HasEpochs):
+                source.set_epoch(self.epoch)
+        # Workers that persist are those of the first epoch.
+        persist = getattr(loader, "persistent_workers", False)
+        with _workers_seeded(loader, self.seed + (0 if persist else self.epoch)):
+            return loop_over(loader)
+
+    def __length_hint__(self) -> int:
+        return batches_left(self.loader) or 0
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its samplers draw from, each once."""
+    sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [one for one in dict.fromkeys(found) if isinstance(one, torch.Generator)]
+
+
+@contextmanager
+def _workers_seeded(loader: Any, seed: int) -> Iterator[None]:
+    """Inside, `iter(loader)` draws the seed of its workers from a generator of its own."""
+    if not isinstance(loader, DataLoader):  # it has no workers, as far as is known
+        yield
+        return
+    before = loader.generator
+    loader.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        loader.generator = before

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchbudget import errors
+from torchbudget.dtensors import local_part
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD, Optimizers
-from torchbudget.train.step import check_scalar
+from torchbudget.train.step import check_scalar, float64_device
 from torchbudget.warn import warn
 
-# What the grad_fn of torch's losses has as its `_saved_reduction`.
+# The `_saved_reduction` in the grad_fn of torch's losses.
 _MEAN: Final = 1
 _SUM: Final = 2
 # The names of a grad_fn that gives the same numbers, in another dtype or shape.
 _UNCHANGED: Final = ("ToCopyBackward", "SqueezeBackward", "ViewBackward", "CloneBackward")
+
+# A tensor with its name, its address and its sums.
+_Sums: TypeAlias = list[tuple[Tensor, str, int, list[Tensor]]]
 
 
 class MisuseDetector:
@@ -35,7 +39,7 @@ class MisuseDetector:
         distributed: the modules whose forward must be inside `micro_batch`.
 
     Attributes:
-        in_micro_batch: between `micro_batch_begins` and `micro_batch_left`.
+        in_micro_batch: a micro-batch is open.
     """
 
     def __init__(
@@ -44,15 +48,16 @@ class MisuseDetector:
         modules: Sequence[nn.Module],
         distributed: Sequence[nn.Module],
     ) -> None:
+        self._modules = modules
         self._batch_norms = [
             part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
         ]
         self._each_parameter = optimizers.each_parameter
-        self._parameters: list[int] | None = None  # ids of those of the latest step
         self._texts: set[str] = set()  # that were warned of
         self.in_micro_batch = False
         self._in_own_step = False
         self._is_muted = False
+        self._looks_for_moving = True  # once, in the first step of several micro-batches
         # A parameter with its gradient and that one's version, as the accumulator left them.
         self._sentinel: tuple[Tensor, Tensor, int] | None = None
         # The finalizer reads this when the detector is gone. "lost" are the micro-batches that
@@ -73,16 +78,13 @@ class MisuseDetector:
 
     # ------------------------------------------------------------------ called by the accumulator
 
-    def notice_others(self, modules: Iterable[nn.Module]) -> None:
-        """Raise where one of these distributed modules runs in a micro-batch."""
-        for module in modules:
-            self._hook(module.register_forward_pre_hook, MisuseDetector._other_runs)
-
-    def micro_batch_begins(self, *, restarted: bool) -> None:
-        """A micro-batch begins.
+    @contextmanager
+    def micro_batch(self, *, restarted: bool, is_later: bool) -> Iterator[None]:
+        """A micro-batch is inside.
 
         Args:
             restarted: the data began again, so that what is pending is of an earlier epoch.
+            is_later: others of its step came before it.
         """
         if restarted and self._pending["micro_batches"]:
             self._warn(
@@ -91,8 +93,53 @@ class MisuseDetector:
                 "the gradients, and now count for the next step; call accumulator.flush() at the "
                 "end of an epoch",
             )
+        looks = is_later and self._looks_for_moving and not self._is_muted
+        before = self._sums() if looks else []
         self.in_micro_batch = True
         self._remember_gradients()
+        try:
+            yield
+        finally:
+            self.in_micro_batch = False
+            self.check_gradients()
+        if looks:
+            self._looks_for_moving = False
+            self._compare(before)
+
+    def _sums(self) -> _Sums:
+        """Sums of the buffers, and of the parameters that no optimizer has."""
+        trained = {id(parameter) for parameter in self._each_parameter()}
+        found = {
+            id(tensor): (tensor, f"{type(part).__name__}.{name}", local_part(tensor))
+            for module in self._modules
+            for part in module.modules()
+            if not isinstance(part, _BatchNorm)  # has a warning of its own
+            for name, tensor in (*part._buffers.items(), *part._parameters.items())
+            if tensor is not None and id(tensor) not in trained
+        }
+        return [
+            (tensor, name, mine.data_ptr(), _sums_of(mine))
+            for tensor, name, mine in found.values()
+            if mine.layout is torch.strided and not mine.is_quantized and not mine.is_meta
+        ]
+
+    def _compare(self, before: _Sums) -> None:
+        """Name the tensors that have moved; a tensor that was replaced or resized is left out."""
+        after = {id(one): (place, sums) for one, _, place, sums in self._sums()}
+        moved = [
+            name
+            for one, name, place, sums in before
+            if id(one) in after
+            and after[id(one)][0] == place
+            and not all(map(_is_same, sums, after[id(one)][1]))
+        ]
+        if moved:
+            self._warn(
+                errors.MovingStateWarning,
+                f"the forward changes {', '.join(dict.fromkeys(moved))}: it does so in every "
+                "micro-batch, so that the step is not the large batch's; update it once a step, "
+                "after accumulator.stepped, or accept that",
+            )
 
     def _remember_gradients(self) -> None:
         """From here on gradients must stay as they are. O(1) where the first one has one."""
@@ -131,11 +178,6 @@ class MisuseDetector:
             "a micro-batch raised after its backward: the gradients of its step so far were "
             "cleared, on this rank, and do not count; run_or_split takes back that one alone",
         )
-
-    def micro_batch_left(self) -> None:
-        """A micro-batch is over, or it raised."""
-        self.in_micro_batch = False
-        self.check_gradients()
 
     def micro_batch_succeeded(self, micro_batches: int, *, ends: bool) -> None:
         """A micro-batch was accumulated.
@@ -189,20 +231,19 @@ class MisuseDetector:
         check_scalar(loss)
         if weight == 1 or loss.grad_fn is None:
             return
-        node = _reduction_of(loss.grad_fn)
+        node: Any = loss.grad_fn  # of the operation whose number it is, before casts and views
+        while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
         reduction = getattr(node, "_saved_reduction", None)  # torch's losses have it
-        # Of several numbers. loss.sum() only of a vector, which may be one of losses; of a matrix
-        # it may be that of weighted losses, which is a mean.
-        sizes = getattr(node, "_saved_self_sym_sizes", ())
-        is_mean = node.name().startswith("MeanBackward") and math.prod(sizes) > 1
-        is_sum = node.name().startswith("SumBackward") and len(sizes) == 1
+        is_mean = node.name().startswith("MeanBackward")
+        is_mean &= math.prod(getattr(node, "_saved_self_sym_sizes", ())) > 1  # of several numbers
         if not mean and (reduction == _MEAN or is_mean):
             self._warn(
                 errors.ReductionWarning,
                 "the loss is a mean, but is taken for the sum over the micro-batch: pass "
                 'reduction="sum", or GradAccumulator(…, mean=True)',
             )
-        elif mean and (reduction == _SUM or is_sum):
+        elif mean and reduction == _SUM:
             self._warn(
                 errors.ReductionWarning,
                 "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
@@ -223,22 +264,13 @@ class MisuseDetector:
         self._sentinel = None
 
     @contextmanager
-    def own_step(self, parameters: Sequence[Tensor], *, has_weight: bool) -> Iterator[None]:
-        """The accumulator steps its optimizers inside, on these parameters.
+    def own_step(self, *, has_weight: bool) -> Iterator[None]:
+        """The accumulator steps its optimizers inside.
 
         Args:
-            parameters: of all optimizers.
             has_weight: the weight of the step is not 0.
         """
-        parameters_now = [id(parameter) for parameter in parameters]
-        if self._parameters not in (None, parameters_now):
-            self._warn(
-                errors.ChangedParametersWarning,
-                "the optimizer's parameters are others than at the step before; make a new "
-                "GradAccumulator where model or optimizer are changed",
-            )
-        self._parameters = parameters_now
-        if has_weight and all(parameter.grad is None for parameter in parameters):
+        if has_weight and all(parameter.grad is None for parameter in self._each_parameter()):
             self._warn(
                 errors.ChangedParametersWarning,
                 "no parameter of the optimizer has a gradient, so that nothing is trained: it has "
@@ -283,15 +315,6 @@ class MisuseDetector:
                 "will reduce gradients by itself, and they are reduced again",
             )
 
-    def _other_runs(self, _: Any) -> None:
-        if self.in_micro_batch and torch.is_grad_enabled():
-            raise errors.OptionError(
-                "a DistributedDataParallel runs that GradAccumulator does not know, so it would "
-                "reduce gradients by itself in every backward, and ranks with unequal numbers of "
-                "micro-batches would wait for ever: pass the wrapped one, "
-                "GradAccumulator(optimizer, module=ddp)"
-            )
-
     def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:
         if text not in self._texts and not self._is_muted:
             self._texts.add(text)
@@ -314,11 +337,18 @@ class _Hook:
         return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
 
 
-def _reduction_of(node: Any) -> Any:
-    """The operation whose number a loss is, before it was cast or viewed."""
-    while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    return node
+@torch.no_grad()
+def _sums_of(tensor: Tensor) -> list[Tensor]:
+    """Its sum and its norm: no tensor of its size is allocated, and `.data` writes show."""
+    wide = torch.float64 if float64_device(tensor.device) == tensor.device else torch.float32
+    sums = [tensor.sum(dtype=None if tensor.is_complex() else wide)]
+    if tensor.is_floating_point():
+        sums.append(torch.linalg.vector_norm(tensor, dtype=wide))
+    return sums
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).item())
 
 
 def _warn_of_lost(pending: dict[str, int]) -> None:

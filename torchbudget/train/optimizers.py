@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchbudget.checks import positive_number
 from torchbudget.dtensors import is_dtensor, local_part
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.sharded_gradients import largest_share, total_norm
+from torchbudget.train.gradients import largest_share, total_norm
 
 SPARSE: Final = (
     "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
@@ -44,6 +44,7 @@ class Optimizers:
         schedulers: of their learning rates.
         scaler: of their gradients.
         max_norm: that the gradients of all of them are clipped to.
+        skip_nonfinite: no optimizer steps where a gradient is not finite, without a scaler too.
 
     Raises:
         OptionError: no optimizer, a norm that is not positive, or an optimizer or scheduler that
@@ -54,6 +55,7 @@ class Optimizers:
     schedulers: Sequence[Any]
     scaler: torch.amp.GradScaler | None
     max_norm: float | None
+    skip_nonfinite: bool
 
     def __post_init__(self) -> None:
         if not self.optimizers:
@@ -73,8 +75,6 @@ class Optimizers:
                 "ZeroRedundancyOptimizer has the state of its own parameters only, so that "
                 "training_state() could not save it: shard the model with fully_shard instead"
             )
-        if any(hasattr(p, "_in_backward_optimizers") for p in self.each_parameter()):
-            raise OptionError(STEPS_IN_BACKWARD)
         if self.scaler is not None and any(map(_is_mixed, self.optimizers)):
             raise OptionError(
                 "a GradScaler cannot unscale the gradients of DTensors and of plain parameters "
@@ -114,24 +114,30 @@ class Optimizers:
 
     @contextmanager
     def unscaled(self) -> Iterator[Tensor | None]:
-        """Gradients are unscaled inside; `largest_share` of them, `None` without a scaler.
+        """Gradients are unscaled inside; `largest_share` of them, `None` where nobody asks for it.
 
         Where it ends in an error, the scaler forgets them.
         """
-        scaler, scaled = self.scaler, self._scaled()
-        if scaler is None or not scaled:
+        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        if scaler is None and not self.skip_nonfinite:
             yield None
             return
-        gradients = [p.grad for one in scaled for p in _parameters_of(one) if p.grad is not None]
-        # Makes its scale, on a rank that had no backward yet.
-        scaler.scale(torch.ones((), device=gradients[0].device))
+        parameters = self.parameters()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            yield torch.zeros((), device=parameters[0].device)
+            return
         try:
-            for optimizer in scaled:
-                scaler.unscale_(optimizer)
+            if scaler is not None:
+                # Makes its scale, on a rank that had no backward yet.
+                scaler.scale(torch.ones((), device=gradients[0].device))
+                for optimizer in self._scaled():
+                    scaler.unscale_(optimizer)
             yield largest_share(gradients)
         except BaseException:
-            with suppress(RuntimeError):  # of a device that fails: the first error counts
-                _forget_unscaled(scaler)
+            if scaler is not None:
+                with suppress(RuntimeError):  # of a device that fails: the first error counts
+                    _forget_unscaled(scaler)
             raise
 
     def step(
@@ -146,7 +152,7 @@ class Optimizers:
         Args:
             factor: of all gradients.
             divisors: of the parameters with these ids, whose gradients were divided before.
-            largest: of the gradients, see `largest_share`; `None` without a scaler.
+            largest: of the gradients, see `largest_share`; `None`: they are not looked at.
 
         Returns:
             The norm before clipping, `None` without `max_norm`; and whether no optimizer stepped.
@@ -160,20 +166,15 @@ class Optimizers:
             return None, True
         self._multiply(parameters, factor, divisors)
         norm = None if self.max_norm is None else self._clip(parameters)
-        if self.scaler is None or largest is None:
-            for optimizer in self.optimizers:
-                optimizer.step()
-            return norm, False
-        skipped = largest * factor * max(divisors.values(), default=1.0) > _OVERFLOWS
-        for optimizer in () if skipped else scaled:
-            if _decides_on_device(optimizer) or _steps_by_itself(self.scaler):
-                self.scaler.step(optimizer)
+        most = 0.0 if largest is None else largest * factor * max(divisors.values(), default=1.0)
+        skipped = most > _OVERFLOWS
+        for optimizer in () if skipped else scaled or self.optimizers:
+            optimizer.step()
+        if self.scaler is not None and scaled:
+            if skipped and largest is not None and math.isfinite(largest):
+                _forget_unscaled(self.scaler)
             else:
-                optimizer.step()
-        if skipped and math.isfinite(largest):
-            _forget_unscaled(self.scaler)
-        else:
-            self.scaler.update()
+                self.scaler.update()
         return norm, skipped
 
     def leave_unscaled(self) -> None:
@@ -213,29 +214,20 @@ class Optimizers:
                 torch._foreach_mul_(list(parts), factor.to(device))
         return norm
 
-    def train(self) -> None:
-        """Let those that train other weights than they return set the model to those they train."""
-        self._set_mode("train")
+    def set_mode(self, mode: str) -> None:
+        """Set the model to the weights that are trained ("train") or returned ("eval").
 
-    def eval(self) -> None:
-        """Let those, such as schedule-free ones, set the model to the weights that they return."""
-        self._set_mode("eval")
-
-    def _set_mode(self, mode: str) -> None:
+        For optimizers that have methods of these names, such as schedule-free ones.
+        """
         for optimizer in self.optimizers:
             set_mode = getattr(optimizer, mode, None)
             if callable(set_mode):
                 set_mode()
 
-    def clear(self) -> None:
-        """Set all gradients to `None`."""
+    def clear(self, *, set_to_none: bool = True) -> None:
+        """Set all gradients to `None`, or to 0, so that they take memory still."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def zero(self) -> None:
-        """Set all gradients to 0, so that they take memory still."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def schedule(self) -> None:
         """Step the schedulers."""
@@ -264,20 +256,6 @@ class Optimizers:
                 one.load_state_dict(its_state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether it skips by itself where a gradient is not finite, as fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _steps_by_itself(scaler: torch.amp.GradScaler) -> bool:
-    """Whether it has a step of its own, as those of other backends may."""
-    names = ("step", "_maybe_opt_step")
-    return any(
-        getattr(type(scaler), name, None) is not getattr(torch.amp.GradScaler, name, None)
-        for name in names
-    )
 
 
 def _forget_unscaled(scaler: torch.amp.GradScaler) -> None:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
 from operator import length_hint
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Final, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader
 
-from torchbudget.distributed import failing_together
+from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
 from torchbudget.protocols import HasNumSamples, IndexSource
-from torchbudget.train.agreement import on_host
 from torchbudget.train.batches import moved
-from torchbudget.train.gathered import Parcel, gathered
 from torchbudget.train.loop import evaluation_mode, modules_of
-from torchbudget.train.process_group import Ranks
+
+# Bytes that a rank sends in one collective: a few of them for many small outputs, while their
+# copies take little memory beside the outputs.
+_CHUNK_BYTES: Final = 64 * 2**20
 
 Split: TypeAlias = Callable[[Any, Any], Sequence[Any]]
 
@@ -88,7 +86,8 @@ def predict(
 
     Returns:
         An output for each sample, shape `(N,)`; `None` on ranks that get none. Their tensors, in
-        any structure that `torch.utils._pytree` knows, are on the CPU, each in memory of its own.
+        any structure that `torch.utils._pytree` knows (a dataclass must be registered there), are
+        on the CPU, each in memory of its own.
         Where the step runs on the CPU too, leave room for them in the budget.
 
     Raises:
@@ -112,20 +111,14 @@ def predict(
         raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
     sampler = _checked_sampler(loader)
     host = None if sampler.num_replicas == 1 else _checked_ranks(sampler, group)
-    together = nullcontext if host is None else partial(failing_together, host.gather_objects)
+    together = nullcontext if host is None else host.together
     dataset: Any = loader.dataset
     with together():
         sampler.check_dataset(dataset)
         sampler.check_whole_epoch()
+    rows = _rows if split_outputs is None else list
     results = _Results(len(dataset))
-    parcels: list[Parcel] = []
-
-    def keep(indices: list[int], outputs: Sequence[Any]) -> None:
-        if host is None:
-            results.put(indices, [_own(one) for one in outputs])
-        else:
-            parcels.append(Parcel.of(indices, outputs))
-
+    kept: list[tuple[list[int], Any]] = []
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
     with together(), sampler.unchanged(), closing(sampler.tracked(loader)) as run:
@@ -137,14 +130,17 @@ def predict(
             for batch in batches:
                 batch = moved(batch, device)  # the one on the host ends now
                 outputs = _outputs(model, batch, number, run.indices, split_outputs)
-                if not run.is_repeated:
-                    keep(run.indices, outputs)
+                if host is None:
+                    results.put(run.indices, rows(outputs))
+                elif not run.is_repeated:
+                    kept.append((run.indices, outputs))
                 del batch, outputs  # before the next ones are made
                 number += 1  # noqa: SIM113  (enumerate would keep the batch)
     if host is None:
         return results.whole()
-    for parcel in gathered(parcels, host, first_only=gather == "first"):
-        results.put(parcel.indices, parcel.outputs())
+    for indices, outputs in _gathered(kept, host):
+        if gather == "all" or not host.rank:
+            results.put(indices, rows(outputs))
     return None if gather == "first" and host.rank else results.whole()
 
 
@@ -170,7 +166,7 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
             f"{sampler.rank}, but the process group joins {len(ranks)}, of which this is number "
             f"{ranks.rank}: each rank would get only a part of the outputs"
         )
-    return on_host(ranks)
+    return ranks.on_host()
 
 
 def _outputs(
@@ -179,24 +175,27 @@ def _outputs(
     number: int,
     indices: list[int],
     split_outputs: Split | None,
-) -> list[Any]:
-    """Call the model on a batch; return what it returns for each sample."""
+) -> Any:
+    """Call the model on a batch; return its outputs on the host, in memory of their own."""
     n = len(indices)
     called = f"batch {number}, of {n} samples with indices {_shown(indices)}"
     if isinstance(batch, HasNumSamples) and batch.num_samples != n:
         raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
     outputs = model(batch)
     if split_outputs is None:
-        return _rows(outputs, n, called)
-    outputs = list(split_outputs(outputs, batch))
-    if len(outputs) != n:
-        raise OptionError(f"{called}: split_outputs must return {n} outputs, got {len(outputs)}")
-    return outputs
+        _check_rows(outputs, n, called)
+    else:
+        outputs = list(split_outputs(outputs, batch))
+        if len(outputs) != n:
+            raise OptionError(
+                f"{called}: split_outputs must return {n} outputs, got {len(outputs)}"
+            )
+    # A view would keep all of its batch.
+    return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), outputs)
 
 
-def _rows(outputs: Any, n: int, called: str) -> list[Any]:
-    """Row i of every tensor of a batch's outputs, for each i."""
-    leaves, structure = tree_flatten(outputs)
+def _check_rows(outputs: Any, n: int, called: str) -> None:
+    leaves = tree_leaves(outputs)
     for leaf in leaves:
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n):
             shape = f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
@@ -207,24 +206,38 @@ def _rows(outputs: Any, n: int, called: str) -> list[Any]:
             )
     if all(leaf is None for leaf in leaves):
         raise OptionError(f"{called}: the model returned no tensor, but {outputs!r}")
-    columns = [[None] * n if leaf is None else leaf.detach().cpu().unbind() for leaf in leaves]
+
+
+def _rows(outputs: Any) -> list[Any]:
+    """Row i of every tensor of a batch's outputs, for each i, in memory of its own."""
+    leaves, structure = tree_flatten(outputs)
+    n = next(len(leaf) for leaf in leaves if leaf is not None)
+    columns = [[None] * n if leaf is None else [row.clone() for row in leaf] for leaf in leaves]
     return [tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
 
 
-def _own(output: Any) -> Any:
-    """The output with copies of its tensors, also in the fields of dataclasses."""
-    return tree_map(_own_leaf, output)
+def _gathered(kept: list[tuple[list[int], Any]], ranks: Ranks) -> Iterator[tuple[list[int], Any]]:
+    """The outputs of all ranks, batch by batch.
+
+    Collectives, each of at most 64 MiB of every rank, or of one batch. Exhaust the iterator.
+
+    Args:
+        kept: the indices and the outputs of each batch of this rank; emptied.
+        ranks: joined by a process group on the host.
+    """
+    while any(ranks.gather_objects(bool(kept))):
+        chunk: list[Any] = []
+        room = _CHUNK_BYTES
+        while kept and (not chunk or _bytes_of(kept[-1]) <= room):
+            chunk.append(kept.pop())
+            room -= _bytes_of(chunk[-1])
+        for received in ranks.gather_objects(chunk):
+            yield from received
 
 
-def _own_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):  # its elements alone: a view would keep all of its batch
-        return leaf.detach().to("cpu", copy=True)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        found = copy.copy(leaf)
-        for one in dataclasses.fields(leaf):
-            object.__setattr__(found, one.name, _own(getattr(leaf, one.name)))
-        return found
-    return leaf
+def _bytes_of(outputs: Any) -> int:
+    # Of a small tensor, a pickle takes less than 512 bytes beside its values.
+    return sum(one.nbytes + 512 for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
 def _shown(indices: list[int]) -> str:

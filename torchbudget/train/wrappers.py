@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.distributed import is_distributed
 from torchbudget.dtensors import is_dtensor, mesh_ranks
 from torchbudget.errors import OptionError
+from torchbudget.restoring import is_compiled
 
 
 class DistributedModules:
@@ -52,13 +54,13 @@ class DistributedModules:
         self._roots = [one for one in self._shards if id(one) not in nested]
         self.modules: list[nn.Module] = [*self._replicated, *self._roots]
         self.sharded = bool(self._roots)
-        several = is_distributed() and dist.get_world_size() > 1
+        self._given = modules
+        self._several = is_distributed() and dist.get_world_size() > 1
         self.communicates = self.sharded or any(
-            (several and isinstance(part, nn.SyncBatchNorm))
+            (self._several and isinstance(part, nn.SyncBatchNorm))
             or any(map(is_dtensor, part.parameters(recurse=False)))
             for part in inner
         )
-        self._searched = False
         self.check_options()
 
     def check_options(self) -> None:
@@ -166,24 +168,38 @@ class DistributedModules:
                     "that have the same part of it, such as mesh.get_group('data')"
                 )
 
-    def others_with(self, parameters: Iterable[Tensor]) -> list[nn.Module]:
-        """DDP modules of any of the parameters that are not among the given modules.
+    @contextmanager
+    def others_refused(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Refuse the forward of a DDP module of these parameters that is not among the modules.
 
-        torch keeps no list of them, but Python's garbage collector does: O(objects), at the first
-        call; none are found again. It shows nothing of what `gc.freeze` has put aside.
+        Raises:
+            OptionError: such a module runs inside.
         """
-        if self._searched or not is_distributed():
-            return []
-        self._searched = True
+        # A hook on all modules would be compiled into the graph of compiled ones.
+        if not self._several or any(map(is_compiled, self._given)):
+            yield
+            return
         mine = {id(parameter) for parameter in parameters}
-        known = set(map(id, self._replicated))
-        return [
-            one
-            for one in gc.get_objects()
-            if DistributedDataParallel in type(one).__mro__  # many times faster than issubclass
-            and id(one) not in known
-            and any(id(parameter) in mine for parameter in one.parameters())
-        ]
+
+        def refuse(module: nn.Module, _: Any) -> None:
+            if (
+                isinstance(module, DistributedDataParallel)
+                and module not in self._replicated
+                and torch.is_grad_enabled()
+                and any(id(parameter) in mine for parameter in module.parameters())
+            ):
+                raise OptionError(
+                    "a DistributedDataParallel runs that GradAccumulator does not know, so it "
+                    "would reduce gradients by itself in every backward, and ranks with unequal "
+                    "numbers of micro-batches would wait for ever: pass the wrapped one, "
+                    "GradAccumulator(optimizer, module=ddp)"
+                )
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
