@@ -293,13 +293,6 @@ class Ranks:
         sums: list[float] = summed.tolist()
         return sums
 
-    def collectives(self) -> int:
-        """How many collectives this rank has begun in the group."""
-        if self._number == 1:
-            return 0
-        group: Any = torch.distributed.group.WORLD if self.group is None else self.group
-        return int(group._get_sequence_number_for_group())
-
     def gather_objects(self, mine: Any) -> list[Any]:
         """The object of each rank, on every rank; one collective of pickled objects."""
         return gathered(mine, self.group) if self._number > 1 else [mine]

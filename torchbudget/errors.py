@@ -33,7 +33,6 @@ TorchBudgetWarning       (UserWarning)
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
 ├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
 ├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
-├── ChangedParametersWarning             the optimizer's parameters are another model's
 └── MovingStateWarning                   a forward moves buffers, or parameters that are not trained
 ```
 """
@@ -170,10 +169,6 @@ class ReductionWarning(TorchBudgetWarning):
 
 class BatchNormWarning(TorchBudgetWarning):
     """Batch normalisation sees micro-batches, so the step is not that of the large batch."""
-
-
-class ChangedParametersWarning(TorchBudgetWarning):
-    """The optimizer's parameters are not those of the model that is trained."""
 
 
 class MovingStateWarning(TorchBudgetWarning):

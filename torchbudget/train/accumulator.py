@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 from torchbudget.checks import check_flags, positive_number, several
 from torchbudget.cost.measured import MeasuredCost
 from torchbudget.distributed import Ranks
-from torchbudget.errors import OptionError, SampleTooLargeError, StepError, TorchBudgetError
+from torchbudget.errors import (
+    OptionError,
+    SampleTooLargeError,
+    StateError,
+    StepError,
+    TorchBudgetError,
+)
 from torchbudget.protocols import SplittablePaddedBatch, StepSource
 from torchbudget.restoring import AccumulatesGradients
 from torchbudget.train.batches import check_splittable, num_samples
@@ -33,6 +39,7 @@ from torchbudget.train.step import (
 )
 from torchbudget.train.wrappers import DistributedModules
 
+_VERSION: Final = 4  # of the state
 _HALF: Final = (torch.float16, torch.bfloat16)
 
 _ONE_SAMPLE: Final = "out of memory with one sample; shorten it, or give it more memory"
@@ -68,7 +75,7 @@ class GradAccumulator(AccumulatesGradients):
         divisor: a constant that losses are divided by before backward, and gradients multiplied by
             after; near the weight of a step it keeps half-precision sums from overflowing. A power
             of 2 changes no bit, and a loss of half precision takes no other one.
-        group: of processes. Default: those that the modules are distributed over, else all, where
+        group: of processes, the one that the modules are distributed over. Default: all, where
             `torch.distributed` is initialized. With tensor parallelism, those that have the same
             part of the parameters.
 
@@ -133,9 +140,9 @@ class GradAccumulator(AccumulatesGradients):
         self._parameters = self.optimizers.parameters
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
-        self.ranks = Ranks(self._distributed.group(group))
-        self._distributed.check_meshes(self.optimizers.parameters(), self.ranks.group)
-        self.optimizers.check_sparse(self.modules, len(self.ranks))
+        self.ranks = Ranks(group)
+        self._distributed.check_group(group)
+        self._distributed.check_meshes(self.optimizers.parameters(), group)
         if self.sharded and (samples or weight):
             raise OptionError(
                 "with fully_shard every rank must know the step's last micro-batch in advance, and "
@@ -301,8 +308,7 @@ class GradAccumulator(AccumulatesGradients):
 
         Raises:
             SampleTooLargeError: one sample does not fit; on every rank, at this step.
-            StepError: the function opens no micro-batch, or two; or memory ran out after a
-                collective of its own, which one rank cannot repeat.
+            StepError: the function opens no micro-batch, or two.
             OptionError: there are no modules whose buffers could be restored; the ranks meet in
                 their forward or backward, which cannot be repeated on one rank; or the function
                 changes a tensor of its batch, in the first call too.
@@ -317,7 +323,7 @@ class GradAccumulator(AccumulatesGradients):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
         before, self.stepped = self._pending, False
-        self._run = run = SplitRun(batch, self._parameters(), self.modules, self.ranks)
+        self._run = run = SplitRun(batch, self._parameters(), self.modules)
         try:
             for part in run.failures(function, self._check_gradients):
                 self.out_of_memory += 1
@@ -450,7 +456,7 @@ class GradAccumulator(AccumulatesGradients):
             late_weight, largest_gradient = read_at_once([late if is_unread else None, largest])
             weight += checked_weight(late_weight or 0.0)
             norm, skipped = None, weight == 0
-            with self._detector.own_step(has_weight=not skipped):
+            with self._detector.own_step():
                 if not skipped:
                     divisors = self._distributed.divisors()
                     factor = self._divisor / weight
@@ -482,31 +488,29 @@ class GradAccumulator(AccumulatesGradients):
     # ------------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the accumulation stands; in the middle of a step with its gradients, copied.
+        """Return the number of steps that were taken, as plain types.
 
         Raises:
-            StepError: in the middle of a step whose gradients FSDP has, which does not return them.
+            StepError: in the middle of a step, whose gradients are not saved.
         """
-        if self.sharded and self._pending.backwards:
+        if self._pending.backwards:
             raise StepError(
-                "in the middle of a step FSDP keeps gradients where they cannot be saved: save "
-                "between steps, where accumulator.stepped is true"
+                f"in the middle of a step, after {self.pending} of its micro-batches on this rank, "
+                "the gradients are not saved: save where accumulator.stepped is true"
             )
-        self._detector.state_saved()
-        scale = self.optimizers.scale(self._divisor)
-        return self._pending.encode(self._steps, self._parameters(), scale, self.ranks)
+        return {"version": _VERSION, "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; model, optimizer and sampler must be loaded with it.
 
         Raises:
-            StateError: it is not the state of an accumulator, or of other parameters, or of the
-                middle of a step whose gradients have another scale.
+            StateError: it is not the state of an accumulator.
         """
-        scale = self.optimizers.scale(self._divisor)
-        self._pending = Pending.load(state_dict, self._parameters(), scale, self.ranks)
+        if not isinstance(state_dict, Mapping) or state_dict.get("version") != _VERSION:
+            raise StateError("expected what GradAccumulator.state_dict() returned")
+        self._pending = Pending()
+        self._abandon()
         self._steps = state_dict["steps"]
-        self._detector.state_loaded(self._pending.micro_batches)
 
     def training_state(self) -> dict[str, Any]:
         """The states of this, of the optimizers, the schedulers and the scaler."""

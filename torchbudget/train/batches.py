@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,7 +35,11 @@ def halves(batch: Any) -> list[Any]:
     if isinstance(batch, SplittableBatch):
         return list(batch.split(2))
     half = (_rows(batch) + 1) // 2
-    return [_mapped(itemgetter(rows), batch) for rows in (slice(None, half), slice(half, None))]
+
+    def part(rows: slice) -> Any:
+        return _mapped(lambda leaf: None if leaf is None else leaf[rows], batch)
+
+    return [part(slice(None, half)), part(slice(half, None))]
 
 
 def moved(batch: Any, device: torch.device | str | None) -> Any:
@@ -46,7 +49,11 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
     early = may_return_early(device)
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=early)
-    return _mapped(lambda tensor: tensor.to(device, non_blocking=early), batch)
+
+    def to(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=early) if isinstance(leaf, Tensor) else leaf
+
+    return _mapped(to, batch)
 
 
 class Replayed:
@@ -62,13 +69,13 @@ class Replayed:
         self._batch = batch
         self._versions = [
             (name, tensor, tensor._version)
-            for name, tensor in _named_tensors(batch)
-            if not tensor.is_inference()  # which has no version
+            for name, tensor in _named_leaves(batch)
+            if isinstance(tensor, Tensor) and not tensor.is_inference()  # which has no version
         ]
 
     def fresh(self) -> Any:
         """Return the batch in containers of its own."""
-        return tree_map(_with_own_containers, self._batch, is_leaf=_is_mapping)
+        return _mapped(_copied, self._batch)
 
     def check(self) -> None:
         """Raise an `OptionError` where a tensor was changed in place."""
@@ -80,40 +87,10 @@ class Replayed:
                 )
 
 
-def _named_tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in tree_flatten_with_path(batch, is_leaf=_is_mapping)[0]:
-        if isinstance(leaf, Tensor):
-            yield keystr(path), leaf
-        elif _is_mapping(leaf):
-            yield from ((keystr(path) + name, one) for name, one in _named_tensors(dict(leaf)))
-        elif _has_attributes(leaf):
-            inner = tree_flatten_with_path(vars(leaf))[0]
-            yield from ((keystr(path) + keystr(p), one) for p, one in inner if _is_tensor(one))
-
-
-def _with_own_containers(leaf: Any) -> Any:
-    if _is_mapping(leaf):
-        own = {key: tree_map(_with_own_containers, value) for key, value in leaf.items()}
-        return type(leaf)(own)
-    if isinstance(leaf, Tensor) or not _has_attributes(leaf):
-        return leaf
-    copied = copy.copy(leaf)
-    vars(copied).update({k: tree_map(lambda one: one, v) for k, v in vars(leaf).items()})
-    return copied
-
-
-def _has_attributes(leaf: Any) -> bool:
-    return hasattr(leaf, "__dict__") and not callable(leaf)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
-
-
 def _rows(batch: Any) -> int:
     lengths = {
         len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
-        for leaf in _leaves(batch)
+        for _, leaf in _named_leaves(batch)
         if leaf is not None
     }
     rows = lengths.pop() if len(lengths) == 1 else None
@@ -130,21 +107,26 @@ def _is_mapping(batch: Any) -> bool:
     return isinstance(batch, Mapping) and any(leaf is batch for leaf in tree_leaves(batch))
 
 
-def _leaves(batch: Any) -> list[Any]:
-    leaves = tree_leaves(batch, is_leaf=_is_mapping)
-    return [
-        inner
-        for leaf in leaves
-        for inner in (_leaves(list(leaf.values())) if _is_mapping(leaf) else [leaf])
-    ]
+def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in tree_flatten_with_path(batch, is_leaf=_is_mapping)[0]:
+        if _is_mapping(leaf):
+            yield from ((keystr(path) + name, inner) for name, inner in _named_leaves(dict(leaf)))
+        else:
+            yield keystr(path), leaf
 
 
-def _mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with its tensors replaced; a mapping is rebuilt by its type from a dict."""
+def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The batch with its leaves replaced; a mapping is rebuilt by its type from a dict."""
 
     def replaced(leaf: Any) -> Any:
         if _is_mapping(leaf):
             return type(leaf)({key: _mapped(function, value) for key, value in leaf.items()})
-        return function(leaf) if isinstance(leaf, Tensor) else leaf
+        return function(leaf)
 
     return tree_map(replaced, batch, is_leaf=_is_mapping)
+
+
+def _copied(leaf: Any) -> Any:
+    """A shallow copy of an object with attributes; of a tensor, the tensor itself."""
+    has_attributes = hasattr(leaf, "__dict__") and not callable(leaf)
+    return copy.copy(leaf) if has_attributes and not isinstance(leaf, Tensor) else leaf

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 
 from torchbudget.errors import StateError, StateMismatchError
 from torchbudget.files import write_whole
-from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
+from torchbudget.protocols import ResumableSource
 from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.loop import sources_of
 
 _VERSION: Final = 4
 
@@ -169,13 +170,13 @@ def run_state(
     Args:
         model: as it is trained.
         accumulator: with its optimizers.
-        loader: a `StatefulDataLoader`, or one whose batch sampler or stream is a `ResumableSource`.
+        loader: its batch sampler or stream may be a `ResumableSource`.
         is_over: the loop over the loader is over, on this rank.
         seed: of this rank's workers.
         generators: that loaders draw from.
     """
     mine = {
-        "data": _data_state(loader, is_over=is_over),
+        "data": {name: source.state_dict() for name, source in _resumable(loader).items()},
         "is_over": is_over,
         "seed": seed,
         "random": asdict(RandomState.take()),
@@ -202,8 +203,7 @@ def load_run_state(
             epoch.
     """
     saved = state["ranks"]
-    # The position of a `StatefulDataLoader` is not compared, which has more than a place in it.
-    places = [(one["is_over"], {**one["data"], "loader": None}) for one in saved]
+    places = [(one["is_over"], one["data"]) for one in saved]
     if len(saved) != len(accumulator.ranks) and any(place != places[0] for place in places):
         raise StateMismatchError(
             f"the {len(saved)} ranks of the checkpoint were at different places of the epoch, as "
@@ -213,12 +213,10 @@ def load_run_state(
     model.load_state_dict(state["model"])
     accumulator.load_training_state(state["training"])
     mine: dict[str, Any] = saved[accumulator.ranks.rank % len(saved)]
-    sampler, dataset = _sources(loader)
-    sources = {"sampler": sampler, "loader": loader, "dataset": dataset}
     for name, position in mine["data"].items():
-        source: Any = sources[name]
-        if not isinstance(source, Stateful):
-            raise StateError(f"the checkpoint has a position, but {source!r} cannot load one")
+        source = _resumable(loader).get(name)
+        if source is None:
+            raise StateError(f"the checkpoint has a position, but the {name} cannot load one")
         source.load_state_dict(position)
     return mine
 
@@ -243,32 +241,15 @@ def restore_generators(mine: dict[str, Any], generators: Sequence[torch.Generato
 
 def is_over(mine: dict[str, Any], loader: DataLoader[Any], *, epoch: int) -> bool:
     """Whether a rank has no batches left in the epoch in which its state was saved."""
-    return mine["is_over"] or any(
-        isinstance(source, ResumableSource) and source.epoch > epoch for source in _sources(loader)
-    )
+    return mine["is_over"] or any(one.epoch > epoch for one in _resumable(loader).values())
 
 
 def has_position(loader: DataLoader[Any]) -> bool:
     """Whether the loader's position within an epoch can be saved."""
-    return isinstance(loader, Stateful) or any(
-        isinstance(source, ResumableSource) for source in _sources(loader)
-    )
+    return bool(_resumable(loader))
 
 
-def _sources(loader: Any) -> tuple[Any, Any]:
-    """The batch sampler and the data set of a loader of any class, `None` where it has none."""
-    return getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-
-
-def _data_state(loader: Any, *, is_over: bool) -> dict[str, Any]:
-    """The position, under the name of what has it; empty where the next epoch just begins."""
-    sampler, dataset = _sources(loader)
-    if isinstance(loader, Stateful):
-        starts_epochs = is_over and isinstance(dataset, HasEpochs)  # set_epoch begins the next one
-        return {} if starts_epochs else {"loader": loader.state_dict()}
-    sources = {"sampler": sampler, "dataset": dataset}
-    return {
-        name: source.state_dict()
-        for name, source in sources.items()
-        if isinstance(source, ResumableSource)
-    }
+def _resumable(loader: DataLoader[Any]) -> dict[str, ResumableSource]:
+    """The sources of a loader that know their position, by the name of its attribute."""
+    sources = sources_of(loader).items()
+    return {name: source for name, source in sources if isinstance(source, ResumableSource)}

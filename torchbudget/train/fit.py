@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from torchbudget.budget import MemoryBudget, limit_device_memory
@@ -25,13 +22,14 @@ from torchbudget.train import checkpoint
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import num_samples
 from torchbudget.train.loop import (
+    USED_UP,
     Criterion,
     Weight,
     batches_left,
+    evaluate,
     loop_over,
     read_as_plain,
     sources_of,
-    summed_loss,
     train_epoch,
 )
 from torchbudget.train.step import Step
@@ -136,8 +134,8 @@ def fit(
         model: as it is called; put into training mode.
         loader: one whose batch sampler or data set is a `MemoryBudgetBatchSampler`, a
             `BudgetedIterableDataset` or another `torchbudget.protocols.ResumableSource`, which
-            keeps the position, of a `StatefulDataLoader` too; a `StatefulDataLoader` of other data;
-            others only without `checkpoint_steps`.
+            keeps the position, of a `StatefulDataLoader` too; others only without
+            `checkpoint_steps`.
         criterion: `criterion(model, batch)` calls the model and returns the loss; a mean where the
             accumulator has `mean=True`.
         accumulator: that steps; its optimizers, schedulers and scaler are saved.
@@ -150,8 +148,8 @@ def fit(
         callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
             on every rank, after one that returns true on any; that is saved too. To break off and
             go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
-            whose object has, of a method), on every rank, is saved; the states of all ranks must be
-            equal.
+            whose object has, of a method), on every rank, is saved: the first rank's state, which
+            must be that of all.
         device: that batches are moved to; `None`: they are not moved.
         device_limit: a budget that torch's allocator is limited to, on the model's device, by
             `limit_device_memory`: before the first batch, and again after the first step and the
@@ -171,9 +169,8 @@ def fit(
             sampler has not as many sizes as the data set has samples, or batches of its loader come
             out of order; or an epoch, or its validation, has no batch.
         BudgetError: `device_limit` cannot be read, or leaves torch's allocator nothing.
-        StateError: `last.pt` is damaged or no checkpoint of such a run; the first checkpoint
-            cannot be loaded again, because of what callbacks or optimizers have in their state; or
-            a callback's state differs between ranks.
+        StateError: `last.pt` is damaged or no checkpoint of such a run; or the first checkpoint
+            cannot be loaded again, because of what callbacks or optimizers have in their state.
         StateMismatchError: the ranks do not see the same `last.pt`; or they are more or fewer than
             those that saved it, which were at different places of the epoch.
         SampleError: a loader of a sampler or stream ended before the epoch did.
@@ -219,10 +216,11 @@ def fit(
         if run.stopped:
             break
         accumulator.optimizers.set_mode("eval")
-        run.check_batches("loader", run.tally.steps)
+        if not run.tally.steps:
+            raise OptionError(f"the loader had no batch in epoch {len(run.history)}: {USED_UP}")
         loss = None
         if validation is not None:
-            total, weights = summed_loss(
+            loss = evaluate(
                 model,
                 run.validation_data(),
                 criterion,
@@ -232,8 +230,6 @@ def fit(
                 group=accumulator.ranks.group,
             )
             run.limit_after("an evaluation")
-            run.check_batches("validation", weights)
-            loss = total / weights
         run.end_epoch(loss)
     accumulator.optimizers.set_mode("eval")
     return run.history
@@ -288,7 +284,7 @@ class _Run:
         if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
             raise OptionError(
                 "checkpoint_steps needs a loader whose position can be saved: one with a "
-                "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
+                "MemoryBudgetBatchSampler or a BudgetedIterableDataset"
             )
         if self.accumulator.sharded:
             raise OptionError(
@@ -371,15 +367,6 @@ class _Run:
             self.limited.add(event)
             limit_device_memory(self.device_limit, next(self.model.parameters()).device)
 
-    def check_batches(self, name: str, number: float) -> None:
-        """Raise an `OptionError` where nothing of a loader counted in the present epoch."""
-        if not number:
-            raise OptionError(
-                f"{name} had no batch, or none that weighs anything, in epoch {len(self.history)}: "
-                "an iterator, such as a generator, is used up after one epoch; pass what it "
-                "iterates over, a DataLoader or a list of batches"
-            )
-
     def validation_data(self) -> Iterable[Any]:
         """What this rank is to evaluate on after the present epoch."""
         seed = self.seed + _OTHER
@@ -456,37 +443,18 @@ class _Run:
                 generators=self.generators,
             ),
             "learnable": None if learnable == self.learnable else learnable,
-            "callbacks": self._callback_states(),
             "history": [asdict(epoch) for epoch in self.history],
             "tally": self.tally.encode(),
             "stopped": self.stopped,
         }
 
         def write_here() -> None:
-            if self.is_first_rank and is_best:
-                files.save_best(self.model.state_dict())
             if self.is_first_rank:
-                files.save(state)
+                if is_best:
+                    files.save_best(self.model.state_dict())
+                files.save({**state, "callbacks": [one.state_dict() for one in self.stateful]})
 
         self.host.each(write_here)
-
-    def _callback_states(self) -> list[Any]:
-        """The states of the callbacks, which must be equal on all ranks; a collective."""
-        states: list[Any] = []
-
-        def read() -> list[str]:
-            states.extend(callback.state_dict() for callback in self.stateful)
-            return [_digest_of(state) for state in states] if len(self.host) > 1 else []
-
-        of_ranks = self.host.each(read)
-        for callback, digests in zip(self.stateful, zip(*of_ranks, strict=True), strict=False):
-            if len(set(digests)) > 1:
-                raise StateError(
-                    f"the state of {type(callback).__name__} differs between ranks, but the first "
-                    "rank's is saved for all: let its state_dict() return only what is equal on "
-                    "all of them, such as sums over ranks"
-                )
-        return states
 
 
 def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
@@ -499,20 +467,6 @@ def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
             f"{tuple(others[0].shape)}, that the model does not have, as those of a loss or a head "
             "of its own: they would not be saved. Make one module of both, and pass that as model"
         )
-
-
-def _digest_of(state: Any) -> str:
-    """A digest of the values in a state, on whatever device they are."""
-    leaves, structure = tree_flatten(state)
-    digest = hashlib.blake2b(repr(structure).encode(), digest_size=16)
-    for leaf in leaves:  # one at a time is copied to the host
-        if isinstance(leaf, Tensor):
-            digest.update(repr((leaf.dtype, leaf.shape)).encode())
-            values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(values.numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -534,13 +488,18 @@ class _EpochLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self.loader
-        for source in sources_of(loader):
+        for source in sources_of(loader).values():
             if isinstance(source, HasEpochs):
                 source.set_epoch(self.epoch)
-        # Workers that persist are those of the first epoch.
-        persist = getattr(loader, "persistent_workers", False)
-        with _workers_seeded(loader, self.seed + (0 if persist else self.epoch)):
+        if not isinstance(loader, DataLoader):  # it has no workers, as far as is known
             return loop_over(loader)
+        # Workers that persist are those of the first epoch.
+        seed = self.seed + (0 if loader.persistent_workers else self.epoch)
+        before, loader.generator = loader.generator, torch.Generator().manual_seed(seed)
+        try:
+            return loop_over(loader)
+        finally:
+            loader.generator = before
 
     def __length_hint__(self) -> int:
         return batches_left(self.loader) or 0
@@ -552,17 +511,3 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
     owners = (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
     return [one for one in dict.fromkeys(found) if isinstance(one, torch.Generator)]
-
-
-@contextmanager
-def _workers_seeded(loader: Any, seed: int) -> Iterator[None]:
-    """Inside, `iter(loader)` draws the seed of its workers from a generator of its own."""
-    if not isinstance(loader, DataLoader):  # it has no workers, as far as is known
-        yield
-        return
-    before = loader.generator
-    loader.generator = torch.Generator().manual_seed(seed)
-    try:
-        yield
-    finally:
-        loader.generator = before

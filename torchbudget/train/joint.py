@@ -152,7 +152,11 @@ def _two_passes(
                 start = starts[place]
                 starts[place] += len(leaf)
                 # The step divides by the number of ranks, but a representation is on one rank.
-                gradient = None if gradient is None else gradient[start : start + len(leaf)] * len(of_ranks)
+                gradient = (
+                    None
+                    if gradient is None
+                    else gradient[start : start + len(leaf)] * len(of_ranks)
+                )
             elif number:  # of all copies, the gradient goes back through the first one
                 continue
             if gradient is not None and leaf.requires_grad:

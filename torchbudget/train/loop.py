@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +35,11 @@ Weight: TypeAlias = Callable[[Any], float | Tensor]
 
 # Steps whose numbers stay on the device, where each number takes a block of 512 bytes.
 _UNREAD: Final = 256
+
+USED_UP: Final = (
+    "an iterator, such as a generator, is used up after one epoch; pass a DataLoader or a list of "
+    "batches"
+)
 
 
 def train_epoch(
@@ -122,7 +126,7 @@ def loop_over(loader: Any) -> Iterator[Any]:
     So it is an error where the loop ends before the epoch does, as after a `StopIteration` out of
     a `collate_fn`, and batches are compared with what was planned.
     """
-    for source in sources_of(loader):
+    for source in sources_of(loader).values():
         if isinstance(source, ResumableSource):
             if not isinstance(loader, Stateful):
                 return source.tracked(loader)
@@ -130,9 +134,9 @@ def loop_over(loader: Any) -> Iterator[Any]:
     return iter(loader)
 
 
-def sources_of(loader: Any) -> list[Any]:
-    """The batch sampler, the sampler and the data set of a loader of any class."""
-    return [getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+def sources_of(loader: Any) -> dict[str, Any]:
+    """The batch sampler, the sampler and the data set of a loader of any class, if it has them."""
+    return {name: getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")}
 
 
 def read_as_plain(loader: Any) -> Any:
@@ -140,7 +144,7 @@ def read_as_plain(loader: Any) -> Any:
 
     After the last batch of an epoch its own state would go on with the batches of the next epoch.
     """
-    resumable = any(isinstance(source, ResumableSource) for source in sources_of(loader))
+    resumable = any(isinstance(source, ResumableSource) for source in sources_of(loader).values())
     if not (resumable and isinstance(loader, Stateful)):
         return loader
     plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
@@ -158,6 +162,7 @@ def batches_left(loader: Any) -> int | None:
     return left or length_hint(loader) or None
 
 
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -183,32 +188,14 @@ def evaluate(
         group: of processes. Default: all, where `torch.distributed` is initialized.
 
     Returns:
-        The loss; NaN where all weights are 0.
+        The loss.
 
     Raises:
-        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; or batches
-            of a sampler come out of order.
+        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; no batch
+            weighs anything on any rank; or batches of a sampler come out of order.
         SampleError: the loader of a sampler or stream ended before the epoch did.
         StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
-    loss, weights = summed_loss(
-        model, loader, criterion, weight=weight, mean=mean, device=device, group=group
-    )
-    return loss / weights if weights else math.nan
-
-
-@torch.no_grad()
-def summed_loss(
-    model: nn.Module,
-    loader: Iterable[Any],
-    criterion: Criterion,
-    *,
-    weight: Weight,
-    mean: bool,
-    device: torch.device | str | None,
-    group: Any,
-) -> tuple[float, float]:
-    """Σ loss and Σ weight, as in `evaluate`."""
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
@@ -223,7 +210,10 @@ def summed_loss(
             weights += own
     total = torch.stack([losses, losses.new_full((), weights.total_weight())])
     loss, weight_sum = ranks.sum(total.to(ranks.device(near))).tolist()
-    return loss, weight_sum
+    if not weight_sum:
+        raise OptionError(f"no batch came that weighs anything: {USED_UP}")
+    mean_loss: float = loss / weight_sum
+    return mean_loss
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ _MEAN: Final = 1
 _SUM: Final = 2
 # The names of a grad_fn that gives the same numbers, in another dtype or shape.
 _UNCHANGED: Final = ("ToCopyBackward", "SqueezeBackward", "ViewBackward", "CloneBackward")
-
-# A tensor with its name, its address and its sums.
-_Sums: TypeAlias = list[tuple[Tensor, str, int, list[Tensor]]]
 
 
 class MisuseDetector:
@@ -60,9 +57,8 @@ class MisuseDetector:
         self._looks_for_moving = True  # once, in the first step of several micro-batches
         # A parameter with its gradient and that one's version, as the accumulator left them.
         self._sentinel: tuple[Tensor, Tensor, int] | None = None
-        # The finalizer reads this when the detector is gone. "lost" are the micro-batches that
-        # would be lost then: a state that was saved in the middle of a step has them, too.
-        self._pending = {"micro_batches": 0, "lost": 0}
+        # Micro-batches of a step that was not taken; the finalizer reads it after the detector.
+        self._pending = [0]
         weakref.finalize(self, _warn_of_lost, self._pending)
         for optimizer in optimizers.optimizers:
             self._hook(optimizer.register_step_pre_hook, MisuseDetector._optimizer_steps)
@@ -86,15 +82,15 @@ class MisuseDetector:
             restarted: the data began again, so that what is pending is of an earlier epoch.
             is_later: others of its step came before it.
         """
-        if restarted and self._pending["micro_batches"]:
+        if restarted and self._pending[0]:
             self._warn(
                 errors.ForgottenStepWarning,
-                f"{self._pending['micro_batches']} micro-batches of an earlier epoch are still in "
+                f"{self._pending[0]} micro-batches of an earlier epoch are still in "
                 "the gradients, and now count for the next step; call accumulator.flush() at the "
                 "end of an epoch",
             )
         looks = is_later and self._looks_for_moving and not self._is_muted
-        before = self._sums() if looks else []
+        before = self._sums() if looks else {}
         self.in_micro_batch = True
         self._remember_gradients()
         try:
@@ -104,41 +100,37 @@ class MisuseDetector:
             self.check_gradients()
         if looks:
             self._looks_for_moving = False
-            self._compare(before)
+            self._warn_of_moved(before)
 
-    def _sums(self) -> _Sums:
-        """Sums of the buffers, and of the parameters that no optimizer has."""
+    def _sums(self) -> dict[tuple[int, int], tuple[Tensor, str, str]]:
+        """Sums of the buffers, and of the parameters that no optimizer has, with their names.
+
+        By the tensor and its address: a tensor that is replaced or resized is another one.
+        """
         trained = {id(parameter) for parameter in self._each_parameter()}
-        found = {
-            id(tensor): (tensor, f"{type(part).__name__}.{name}", local_part(tensor))
-            for module in self._modules
-            for part in module.modules()
-            if not isinstance(part, _BatchNorm)  # has a warning of its own
-            for name, tensor in (*part._buffers.items(), *part._parameters.items())
-            if tensor is not None and id(tensor) not in trained
-        }
-        return [
-            (tensor, name, mine.data_ptr(), _sums_of(mine))
-            for tensor, name, mine in found.values()
-            if mine.layout is torch.strided and not mine.is_quantized and not mine.is_meta
-        ]
+        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
+        found = {}
+        for part in parts:
+            own = () if isinstance(part, _BatchNorm) else (*part._buffers.items(),)
+            for name, tensor in (*own, *part._parameters.items()):
+                if tensor is None or id(tensor) in trained:
+                    continue
+                mine = local_part(tensor.detach())
+                if mine.layout is torch.strided and not mine.is_quantized and not mine.is_meta:
+                    name = f"{type(part).__name__}.{name}"
+                    found[id(tensor), mine.data_ptr()] = tensor, name, _sums_of(mine)
+        return found
 
-    def _compare(self, before: _Sums) -> None:
-        """Name the tensors that have moved; a tensor that was replaced or resized is left out."""
-        after = {id(one): (place, sums) for one, _, place, sums in self._sums()}
-        moved = [
-            name
-            for one, name, place, sums in before
-            if id(one) in after
-            and after[id(one)][0] == place
-            and not all(map(_is_same, sums, after[id(one)][1]))
-        ]
+    def _warn_of_moved(self, before: dict[tuple[int, int], tuple[Tensor, str, str]]) -> None:
+        after = self._sums()
+        pairs = [(one, after[place]) for place, one in before.items() if place in after]
+        moved = [name for (_, name, sums), (*_, others) in pairs if sums != others]
         if moved:
             self._warn(
                 errors.MovingStateWarning,
-                f"the forward changes {', '.join(dict.fromkeys(moved))}: it does so in every "
-                "micro-batch, so that the step is not the large batch's; update it once a step, "
-                "after accumulator.stepped, or accept that",
+                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch, so "
+                "that the step is not the large batch's: update it once a step instead, where "
+                "accumulator.stepped is true",
             )
 
     def _remember_gradients(self) -> None:
@@ -186,7 +178,7 @@ class MisuseDetector:
             micro_batches: of the step so far.
             ends: whether the step ends with it.
         """
-        self._pending.update(micro_batches=micro_batches, lost=micro_batches)
+        self._pending[0] = micro_batches
         if ends:
             return
         self._remember_gradients()
@@ -237,46 +229,22 @@ class MisuseDetector:
         reduction = getattr(node, "_saved_reduction", None)  # torch's losses have it
         is_mean = node.name().startswith("MeanBackward")
         is_mean &= math.prod(getattr(node, "_saved_self_sym_sizes", ())) > 1  # of several numbers
-        if not mean and (reduction == _MEAN or is_mean):
+        if reduction == _SUM if mean else reduction == _MEAN or is_mean:
+            expected, came = ("mean", "sum") if mean else ("sum", "mean")
             self._warn(
                 errors.ReductionWarning,
-                "the loss is a mean, but is taken for the sum over the micro-batch: pass "
-                'reduction="sum", or GradAccumulator(…, mean=True)',
+                f"the loss is a {came}, but is taken for the {expected} over the micro-batch: pass "
+                f'reduction="{expected}", or GradAccumulator(…, mean={not mean})',
             )
-        elif mean and reduction == _SUM:
-            self._warn(
-                errors.ReductionWarning,
-                "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
-            )
-
-    def state_loaded(self, micro_batches: int) -> None:
-        """A state was loaded that has so many micro-batches of a step."""
-        self._pending["micro_batches"] = micro_batches
-        self._sentinel = None
-
-    def state_saved(self) -> None:
-        """A state was saved: what is pending is in it, and not lost with this object."""
-        self._pending["lost"] = 0
 
     def step_abandoned(self) -> None:
         """A step failed, and its gradients were cleared."""
-        self._pending.update(micro_batches=0, lost=0)
+        self._pending[0] = 0
         self._sentinel = None
 
     @contextmanager
-    def own_step(self, *, has_weight: bool) -> Iterator[None]:
-        """The accumulator steps its optimizers inside.
-
-        Args:
-            has_weight: the weight of the step is not 0.
-        """
-        if has_weight and all(parameter.grad is None for parameter in self._each_parameter()):
-            self._warn(
-                errors.ChangedParametersWarning,
-                "no parameter of the optimizer has a gradient, so that nothing is trained: it has "
-                "those of another model, such as the one that was copied or replaced after it was "
-                "made; make the optimizer of the model that is called",
-            )
+    def own_step(self) -> Iterator[None]:
+        """The accumulator steps its optimizers inside."""
         self.step_abandoned()
         self._in_own_step = True
         try:
@@ -288,7 +256,7 @@ class MisuseDetector:
     def muted(self) -> Iterator[None]:
         """Nothing inside is warned of or remembered."""
         before = vars(self).copy()
-        self._pending, self._is_muted = {"micro_batches": 0, "lost": 0}, True
+        self._pending, self._is_muted = [0], True
         try:
             yield
         finally:
@@ -298,7 +266,7 @@ class MisuseDetector:
     # ------------------------------------------------------------------ called by hooks
 
     def _optimizer_steps(self, _: Any) -> None:
-        if not self._in_own_step and self._pending["micro_batches"]:
+        if not self._in_own_step and self._pending[0]:
             self._warn(
                 errors.ForeignStepWarning,
                 "optimizer.step() was called in the middle of an accumulated step; the accumulator "
@@ -337,24 +305,19 @@ class _Hook:
         return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
 
 
-@torch.no_grad()
-def _sums_of(tensor: Tensor) -> list[Tensor]:
-    """Its sum and its norm: no tensor of its size is allocated, and `.data` writes show."""
+def _sums_of(tensor: Tensor) -> str:
+    """The sum and the norm, as text; `.data` writes show, and no tensor of its size is made."""
     wide = torch.float64 if float64_device(tensor.device) == tensor.device else torch.float32
-    sums = [tensor.sum(dtype=None if tensor.is_complex() else wide)]
+    sums = [tensor.sum(dtype=None if tensor.is_complex() else wide).item()]
     if tensor.is_floating_point():
-        sums.append(torch.linalg.vector_norm(tensor, dtype=wide))
-    return sums
+        sums.append(torch.linalg.vector_norm(tensor, dtype=wide).item())
+    return str(sums)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).item())
-
-
-def _warn_of_lost(pending: dict[str, int]) -> None:
-    if pending["lost"]:
+def _warn_of_lost(pending: list[int]) -> None:
+    if pending[0]:
         warn(
-            f"a GradAccumulator is gone with {pending['lost']} micro-batches that no step "
+            f"a GradAccumulator is gone with {pending[0]} micro-batches that no step "
             "took; call accumulator.flush() after the loop",
             errors.ForgottenStepWarning,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.checks import positive_number
-from torchbudget.dtensors import is_dtensor, local_part
+from torchbudget.dtensors import local_part
 from torchbudget.errors import OptionError, StateError
 from torchbudget.train.gradients import largest_share, total_norm
 
@@ -66,20 +65,6 @@ class Optimizers:
             )
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise OptionError("ReduceLROnPlateau needs a metric: step it yourself, after evaluate")
-        # Not imported here, which reads the environment: none exists without it.
-        sharding: Any = sys.modules.get("torch.distributed.optim")
-        if sharding and any(
-            isinstance(one, sharding.ZeroRedundancyOptimizer) for one in self.optimizers
-        ):
-            raise OptionError(
-                "ZeroRedundancyOptimizer has the state of its own parameters only, so that "
-                "training_state() could not save it: shard the model with fully_shard instead"
-            )
-        if self.scaler is not None and any(map(_is_mixed, self.optimizers)):
-            raise OptionError(
-                "a GradScaler cannot unscale the gradients of DTensors and of plain parameters "
-                "together: give each kind an optimizer of its own, and pass both"
-            )
         each = [id(parameter) for parameter in self.each_parameter()]
         if self.scaler is not None and len(set(each)) < len(each):
             raise OptionError(
@@ -89,16 +74,6 @@ class Optimizers:
         if self.max_norm is not None:
             positive_number("max_norm", self.max_norm)
 
-    def check_sparse(self, modules: Sequence[nn.Module], ranks: int) -> None:
-        """Raise an `OptionError` where gradients will be sparse, and are clipped or summed."""
-        if self.max_norm is None and ranks == 1:
-            return
-        mine = {id(parameter) for parameter in self.each_parameter()}
-        for part in (part for module in modules for part in module.modules()):
-            is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-            if is_sparse and id(part.weight) in mine:
-                raise OptionError(SPARSE)
-
     def each_parameter(self) -> Iterator[Tensor]:
         """All parameters; one that two optimizers share comes twice. O(1) up to the first."""
         for optimizer in self.optimizers:
@@ -107,10 +82,6 @@ class Optimizers:
     def parameters(self) -> list[Tensor]:
         """All parameters, each once."""
         return list({id(p): p for p in self.each_parameter()}.values())
-
-    def scale(self, divisor: float) -> float:
-        """What gradients are multiplied by before the step, where losses are divided by so much."""
-        return (1.0 if self.scaler is None else self.scaler.get_scale()) / divisor
 
     @contextmanager
     def unscaled(self) -> Iterator[Tensor | None]:
@@ -261,11 +232,6 @@ class Optimizers:
 def _forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     """It would refuse to unscale the next ones otherwise; the scale is read from the device."""
     scaler.update(scaler.get_scale())
-
-
-def _is_mixed(optimizer: Optimizer) -> bool:
-    """Whether it has DTensors as well as plain parameters."""
-    return len(set(map(is_dtensor, _parameters_of(optimizer)))) > 1
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from operator import length_hint
-from typing import Any, Final, Literal, TypeAlias, overload
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,31 +23,12 @@ from torchbudget.train.loop import evaluation_mode, modules_of
 # copies take little memory beside the outputs.
 _CHUNK_BYTES: Final = 64 * 2**20
 
+_MISSING: Final = object()
+_OTHER_PLANS: Final = "every rank must plan with the same sizes, cost, budget and epoch"
+
 Split: TypeAlias = Callable[[Any, Any], Sequence[Any]]
 
 
-@overload
-def predict(
-    model: Callable[[Any], Any],
-    loader: DataLoader[Any],
-    *,
-    split_outputs: Split | None = None,
-    gather: Literal["all"] = "all",
-    device: torch.device | str | None = None,
-    group: Any = None,
-    progress: bool = False,
-) -> list[Any]: ...
-@overload
-def predict(
-    model: Callable[[Any], Any],
-    loader: DataLoader[Any],
-    *,
-    split_outputs: Split | None = None,
-    gather: Literal["all", "first"],
-    device: torch.device | str | None = None,
-    group: Any = None,
-    progress: bool = False,
-) -> list[Any] | None: ...
 def predict(
     model: Callable[[Any], Any],
     loader: DataLoader[Any],
@@ -57,7 +38,7 @@ def predict(
     device: torch.device | str | None = None,
     group: Any = None,
     progress: bool = False,
-) -> list[Any] | None:
+) -> list[Any]:
     """The model's output for every sample, in the data set's order, on any number of ranks.
 
     The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
@@ -78,14 +59,14 @@ def predict(
             sample of the batch. Default: row i of every tensor in the outputs, which may be a
             tensor or a tuple, list, dict or `ModelOutput` of tensors, all of shape `(n, …)`. Rows
             of shape `(L, …)` then keep the padding of their batch.
-        gather: "all": every rank returns the list; "first": the first rank only.
+        gather: "all": every rank returns the list; "first": the others return an empty one.
         device: that batches are moved to; `None`: they are not moved.
         group: of processes, those that the sampler deals to. Default: all. Not used where the
             sampler has `num_replicas=1`.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
-        An output for each sample, shape `(N,)`; `None` on ranks that get none. Their tensors, in
+        An output for each sample, shape `(N,)`. Their tensors, in
         any structure that `torch.utils._pytree` knows (a dataclass must be registered there), are
         on the CPU, each in memory of its own.
         Where the step runs on the CPU too, leave room for them in the budget.
@@ -117,7 +98,7 @@ def predict(
         sampler.check_dataset(dataset)
         sampler.check_whole_epoch()
     rows = _rows if split_outputs is None else list
-    results = _Results(len(dataset))
+    results: list[Any] = [_MISSING] * len(dataset)
     kept: list[tuple[list[int], Any]] = []
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
@@ -131,17 +112,20 @@ def predict(
                 batch = moved(batch, device)  # the one on the host ends now
                 outputs = _outputs(model, batch, number, run.indices, split_outputs)
                 if host is None:
-                    results.put(run.indices, rows(outputs))
+                    _enter(results, run.indices, rows(outputs))
                 elif not run.is_repeated:
                     kept.append((run.indices, outputs))
                 del batch, outputs  # before the next ones are made
                 number += 1  # noqa: SIM113  (enumerate would keep the batch)
-    if host is None:
-        return results.whole()
-    for indices, outputs in _gathered(kept, host):
-        if gather == "all" or not host.rank:
-            results.put(indices, rows(outputs))
-    return None if gather == "first" and host.rank else results.whole()
+    for indices, outputs in () if host is None else _gathered(kept, host):
+        if gather == "all" or (host is not None and not host.rank):
+            _enter(results, indices, rows(outputs))
+    if host is not None and host.rank and gather == "first":
+        return []
+    missing = [index for index, output in enumerate(results) if output is _MISSING]
+    if missing:
+        raise OptionError(f"index {missing[0]} did not come: {_OTHER_PLANS}")
+    return results
 
 
 def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
@@ -245,33 +229,8 @@ def _shown(indices: list[int]) -> str:
     return f"[{few}, …]" if len(indices) > 4 else f"[{few}]"
 
 
-class _Results:
-    """An output for each sample, as they come.
-
-    Args:
-        length: samples.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._outputs: list[Any] = [None] * length
-        self._came = bytearray(length)
-
-    def put(self, indices: list[int], outputs: Sequence[Any]) -> None:
-        """Enter the outputs of some samples."""
-        for index, output in zip(indices, outputs, strict=True):
-            if index >= len(self._came) or self._came[index]:
-                raise self._mismatch(index)
-            self._outputs[index], self._came[index] = output, True
-
-    def whole(self) -> list[Any]:
-        """All outputs, once each has come."""
-        if not all(self._came):
-            raise self._mismatch(self._came.index(False))
-        return self._outputs
-
-    @staticmethod
-    def _mismatch(index: int) -> OptionError:
-        return OptionError(
-            f"index {index} came not once: every rank must plan with the same sizes, cost, budget "
-            "and epoch"
-        )
+def _enter(results: list[Any], indices: list[int], outputs: Sequence[Any]) -> None:
+    for index, output in zip(indices, outputs, strict=True):
+        if index >= len(results) or results[index] is not _MISSING:
+            raise OptionError(f"index {index} came more than once: {_OTHER_PLANS}")
+        results[index] = output

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError, SampleTooLargeError, StepError, TorchBudgetError
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.random_state import RandomState
@@ -95,7 +94,6 @@ class SplitRun:
         batch: to be run.
         parameters: that are trained.
         modules: whose buffers the forward may change.
-        ranks: that share the step.
 
     Attributes:
         attempt: the run of a part that has not succeeded yet, and can be undone.
@@ -104,9 +102,8 @@ class SplitRun:
     """
 
     def __init__(
-        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module], ranks: Ranks
+        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module]
     ) -> None:
-        self._ranks = ranks
         self._parts = deque([batch])
         self._parameters = parameters
         self._modules = modules
@@ -150,14 +147,12 @@ class SplitRun:
         Raises:
             SampleTooLargeError: memory ran out after the micro-batch, in the optimizer's step.
             OptionError: the function changed a tensor of the batch in place.
-            StepError: the function opened no micro-batch; or memory ran out where other ranks were
-                met already, which could pair with other collectives of theirs.
+            StepError: the function opened no micro-batch.
         """
         while self._parts:
             part = self._parts.popleft()
             before_attempt()
             self.attempt = attempt = Attempt(self._parameters, self._modules)
-            met = self._ranks.collectives()
             self._replayed = Replayed(part)
             failed = ran_out_of_memory(function, self._replayed.fresh())
             succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
@@ -168,12 +163,6 @@ class SplitRun:
                 raise StepError("run_or_split's function opened no micro_batch")
             if succeeded:
                 continue
-            if self._ranks.collectives() != met:
-                raise StepError(
-                    "memory ran out in a micro-batch whose forward or backward has a collective, "
-                    "which one rank cannot repeat while the others wait in the next: let this rank "
-                    "end, so that they fail too, and give it more memory or a smaller budget"
-                )
             self._check_batch()
             attempt.undo()
             if self.whole is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
-from torchbudget.distributed import Ranks
-from torchbudget.dtensors import is_dtensor
-from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.errors import OptionError
 from torchbudget.protocols import StepSource
 
 Number = TypeVar("Number")
 
-_VERSION: Final = 4  # of the state
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
@@ -136,76 +133,6 @@ class Pending:
             OptionError: it is no finite number of at least 0.
         """
         return self.weight + (0.0 if self.unread is None else checked_weight(self.unread))
-
-    def encode(
-        self, steps: int, parameters: Sequence[Tensor], scale: float, ranks: Ranks
-    ) -> dict[str, Any]:
-        """The state as plain types; the gradients of what is pending are copied.
-
-        Args:
-            steps: that were taken before.
-            parameters: that have the gradients.
-            scale: that the gradients are multiplied by.
-            ranks: that share the step, of which each has a part of its own pending.
-        """
-        gradients = [p.grad for p in parameters] if self.backwards else []
-        return {
-            "version": _VERSION,
-            "steps": steps,
-            "micro_batches": self.micro_batches,
-            "samples": self.samples,
-            "weight": self.total_weight(),
-            "loss": float(self.loss),
-            "backwards": self.backwards,
-            "rank": [ranks.rank, len(ranks)],
-            "scale": scale,
-            "gradients": [None if g is None else g.detach().clone() for g in gradients],
-        }
-
-    @classmethod
-    def load(
-        cls, state: Mapping[str, Any], parameters: Sequence[Tensor], scale: float, ranks: Ranks
-    ) -> Pending:
-        """What was pending, after the parameters' gradients are set to those of the state.
-
-        Args:
-            state: that was encoded.
-            parameters: that get the gradients.
-            scale: that the gradients of the step are multiplied by here.
-            ranks: that share the step here.
-
-        Raises:
-            StateError: it is not the state of an accumulator, or of other parameters, or scale.
-            StateMismatchError: something was pending on another rank, or on one of another number.
-        """
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            raise StateError("expected what GradAccumulator.state_dict() returned")
-        gradients = state["gradients"] or [None] * len(parameters)
-        if len(gradients) != len(parameters) or any(
-            gradient is not None
-            and (gradient.shape, is_dtensor(gradient)) != (parameter.shape, is_dtensor(parameter))
-            for gradient, parameter in zip(gradients, parameters, strict=True)
-        ):
-            raise StateError(
-                "the state's gradients are of other parameters, or of others than are sharded here"
-            )
-        if state["gradients"] and state["scale"] != scale:
-            raise StateError(
-                f"the state is of the middle of a step, with gradients times {state['scale']:g}, "
-                f"but here they are multiplied by {scale:g}: use the same divisor=, and load the "
-                "scaler's state before, as load_training_state does"
-            )
-        rank, number = state["rank"]
-        if state["micro_batches"] and (rank, number) != (ranks.rank, len(ranks)):
-            raise StateMismatchError(
-                f"the state is of the middle of a step, and has the part of rank {rank} of "
-                f"{number}, but this is rank {ranks.rank} of {len(ranks)}: let each rank save and "
-                "load a state of its own, or save between steps, where accumulator.stepped is true"
-            )
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-        names = ("micro_batches", "samples", "weight", "loss", "backwards")
-        return cls(**{name: state[name] for name in names})
 
 
 def checked_weight(weight: float | Tensor | None) -> float:

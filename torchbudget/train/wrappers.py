@@ -78,40 +78,26 @@ class DistributedModules:
                         "gradients; GradAccumulator sums them itself, once a step: leave it out"
                     )
 
-    def group(self, given: Any) -> Any:
-        """The processes that share a step: as given, else those of the modules; `None`: all.
+    def check_group(self, group: Any) -> None:
+        """Raise an `OptionError` where modules are distributed over other ranks than share a step.
 
-        Raises:
-            OptionError: the modules are of different processes, or of others than given.
+        Args:
+            group: of the processes that share a step; `None`: all.
         """
-        groups = {tuple(dist.get_process_group_ranks(group)): group for group in self._groups()}
-        if given is None and len(groups) > 1:
-            which = " and ".join(str(list(ranks)) for ranks in groups)
-            raise OptionError(
-                f"the modules are distributed over different ranks, {which}: pass group= of those "
-                "that share a step"
-            )
-        for ranks, group in groups.items():
-            if given is None and len(ranks) < dist.get_world_size():
-                given = group
-        number = dist.get_world_size(given) if self._roots else 1
-        for param_group in self._param_groups():
-            if _divisor(param_group.mesh_info) != number:
-                raise OptionError(
-                    f"fully_shard reduces gradients over {_divisor(param_group.mesh_info)} ranks, "
-                    f"but {number} share a step: pass group= of the ranks of its mesh"
-                )
-        return given
-
-    def _groups(self) -> Iterator[Any]:
         for module in self._replicated:
-            yield module.process_group
+            own, shared = map(_ranks_of, (module.process_group, group))
+            if own != shared:
+                raise OptionError(
+                    f"DistributedDataParallel joins the ranks {own}, but {shared} share a step: "
+                    "pass its process_group as group="
+                )
         for param_group in self._param_groups():
-            mesh = param_group.mesh_info
-            for name in ("shard_process_group", "replicate_process_group"):
-                group = getattr(mesh, name, None)
-                if group is not None and group.size() == _divisor(mesh):  # else there are two
-                    yield group
+            number, sharing = _divisor(param_group.mesh_info), dist.get_world_size(group)
+            if number != sharing:
+                raise OptionError(
+                    f"fully_shard reduces gradients over {number} ranks, but {sharing} share a "
+                    "step: pass group= of the ranks of its mesh"
+                )
 
     def _param_groups(self) -> Iterator[Any]:
         """The groups of parameters that FSDP2 shards and reduces together."""
@@ -159,7 +145,7 @@ class DistributedModules:
         """
         if not is_distributed():
             return
-        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        ranks = set(_ranks_of(group))
         for parameter in self.summed(parameters):
             if mesh_ranks(parameter) & (ranks - {dist.get_rank()}):
                 raise OptionError(
@@ -232,6 +218,10 @@ class DistributedModules:
             if module.broadcast_buffers:
                 for buffer in module.modules_buffers:
                     dist.broadcast(buffer, group_src=0, group=module.process_group)
+
+
+def _ranks_of(group: Any) -> list[int]:
+    return list(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def _divisor(mesh: Any) -> int:
