@@ -25,7 +25,6 @@ from tests.support.large_steps import (
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
 from torchbudget.errors import (
     BatchNormWarning,
-    ChangedParametersWarning,
     ForeignStepWarning,
     ForgottenStepWarning,
     ReductionWarning,
@@ -261,16 +260,3 @@ def test_batch_normalisation_without_running_statistics_is_noticed_in_evaluation
     accumulator = GradAccumulator(sgd(model), model, steps=2)
     with pytest.warns(BatchNormWarning, match="running statistics"):
         accumulate_ones(accumulator, model)
-
-
-def test_an_optimizer_of_another_model_is_noticed() -> None:
-    """As of a copy: its steps would change nothing. A step that weighs nothing is no such case."""
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(make_model("CNN")), model, steps=1)
-    with pytest.warns(ChangedParametersWarning, match="nothing is trained"):
-        accumulate(accumulator, model, [Data.make(4)])
-    model.zero_grad()
-    accumulator = GradAccumulator(sgd(model), model, steps=1, mean=True)
-    with accumulator.micro_batch(weight=0):
-        accumulator.backward(loss_sum(model, Data.make(4)) / 4)
-    assert accumulator.last.skipped

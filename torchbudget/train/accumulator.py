@@ -145,9 +145,8 @@ class GradAccumulator(AccumulatesGradients):
         self._distributed.check_meshes(self.optimizers.parameters(), group)
         if self.sharded and (samples or weight):
             raise OptionError(
-                "with fully_shard every rank must know the step's last micro-batch in advance, and "
-                "samples= and weight= end it when each rank has its share: let steps come from the "
-                "sampler's plan, pass steps=, or say micro_batch(…, last=True)"
+                "with fully_shard every rank must know the step's last micro-batch in advance: "
+                "instead of samples= or weight=, pass steps=, or say micro_batch(…, last=True)"
             )
         self._boundary = step_boundary_of(steps, samples, weight, len(self.ranks))
         self._reads_weights = mean or weight is not None
@@ -315,9 +314,8 @@ class GradAccumulator(AccumulatesGradients):
         """
         if not self.modules or self._distributed.communicates:
             raise OptionError(
-                "run_or_split needs GradAccumulator(…, module=…), without fully_shard, tensor "
-                "parallelism and SyncBatchNorm: ranks meet in their forward and backward, which "
-                "one rank whose memory has run out cannot repeat"
+                "run_or_split needs GradAccumulator(…, module=…), and no fully_shard, tensor "
+                "parallelism or SyncBatchNorm, whose collectives one rank alone cannot repeat"
             )
         if cost is not None and not isinstance(batch, SplittablePaddedBatch):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
@@ -401,6 +399,7 @@ class GradAccumulator(AccumulatesGradients):
             OptionError: a gradient is sparse, or a weight is no number of at least 0.
             SampleTooLargeError: this rank gives up, or another one.
         """
+        self._detector.check_gradients()
         pending, self._pending = self._pending, Pending()
         self._boundary.taken(pending.micro_batches)
         try:
@@ -411,9 +410,9 @@ class GradAccumulator(AccumulatesGradients):
 
     def _abandon(self) -> None:
         """Clear the gradients of a step that is not taken."""
-        self.optimizers.clear()
+        self.optimizers.abandon()
         self._distributed.clear()
-        self._detector.step_abandoned()
+        self._detector.step_ended()
 
     def _taken(self, pending: Pending, *, done: bool, failure: TorchBudgetError | None) -> bool:
         parameters = self._parameters()
@@ -450,25 +449,19 @@ class GradAccumulator(AccumulatesGradients):
             return is_over
         self._distributed.broadcast_buffers()
         loss, late = sums.sum(present).unbind()
-        with self.optimizers.unscaled() as largest:
-            if largest is not None:
-                largest = self.ranks.max(largest)
-            late_weight, largest_gradient = read_at_once([late if is_unread else None, largest])
-            weight += checked_weight(late_weight or 0.0)
-            norm, skipped = None, weight == 0
-            with self._detector.own_step():
-                if not skipped:
-                    divisors = self._distributed.divisors()
-                    factor = self._divisor / weight
-                    norm, skipped = self.optimizers.step(factor, divisors, largest_gradient)
-                    # Of the weights before it: an autocast that is open around steps keeps its
-                    # casts.
-                    torch.clear_autocast_cache()
-                else:
-                    self.optimizers.leave_unscaled()
-                self.optimizers.clear(set_to_none=not self._keeps_gradients)
-        if not skipped:
-            self.optimizers.schedule()
+        largest = self.optimizers.unscale()
+        if largest is not None:
+            largest = self.ranks.max(largest.to(parameters[0].device))
+        late_weight, largest_gradient = read_at_once([late if is_unread else None, largest])
+        weight += checked_weight(late_weight or 0.0)
+        self._detector.step_ended()  # from here on gradients and parameters may change
+        factor = self._divisor / weight if weight else 0.0
+        norm, skipped = self.optimizers.step(factor, self._distributed.divisors(), largest_gradient)
+        # Of the weights before it: an autocast that is open around steps keeps its casts.
+        torch.clear_autocast_cache()
+        self.optimizers.clear(set_to_none=not self._keeps_gradients)
+        for scheduler in () if skipped else self.optimizers.schedulers:
+            scheduler.step()
         self._steps += 1
         self._is_first_step = False
         self.stepped = True

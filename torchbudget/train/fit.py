@@ -17,10 +17,11 @@ from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.files import make_folder
-from torchbudget.protocols import BatchMonitor, HasEpochs, IndexSource, Stateful
-from torchbudget.train import checkpoint
+from torchbudget.protocols import BatchMonitor, HasEpochs, IndexSource, ResumableSource, Stateful
+from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import num_samples
+from torchbudget.train.checkpoint import RunFolder
 from torchbudget.train.loop import (
     USED_UP,
     Criterion,
@@ -152,8 +153,8 @@ def fit(
             must be that of all.
         device: that batches are moved to; `None`: they are not moved.
         device_limit: a budget that torch's allocator is limited to, on the model's device, by
-            `limit_device_memory`: before the first batch, and again after the first step and the
-            first evaluation, when kernels and buffers of collectives are there. `None`: it is not.
+            `limit_device_memory`: before the first batch, and again in each epoch after its first
+            step and its evaluation. `None`: it is not.
         monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
             training, and with `replan=`, of batches that know their `padded_size`, corrects the
             sampler.
@@ -220,16 +221,17 @@ def fit(
             raise OptionError(f"the loader had no batch in epoch {len(run.history)}: {USED_UP}")
         loss = None
         if validation is not None:
+            seed, number = run.seed + _OTHER, len(run.history)
             loss = evaluate(
                 model,
-                run.validation_data(),
+                _EpochLoader(loader=validation, epoch=number, seed=seed),
                 criterion,
                 weight=weight,
                 mean=accumulator.mean,
                 device=device,
                 group=accumulator.ranks.group,
             )
-            run.limit_after("an evaluation")
+            run.limit_device()
         run.end_epoch(loss)
     accumulator.optimizers.set_mode("eval")
     return run.history
@@ -254,34 +256,35 @@ class _Run:
     clock_s: float = 0.0  # up to which the tally's seconds count
     stopped: bool = False
     loaded: dict[str, Any] | None = None  # this rank's part, until its generators are restored
-    files: checkpoint.RunFolder | None = None
+    files: RunFolder | None = None
 
     def __post_init__(self) -> None:
-        self.limited: set[str] = set()
-        self.limit_after("setting up")
+        self.limit_device()
         self.is_first_rank = self.accumulator.ranks.rank == 0
         self.host = self.accumulator.ranks.on_host()
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
+        self.sources = {  # that know their position, by the name of the loader's attribute
+            name: source
+            for name, source in sources_of(self.loader).items()
+            if isinstance(source, ResumableSource)
+        }
         self.generators = _generators_of(self.loader) + _generators_of(self.validation)
         self.learnable = [one.requires_grad for one in self.model.parameters()]
         owners = [getattr(callback, "__self__", callback) for callback in self.callbacks]
         stateful = {id(owner): owner for owner in owners if isinstance(owner, Stateful)}
         self.stateful: list[Any] = list(stateful.values())
-        counts = len(self.callbacks), len(self.stateful), self.monitor is not None
-        numbers = self.host.each(lambda: counts)
-        self.agrees = self.folder is not None or any(number for number, _, _ in numbers)
-        if len({has_monitor for _, _, has_monitor in numbers}) > 1:
-            raise OptionError("a monitor must be given on every rank, since they replan together")
+        counts = len(self.stateful), int(self.monitor is not None)
+        of_ranks = self.host.each(lambda: counts)
+        if len(set(of_ranks)) > 1:
+            raise OptionError(
+                "callbacks that have a state_dict, and a monitor, must be on every rank; the ranks "
+                f"have {of_ranks} of them"
+            )
         if self.folder is not None:
-            if len({with_state for _, with_state, _ in numbers}) > 1:
-                raise OptionError(
-                    "callbacks that have a state_dict must be on every rank, which load them; the "
-                    f"ranks have {[n for _, n, _ in numbers]} of them"
-                )
             self._open(self.folder)
 
     def _open(self, folder: Path) -> None:
-        if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
+        if self.checkpoint_steps is not None and not self.sources:
             raise OptionError(
                 "checkpoint_steps needs a loader whose position can be saved: one with a "
                 "MemoryBudgetBatchSampler or a BudgetedIterableDataset"
@@ -293,7 +296,7 @@ class _Run:
         _check_trained(self.model, self.accumulator)
         # The ranks meet here, since the first one may still write for an earlier call.
         self.host.each(lambda: make_folder(folder))
-        self.files = files = checkpoint.RunFolder(folder)
+        self.files = files = RunFolder(folder)
         states: list[dict[str, Any] | None] = []
 
         def read() -> str:
@@ -309,7 +312,7 @@ class _Run:
                 )
         self.host.each(lambda: self._go_on(files, states[0]))
 
-    def _go_on(self, files: checkpoint.RunFolder, state: dict[str, Any] | None) -> None:
+    def _go_on(self, files: RunFolder, state: dict[str, Any] | None) -> None:
         """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
         steps = 0
         if state is not None:
@@ -324,7 +327,26 @@ class _Run:
                 f"the checkpoint has the states of {len(state['callbacks'])} callbacks, but "
                 f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
             )
-        mine = checkpoint.load_run_state(state, self.model, self.accumulator, self.loader)
+        saved, ranks = state["ranks"], self.host
+        places = [(one["is_over"], one["data"]) for one in saved]
+        if len(saved) != len(ranks) and any(place != places[0] for place in places):
+            raise StateMismatchError(
+                f"the {len(saved)} ranks of the checkpoint were at different places of the epoch, "
+                f"as where steps end by samples= or weight=, so that {len(ranks)} ranks would "
+                f"leave out and repeat samples: go on with {len(saved)} ranks"
+            )
+        self.loaded = mine = saved[ranks.rank % len(saved)]  # ranks that are new share one
+        here = [*self.sources, len(self.generators)]
+        there = [*mine["data"], len(mine["generators"])]
+        if here != there:
+            raise StateError(
+                f"the checkpoint has positions and a number of generators {there}, the loaders "
+                f"have {here}: pass loaders, with generator=, of the kind that it was saved with"
+            )
+        self.model.load_state_dict(state["model"])
+        self.accumulator.load_training_state(state["training"])
+        for name, source in self.sources.items():
+            source.load_state_dict(mine["data"][name])
         for callback, its_state in zip(self.stateful, state["callbacks"], strict=True):
             callback.load_state_dict(its_state)
         # None: no callback has frozen any, and what changed between two calls of fit stays.
@@ -334,14 +356,19 @@ class _Run:
         self.tally = Tally(**state["tally"])
         self.stopped = state["stopped"]
         self.seed = mine["seed"]
-        self.loaded = mine
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
             self.restore_generators()
 
     def restore_generators(self) -> None:
-        """Go on with the random numbers of the run that was loaded."""
+        """Go on with the random numbers of the run that was loaded.
+
+        Within an epoch this comes after `iter(loader)`, which may draw numbers itself.
+        """
         if self.loaded is not None:
-            checkpoint.restore_generators(self.loaded, self.generators)
+            states = self.loaded["generators"]
+            for generator, its_state in zip(self.generators, states, strict=True):
+                generator.set_state(its_state)
+            RandomState(**self.loaded["random"]).restore()
             self.loaded = None
 
     def begin_epoch(self) -> Iterable[Any]:
@@ -352,30 +379,25 @@ class _Run:
         """
         self.clock_s = time.perf_counter()
         number = len(self.history)
-        loaded = self.loaded  # within this epoch, or it would not be there any more
-        if loaded is not None and checkpoint.is_over(loaded, self.loader, epoch=number):
+        if self.loaded is not None and (  # within this epoch
+            self.loaded["is_over"] or any(one.epoch > number for one in self.sources.values())
+        ):
             return ()
         return _EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
 
-    def limit_after(self, event: str) -> None:
-        """Limit the allocator to the budget, where this event happens for the first time.
+    def limit_device(self) -> None:
+        """Limit the allocator to the budget, less the bytes outside it.
 
-        The limit is the budget less the bytes outside the allocator, of which few are there before
-        the first batch.
+        Kernels, and buffers of collectives, are there only after the first step and evaluation.
         """
-        if self.device_limit is not None and event not in self.limited:
-            self.limited.add(event)
+        if self.device_limit is not None:
             limit_device_memory(self.device_limit, next(self.model.parameters()).device)
-
-    def validation_data(self) -> Iterable[Any]:
-        """What this rank is to evaluate on after the present epoch."""
-        seed = self.seed + _OTHER
-        return _EpochLoader(loader=self.validation, epoch=len(self.history), seed=seed)
 
     def step_taken(self, step: Step, is_over: bool) -> bool:
         """Count, write, call back and save; whether the training ends here."""
-        self.limit_after("a step")
         self.tally.add(step)
+        if self.tally.steps == 1:
+            self.limit_device()
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
         if due or self.stopped:  # what has ended needs no position to go on from
@@ -417,8 +439,7 @@ class _Run:
             ends = [bool(callback(record)) for callback in self.callbacks]
             return any(ends)
 
-        if self.agrees:
-            self.stopped = self.host.any(note_here)
+        self.stopped = self.host.any(note_here)
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
@@ -432,16 +453,18 @@ class _Run:
             return
         if self.tally.steps:
             self._read_clock()
+        mine = {
+            "data": {name: source.state_dict() for name, source in self.sources.items()},
+            "is_over": is_over,
+            "seed": self.seed,
+            "random": asdict(RandomState.take()),
+            "generators": [generator.get_state() for generator in self.generators],
+        }
         learnable = [one.requires_grad for one in self.model.parameters()]
-        state = {
-            **checkpoint.run_state(
-                self.model,
-                self.accumulator,
-                self.loader,
-                is_over=is_over,
-                seed=self.seed,
-                generators=self.generators,
-            ),
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "training": self.accumulator.training_state(),
+            "ranks": self.host.gather_objects(mine),
             "learnable": None if learnable == self.learnable else learnable,
             "history": [asdict(epoch) for epoch in self.history],
             "tally": self.tally.encode(),
@@ -449,10 +472,11 @@ class _Run:
         }
 
         def write_here() -> None:
+            state["callbacks"] = [callback.state_dict() for callback in self.stateful]
+            if self.is_first_rank and is_best:
+                files.save_best(state["model"])
             if self.is_first_rank:
-                if is_best:
-                    files.save_best(self.model.state_dict())
-                files.save({**state, "callbacks": [one.state_dict() for one in self.stateful]})
+                files.save(state)
 
         self.host.each(write_here)
 
@@ -463,9 +487,8 @@ def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
     others = [one for one in accumulator.optimizers.parameters() if id(one) not in saved]
     if others:
         raise OptionError(
-            f"the optimizers train {len(others)} parameters, the first of shape "
-            f"{tuple(others[0].shape)}, that the model does not have, as those of a loss or a head "
-            "of its own: they would not be saved. Make one module of both, and pass that as model"
+            f"the optimizers train {len(others)} parameters that the model does not have, the "
+            f"first of shape {tuple(others[0].shape)}: make one module of both, which is saved"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 
 from torchbudget.distributed import Ranks
 from torchbudget.dtensors import is_dtensor, local_part
@@ -61,7 +62,7 @@ class GradientSums:
             elif parameter.requires_grad:
                 parameter.grad = _zeros(parameter)
         for kind, tensors in self._by_kind(self._parameters).items():
-            buckets = _buckets(tensors)
+            buckets = _take_tensors(tensors, _BUCKET_BYTES)
             most = max((_numel(bucket) for bucket in buckets if not _in_place(bucket)), default=0)
             self._flat[kind] = tensors[0].new_empty(most)
 
@@ -81,7 +82,7 @@ class GradientSums:
             if parameter.grad is None:  # it requires one on other ranks only
                 parameter.grad = _zeros(parameter)
         for kind, tensors in self._by_kind(kept).items():
-            for bucket in _buckets(tensors):
+            for bucket in _take_tensors(tensors, _BUCKET_BYTES):
                 self._sum(bucket, self._flat.get(kind))
         return self._numbers
 
@@ -132,18 +133,6 @@ def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype or parameter.dtype)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        room -= tensor.nbytes
-        if room < 0 or not buckets:
-            buckets.append([])
-            room = _BUCKET_BYTES - tensor.nbytes
-        buckets[-1].append(tensor)
-    return buckets
-
-
 def _numel(bucket: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in bucket)
 
@@ -179,7 +168,7 @@ def largest_share(gradients: Sequence[Tensor]) -> Tensor:
         for group in () if mesh is None else mesh.get_all_groups():
             dist.all_reduce(share, dist.ReduceOp.MAX, group=group)
         found.append(share.to(found[0].device) if found else share)
-    return torch.stack(found).max()
+    return torch.stack(found).max() if found else torch.zeros(())
 
 
 def _by_mesh(gradients: Sequence[Tensor]) -> dict[Any, list[Tensor]]:

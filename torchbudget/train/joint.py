@@ -72,12 +72,10 @@ def joint_backward(
     tensor(True)
     """
     batches = [Replayed(batch) for batch in micro_batches]
-    given = several("modules", modules, nn.Module)
-    if accumulator is not None:
-        given += accumulator.modules
-    buffers = Buffers([*given, *TrainingState(forward).modules])
+    known = [*several("modules", modules, nn.Module), *TrainingState(forward).modules]
     if accumulator is None:
-        return _two_passes(forward, batches, criterion, buffers, None)
+        return _two_passes(forward, batches, criterion, Buffers(known), None)
+    buffers = Buffers([*known, *accumulator.modules])
     with accumulator.ranks.together():
         if accumulator.pending:
             raise StepError(
@@ -149,14 +147,10 @@ def _two_passes(
                 continue
             gradient = of_all.grad
             if leaf.ndim:
-                start = starts[place]
-                starts[place] += len(leaf)
+                own = slice(starts[place], starts[place] + len(leaf))
+                starts[place] = own.stop
                 # The step divides by the number of ranks, but a representation is on one rank.
-                gradient = (
-                    None
-                    if gradient is None
-                    else gradient[start : start + len(leaf)] * len(of_ranks)
-                )
+                gradient = None if gradient is None else gradient[own] * len(of_ranks)
             elif number:  # of all copies, the gradient goes back through the first one
                 continue
             if gradient is not None and leaf.requires_grad:

@@ -36,10 +36,7 @@ Weight: TypeAlias = Callable[[Any], float | Tensor]
 # Steps whose numbers stay on the device, where each number takes a block of 512 bytes.
 _UNREAD: Final = 256
 
-USED_UP: Final = (
-    "an iterator, such as a generator, is used up after one epoch; pass a DataLoader or a list of "
-    "batches"
-)
+USED_UP: Final = "an iterator is used up after one epoch: pass a DataLoader or a list of batches"
 
 
 def train_epoch(
@@ -217,11 +214,8 @@ def evaluate(
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function refers to; of a module, it and what it keeps in lists, say."""
-    if not isinstance(function, nn.Module):
-        return [one for one in reachable(function) if isinstance(one, nn.Module)]
-    found = [one for one in reachable(function.forward) if isinstance(one, nn.Module)]
-    return list(dict.fromkeys([function, *found]))
+    """The modules that a function or a module refers to, itself and those in lists included."""
+    return [one for one in reachable(function) if isinstance(one, nn.Module)]
 
 
 @contextmanager

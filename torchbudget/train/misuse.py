@@ -52,27 +52,16 @@ class MisuseDetector:
         self._each_parameter = optimizers.each_parameter
         self._texts: set[str] = set()  # that were warned of
         self.in_micro_batch = False
-        self._in_own_step = False
         self._is_muted = False
         self._looks_for_moving = True  # once, in the first step of several micro-batches
-        # A parameter with its gradient and that one's version, as the accumulator left them.
-        self._sentinel: tuple[Tensor, Tensor, int] | None = None
+        # A parameter, its gradient, and the versions of both, as the accumulator left them.
+        self._sentinel: tuple[Tensor, Tensor, tuple[int, int]] | None = None
         # Micro-batches of a step that was not taken; the finalizer reads it after the detector.
         self._pending = [0]
         weakref.finalize(self, _warn_of_lost, self._pending)
-        for optimizer in optimizers.optimizers:
-            self._hook(optimizer.register_step_pre_hook, MisuseDetector._optimizer_steps)
         for module in distributed:
-            self._hook(module.register_forward_pre_hook, MisuseDetector._module_runs)
-
-    def _hook(
-        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector, Any], None]
-    ) -> None:
-        """Have a method called, as long as this detector is there."""
-        handle = register(_Hook(weakref.ref(self), method))
-        weakref.finalize(self, handle.remove)
-
-    # ------------------------------------------------------------------ called by the accumulator
+            handle = module.register_forward_pre_hook(_Hook(weakref.ref(self)))
+            weakref.finalize(self, handle.remove)
 
     @contextmanager
     def micro_batch(self, *, restarted: bool, is_later: bool) -> Iterator[None]:
@@ -85,14 +74,13 @@ class MisuseDetector:
         if restarted and self._pending[0]:
             self._warn(
                 errors.ForgottenStepWarning,
-                f"{self._pending[0]} micro-batches of an earlier epoch are still in "
-                "the gradients, and now count for the next step; call accumulator.flush() at the "
-                "end of an epoch",
+                f"{self._pending[0]} micro-batches of an earlier epoch now count for the next "
+                "step; call accumulator.flush() at the end of an epoch",
             )
         looks = is_later and self._looks_for_moving and not self._is_muted
         before = self._sums() if looks else {}
         self.in_micro_batch = True
-        self._remember_gradients()
+        self._remember()
         try:
             yield
         finally:
@@ -133,15 +121,16 @@ class MisuseDetector:
                 "accumulator.stepped is true",
             )
 
-    def _remember_gradients(self) -> None:
-        """From here on gradients must stay as they are. O(1) where the first one has one."""
+    def _remember(self) -> None:
+        """From here on parameters and gradients must stay. O(1) where the first one has one."""
         for parameter in self._each_parameter():
             if parameter.grad is not None:
-                self._sentinel = parameter, parameter.grad, parameter.grad._version
+                versions = parameter._version, parameter.grad._version
+                self._sentinel = parameter, parameter.grad, versions
                 break
 
     def check_gradients(self, *, is_first: bool = False) -> None:
-        """Warn where others have changed gradients; from here on they may change.
+        """Warn where others have changed parameters or gradients; from here on they may change.
 
         Args:
             is_first: the first micro-batch of a step begins, before which there must be none.
@@ -153,18 +142,24 @@ class MisuseDetector:
                 "optimizer.zero_grad() before",
             )
         if self._sentinel is not None:
-            parameter, gradient, version = self._sentinel
-            if parameter.grad is not gradient or gradient._version != version:
+            parameter, gradient, (version, grad_version) = self._sentinel
+            if parameter._version != version:
                 self._warn(
                     errors.ForeignStepWarning,
-                    "gradients were changed within a step by others than accumulator.backward "
-                    "(by zero_grad, a clipping, another backward?): the step is not the large "
-                    "batch's",
+                    "parameters were changed in the middle of an accumulated step, as by "
+                    "optimizer.step(); the accumulator steps by itself, and accumulator.step() "
+                    "ends a step early",
+                )
+            elif parameter.grad is not gradient or gradient._version != grad_version:
+                self._warn(
+                    errors.ForeignStepWarning,
+                    "gradients were changed within a step by others than accumulator.backward (by "
+                    "zero_grad, a clipping, another backward?): it is not the large batch's step",
                 )
         self._sentinel = None
 
     def micro_batch_failed(self) -> None:
-        """A micro-batch raised after its backward, and its step was abandoned."""
+        """A micro-batch raised after its backward, and its step was cleared."""
         self._warn(
             errors.ForeignStepWarning,
             "a micro-batch raised after its backward: the gradients of its step so far were "
@@ -181,7 +176,7 @@ class MisuseDetector:
         self._pending[0] = micro_batches
         if ends:
             return
-        self._remember_gradients()
+        self._remember()
         # Without running statistics, those of the batch are taken in evaluation mode, too.
         if any(norm.training or norm.running_mean is None for norm in self._batch_norms):
             self._warn(
@@ -207,7 +202,7 @@ class MisuseDetector:
         yield
         if versions != [parameter._version for parameter in parameters]:
             raise errors.OptionError(STEPS_IN_BACKWARD)
-        self._remember_gradients()
+        self._remember()
 
     def check_loss(self, loss: Tensor, *, mean: bool, weight: float) -> None:
         """Warn where a loss is a mean but a sum is expected, or the reverse.
@@ -237,20 +232,10 @@ class MisuseDetector:
                 f'reduction="{expected}", or GradAccumulator(…, mean={not mean})',
             )
 
-    def step_abandoned(self) -> None:
-        """A step failed, and its gradients were cleared."""
+    def step_ended(self) -> None:
+        """A step is taken, or its gradients were cleared: both may change from here on."""
         self._pending[0] = 0
         self._sentinel = None
-
-    @contextmanager
-    def own_step(self) -> Iterator[None]:
-        """The accumulator steps its optimizers inside."""
-        self.step_abandoned()
-        self._in_own_step = True
-        try:
-            yield
-        finally:
-            self._in_own_step = False
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -263,17 +248,8 @@ class MisuseDetector:
             vars(self).update(before)
             self._sentinel = None  # the caller restores gradients, which would count as a change
 
-    # ------------------------------------------------------------------ called by hooks
-
-    def _optimizer_steps(self, _: Any) -> None:
-        if not self._in_own_step and self._pending[0]:
-            self._warn(
-                errors.ForeignStepWarning,
-                "optimizer.step() was called in the middle of an accumulated step; the accumulator "
-                "steps by itself, and accumulator.step() ends a step early",
-            )
-
-    def _module_runs(self, module: Any) -> None:
+    def module_runs(self, module: Any) -> None:
+        """A distributed module runs; called by its hook."""
         # DDP reduces nothing in a micro-batch of another accumulator that has it, as of a GAN.
         reduces = getattr(module, "require_backward_grad_sync", True)
         if not self.in_micro_batch and reduces and torch.is_grad_enabled():
@@ -291,18 +267,17 @@ class MisuseDetector:
 
 @dataclass(frozen=True)
 class _Hook:
-    """Calls a method of a detector without keeping it alive; a copy of the hook does nothing."""
+    """Tells a detector, without keeping it alive, that a module runs; a copy does nothing."""
 
     detector: Callable[[], MisuseDetector | None]
-    method: Callable[[MisuseDetector, Any], None]
 
-    def __call__(self, owner: Any, *_: Any) -> None:
+    def __call__(self, module: Any, *_: Any) -> None:
         detector = self.detector()
         if detector is not None:
-            self.method(detector, owner)
+            detector.module_runs(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
+        return _Hook, (NoneType,)  # a call of NoneType returns None: no detector
 
 
 def _sums_of(tensor: Tensor) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -83,33 +83,17 @@ class Optimizers:
         """All parameters, each once."""
         return list({id(p): p for p in self.each_parameter()}.values())
 
-    @contextmanager
-    def unscaled(self) -> Iterator[Tensor | None]:
-        """Gradients are unscaled inside; `largest_share` of them, `None` where nobody asks for it.
-
-        Where it ends in an error, the scaler forgets them.
-        """
-        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-        if scaler is None and not self.skip_nonfinite:
-            yield None
-            return
-        parameters = self.parameters()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            yield torch.zeros((), device=parameters[0].device)
-            return
-        try:
-            if scaler is not None:
-                # Makes its scale, on a rank that had no backward yet.
-                scaler.scale(torch.ones((), device=gradients[0].device))
-                for optimizer in self._scaled():
-                    scaler.unscale_(optimizer)
-            yield largest_share(gradients)
-        except BaseException:
-            if scaler is not None:
-                with suppress(RuntimeError):  # of a device that fails: the first error counts
-                    _forget_unscaled(scaler)
-            raise
+    def unscale(self) -> Tensor | None:
+        """Unscale the gradients; return their `largest_share`, `None` where nobody asks for it."""
+        scaled = self._scaled()
+        if not self._scales() and not self.skip_nonfinite:
+            return None
+        if self.scaler is not None and scaled:
+            # Makes its scale, on a rank that had no backward yet.
+            self.scaler.scale(torch.ones((), device=self.parameters()[0].device))
+            for optimizer in scaled:
+                self.scaler.unscale_(optimizer)
+        return largest_share([p.grad for p in self.parameters() if p.grad is not None])
 
     def step(
         self, factor: float, divisors: Mapping[int, float], largest: float | None
@@ -117,11 +101,10 @@ class Optimizers:
         """Multiply the gradients, which were unscaled, clip them, step, and update the scale.
 
         Where a gradient is not finite, or would not be once it is multiplied, no optimizer steps: a
-        scaler would decide, and read, for each alone. The scale is lowered for the former only,
-        which a lower one can help.
+        scaler would decide, and read, for each alone.
 
         Args:
-            factor: of all gradients.
+            factor: of all gradients; 0: no optimizer steps.
             divisors: of the parameters with these ids, whose gradients were divided before.
             largest: of the gradients, see `largest_share`; `None`: they are not looked at.
 
@@ -133,29 +116,32 @@ class Optimizers:
         """
         parameters = self.parameters()
         scaled = self._scaled()
-        if self.scaler is not None and self.scaler.is_enabled() and not scaled:
-            return None, True
-        self._multiply(parameters, factor, divisors)
-        norm = None if self.max_norm is None else self._clip(parameters)
-        most = 0.0 if largest is None else largest * factor * max(divisors.values(), default=1.0)
-        skipped = most > _OVERFLOWS
+        if not factor or (self._scales() and not scaled):
+            norm, skipped = None, True
+        else:
+            self._multiply(parameters, factor, divisors)
+            norm = None if self.max_norm is None else self._clip(parameters)
+            most = factor * max(divisors.values(), default=1.0)
+            skipped = largest is not None and largest * most > _OVERFLOWS
         for optimizer in () if skipped else scaled or self.optimizers:
             optimizer.step()
         if self.scaler is not None and scaled:
-            if skipped and largest is not None and math.isfinite(largest):
-                _forget_unscaled(self.scaler)
-            else:
-                self.scaler.update()
+            self.scaler.update()
         return norm, skipped
 
-    def leave_unscaled(self) -> None:
-        """No step is taken with gradients that were unscaled, and the scale stays as it is."""
-        if self.scaler is not None and self._scaled():
-            _forget_unscaled(self.scaler)
+    def abandon(self) -> None:
+        """Clear the gradients of a step that is not taken; the scaler forgets them, too."""
+        self.clear()
+        if self.scaler is not None and self._scales():
+            with suppress(AssertionError, RuntimeError):  # it has no scale yet, or its device fails
+                self.scaler.update(self.scaler.get_scale())
+
+    def _scales(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def _scaled(self) -> list[Optimizer]:
-        """Those whose gradients are scaled; a scaler fails on one that has no gradients at all."""
-        if self.scaler is None or not self.scaler.is_enabled():
+        """The optimizers whose gradients are scaled; a scaler fails on one without gradients."""
+        if not self._scales():
             return []
         return [
             one for one in self.optimizers if any(p.grad is not None for p in _parameters_of(one))
@@ -176,7 +162,9 @@ class Optimizers:
 
     def _clip(self, parameters: Sequence[Tensor]) -> Tensor:
         """Clip to `max_norm`, if there is one; the norm before."""
-        gradients = _gradients(parameters)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            raise OptionError(SPARSE)
         norm = total_norm(gradients)
         if self.max_norm is not None and self.max_norm < math.inf:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no DTensors beside plain ones.
@@ -200,11 +188,6 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    def schedule(self) -> None:
-        """Step the schedulers."""
-        for scheduler in self.schedulers:
-            scheduler.step()
-
     def state_dict(self) -> dict[str, Any]:
         """The states of optimizers, schedulers and scaler."""
         return {
@@ -227,19 +210,6 @@ class Optimizers:
                 one.load_state_dict(its_state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """It would refuse to unscale the next ones otherwise; the scale is read from the device."""
-    scaler.update(scaler.get_scale())
-
-
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that there are, of which the norm is asked for."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(gradient.layout is not torch.strided for gradient in gradients):
-        raise OptionError(SPARSE)
-    return gradients
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -133,10 +133,9 @@ def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
     sampler: Any = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
         raise OptionError(
-            "predict needs a DataLoader over a map-style data set with batch_sampler="
-            "MemoryBudgetBatchSampler(…, shuffle=False), which knows the samples of each batch (a "
-            f"stream does not): got {type(loader).__name__} with batch_sampler="
-            f"{type(sampler).__name__}"
+            "predict needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…, "
+            "shuffle=False), which knows the samples of each batch: got "
+            f"{type(loader).__name__} with batch_sampler={type(sampler).__name__}"
         )
     return sampler
 
@@ -162,7 +161,7 @@ def _outputs(
 ) -> Any:
     """Call the model on a batch; return its outputs on the host, in memory of their own."""
     n = len(indices)
-    called = f"batch {number}, of {n} samples with indices {_shown(indices)}"
+    called = f"batch {number}, of {n} samples, first of indices {indices[:4]}"
     if isinstance(batch, HasNumSamples) and batch.num_samples != n:
         raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
     outputs = model(batch)
@@ -222,11 +221,6 @@ def _gathered(kept: list[tuple[list[int], Any]], ranks: Ranks) -> Iterator[tuple
 def _bytes_of(outputs: Any) -> int:
     # Of a small tensor, a pickle takes less than 512 bytes beside its values.
     return sum(one.nbytes + 512 for one in tree_leaves(outputs) if isinstance(one, Tensor))
-
-
-def _shown(indices: list[int]) -> str:
-    few = ", ".join(map(str, indices[:4]))
-    return f"[{few}, …]" if len(indices) > 4 else f"[{few}]"
 
 
 def _enter(results: list[Any], indices: list[int], outputs: Sequence[Any]) -> None:

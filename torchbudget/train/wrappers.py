@@ -66,17 +66,12 @@ class DistributedModules:
     def check_options(self) -> None:
         """Raise an `OptionError` where DDP has an option that the accumulator would bypass."""
         for module in self._replicated:
-            bypassed = {
-                "static_graph=True": module.static_graph,
-                "a communication hook (register_comm_hook, mixed_precision=)": module._comm_hooks,
-                "delay_all_reduce_named_params=": module._delay_all_reduce_params,
-            }
-            for name, given in bypassed.items():
-                if given:
-                    raise OptionError(
-                        f"DistributedDataParallel has {name}, which acts in its own reduction of "
-                        "gradients; GradAccumulator sums them itself, once a step: leave it out"
-                    )
+            if module.static_graph or module._comm_hooks or module._delay_all_reduce_params:
+                raise OptionError(
+                    "DistributedDataParallel has static_graph=True, a communication hook "
+                    "(register_comm_hook, mixed_precision=) or delay_all_reduce_named_params=, for "
+                    "its own reduction; GradAccumulator sums gradients itself: leave it out"
+                )
 
     def check_group(self, group: Any) -> None:
         """Raise an `OptionError` where modules are distributed over other ranks than share a step.
@@ -175,9 +170,8 @@ class DistributedModules:
                 and any(id(parameter) in mine for parameter in module.parameters())
             ):
                 raise OptionError(
-                    "a DistributedDataParallel runs that GradAccumulator does not know, so it "
-                    "would reduce gradients by itself in every backward, and ranks with unequal "
-                    "numbers of micro-batches would wait for ever: pass the wrapped one, "
+                    "a DistributedDataParallel runs that GradAccumulator does not know, and "
+                    "reduces gradients by itself in every backward: pass the wrapped one, "
                     "GradAccumulator(optimizer, module=ddp)"
                 )
 
