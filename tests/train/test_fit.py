@@ -83,9 +83,7 @@ def test_broken_off_and_resumed_is_uninterrupted(kind: str, free: bool) -> None:
     end=st.none() | st.integers(1, 6),
     free=st.booleans(),
 )
-def test_broken_off_anywhere(
-    kind: str, breaks: Sequence[int], end: int | None, free: bool
-) -> None:
+def test_broken_off_anywhere(kind: str, breaks: Sequence[int], end: int | None, free: bool) -> None:
     """The same at random places, of trainings that a callback ends, too."""
     check_broken_off(kind, breaks, end, free=free)
 
@@ -334,7 +332,9 @@ def test_fitting_over_ranks(tmp_path: Path) -> None:
         assert len(parts) == 4
         assert all(part == whole for part in parts)
     folders = (tmp_path / "files").glob("uneven*")
-    found = {tuple(line["weight"] for line in statistics(one) if "weight" in line) for one in folders}
+    found = {
+        tuple(line["weight"] for line in statistics(one) if "weight" in line) for one in folders
+    }
     assert len(found) == 1
     assert first["seen"] > 2 * second["seen"]
     assert first["ended"] == second["ended"] == [[], []]
