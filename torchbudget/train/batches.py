@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchbudget.errors import OptionError
 from torchbudget.machine.device import may_return_early
@@ -107,12 +107,18 @@ def _is_mapping(batch: Any) -> bool:
     return isinstance(batch, Mapping) and any(leaf is batch for leaf in tree_leaves(batch))
 
 
-def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in tree_flatten_with_path(batch, is_leaf=_is_mapping)[0]:
-        if _is_mapping(leaf):
-            yield from ((keystr(path) + name, inner) for name, inner in _named_leaves(dict(leaf)))
+def _named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        inner: list[tuple[Any, Any]] = list(batch.items())
+    elif isinstance(batch, (list, tuple)):
+        inner = list(enumerate(batch))
+    else:
+        inner = list(enumerate(tree_leaves(batch)))  # of a class that torch's trees know, or itself
+    for key, one in inner:
+        if one is batch:
+            yield name, one
         else:
-            yield keystr(path), leaf
+            yield from _named_leaves(one, f"{name}[{key!r}]")
 
 
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
