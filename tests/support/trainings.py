@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from tests.support.costs import measured
 from tests.support.large_steps import CLASSES
 from torchbudget import (
     BudgetedIterableDataset,
@@ -24,8 +26,11 @@ from torchbudget import (
     PaddedCost,
     fit,
 )
+from torchbudget.errors import MeasureWarning
+from torchbudget.machine.process_tree import process_memory
 from torchbudget.train.fit import Epoch
 from torchbudget.train.step import Step
+from torchbudget.units import MiB
 
 # With a position within an epoch, and without one.
 POSITIONED = ("sampler", "stream", "stream of a number of batches")
@@ -230,3 +235,41 @@ class Training:
         assert statistics(folder) == statistics(its_folder)
         best = (torch.load(one / "best.pt", weights_only=True) for one in (folder, its_folder))
         torch.testing.assert_close(*best, rtol=0, atol=0)
+
+
+LEAK = MiB(4)
+
+
+class Creeping:
+    """A training whose criterion keeps 4 MiB of every batch, and what is needed to run it.
+
+    Predicted is what a process takes, by default this one now, and 64 MiB that no batch needs.
+    """
+
+    def __init__(self, *, leaks: bool = True, resident_bytes: int | None = None) -> None:
+        data = samples(200, 0)
+        fixed = (resident_bytes or process_memory(shares=False).resident_bytes) + MiB(64)
+        self.cost = measured(PaddedCost(fixed_bytes=fixed, unit_bytes=MiB(1)), margin=0.01)
+        budget = int(self.cost.batch_bytes(4, 30))
+        lengths = [len(one["x"]) for one in data]
+        self.sampler = MemoryBudgetBatchSampler(lengths, self.cost, budget, window=20, seed=1)
+        self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=PadCollate())
+        self.model = Tagger()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.accumulator = GradAccumulator(optimizer, self.model, steps=1)
+        self.leaks, self.kept = leaks, [bytearray(0)]
+        self.numbers: list[int] = []
+
+    def loss_of(self, model: Any, batch: Any) -> torch.Tensor:
+        self.numbers.append(batch.num_samples)
+        if self.leaks:
+            self.kept.append(bytearray(b"\1") * LEAK)
+        return loss_of(model, batch)
+
+    def fit(self, monitor: Any, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MeasureWarning)
+            fit(
+                self.model, self.loader, self.loss_of, self.accumulator,
+                weight=tokens, monitor=monitor, **options,
+            )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from operator import length_hint
@@ -99,7 +100,7 @@ def predict(
         sampler.check_whole_epoch()
     rows = _rows if split_outputs is None else list
     results: list[Any] = [_MISSING] * len(dataset)
-    kept: list[tuple[list[int], Any]] = []
+    kept: list[bytes] = []  # pickled here, where an error is that of all ranks
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
     with together(), sampler.unchanged(), closing(sampler.tracked(loader)) as run:
@@ -114,7 +115,7 @@ def predict(
                 if host is None:
                     _enter(results, run.indices, rows(outputs))
                 elif not run.is_repeated:
-                    kept.append((run.indices, outputs))
+                    kept.append(pickle.dumps((run.indices, outputs)))
                 del batch, outputs  # before the next ones are made
                 number += 1  # noqa: SIM113  (enumerate would keep the batch)
     for indices, outputs in () if host is None else _gathered(kept, host):
@@ -199,28 +200,23 @@ def _rows(outputs: Any) -> list[Any]:
     return [tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
 
 
-def _gathered(kept: list[tuple[list[int], Any]], ranks: Ranks) -> Iterator[tuple[list[int], Any]]:
+def _gathered(kept: list[bytes], ranks: Ranks) -> Iterator[tuple[list[int], Any]]:
     """The outputs of all ranks, batch by batch.
 
     Collectives, each of at most 64 MiB of every rank, or of one batch. Exhaust the iterator.
 
     Args:
-        kept: the indices and the outputs of each batch of this rank; emptied.
+        kept: the indices and the outputs of each batch of this rank, pickled; emptied.
         ranks: joined by a process group on the host.
     """
     while any(ranks.gather_objects(bool(kept))):
-        chunk: list[Any] = []
+        chunk: list[bytes] = []
         room = _CHUNK_BYTES
-        while kept and (not chunk or _bytes_of(kept[-1]) <= room):
+        while kept and (not chunk or len(kept[-1]) <= room):
             chunk.append(kept.pop())
-            room -= _bytes_of(chunk[-1])
+            room -= len(chunk[-1])
         for received in ranks.gather_objects(chunk):
-            yield from received
-
-
-def _bytes_of(outputs: Any) -> int:
-    # Of a small tensor, a pickle takes less than 512 bytes beside its values.
-    return sum(one.nbytes + 512 for one in tree_leaves(outputs) if isinstance(one, Tensor))
+            yield from map(pickle.loads, received)
 
 
 def _enter(results: list[Any], indices: list[int], outputs: Sequence[Any]) -> None:

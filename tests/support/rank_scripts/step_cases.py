@@ -34,7 +34,7 @@ from torchbudget import (
     joint_backward,
     memory_summary,
 )
-from torchbudget.errors import ForeignStepWarning, OptionError, TorchBudgetError
+from torchbudget.errors import ForeignStepWarning, TorchBudgetError
 from torchbudget.train import step as step_module
 from torchbudget.train.gradients import GradientSums
 
