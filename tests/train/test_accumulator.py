@@ -37,12 +37,7 @@ from torchbudget import (
     evaluate,
     trace_peak_bytes,
 )
-<<<<<<< HEAD
-from torchbudget.errors import OptionError, StepError
-=======
-from torchbudget.cost.models.live_bytes import LiveBytes
 from torchbudget.errors import OptionError, StateError, StepError
->>>>>>> 55f3153 (Tests of steps: cases over ranks in one script; half precision, moving state, steps that are not finite)
 
 
 @st.composite
