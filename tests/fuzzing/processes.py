@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from tests.fuzzing.streams import StreamCase
 from tests.support.dying_workers import no_signals_of_workers
+from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.refusals import accepted
 from tests.support.resuming import as_json
 from tests.support.stories import tell
-from tests.support.rank_scripts import script
 
 WITHIN_S = 1200  # others may need the processors more
 

@@ -126,9 +126,9 @@ def test_a_state_is_plain_and_between_steps() -> None:
     for other in ({}, {"version": 9}, 3):
         with pytest.raises(StateError, match="expected what GradAccumulator"):
             resumed.load_state_dict(other)
+    two = GradAccumulator([sgd(model), sgd(make_model("CNN"))], model)
     with pytest.raises(StateError, match="1 optimizers, there are 2"):
-        two = [sgd(model), sgd(make_model("CNN"))]
-        GradAccumulator(two, model).load_training_state(kept[1])
+        two.load_training_state(kept[1])
 
 
 def test_a_mean_over_nothing_is_left_out() -> None:

@@ -237,8 +237,7 @@ def test_no_loss_of_power_harms(
 
     if begun:
         with pytest.raises(BrokenOff):
-            every = {"checkpoint_steps": begun}
-            Training().fit(at_step(begun + 1, break_off), folder=folder, **every)
+            Training().fit(at_step(begun + 1, break_off), folder=folder, checkpoint_steps=begun)
         with (folder / "statistics.jsonl").open("a") as file:
             file.write('{"kind": "step", "num')
     disk = Disk(folder, begun, monkeypatch)
@@ -309,8 +308,10 @@ def test_a_damaged_checkpoint_is_noticed(files: RunFolder) -> None:
     path = files.path / "last.pt"
     whole, expected = path.read_bytes(), files.read() or {}
     damaged = [whole[: int(share * len(whole))] for share in (0.0, 0.3, 0.7, 0.99)]
-    for place in range(0, len(whole), 41):
-        damaged.append(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    damaged += [
+        whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :]
+        for place in range(0, len(whole), 41)
+    ]
     for data in damaged:
         path.write_bytes(data)
         try:

@@ -197,7 +197,11 @@ def test_modules_that_are_not_found_can_be_given() -> None:
     """A weak reference hides one."""
     model = normalised()
     hidden = weakref.ref(model)
-    joint_backward(lambda x: hidden()(x), torch.randn(12, 6).split(4), similarity, modules=model)
+
+    def forward(x: Tensor) -> Tensor:
+        return hidden()(x)
+
+    joint_backward(forward, torch.randn(12, 6).split(4), similarity, modules=model)
     assert model[1].num_batches_tracked == 3
 
 
@@ -261,7 +265,7 @@ def test_bad_input() -> None:
     with pytest.raises(OptionError, match="a scalar"):
         joint_backward(model, [torch.ones(2, 2)], lambda z: z)
     with pytest.raises(OptionError, match="whose first axis is the sample"):
-        joint_backward(lambda x: 3, [torch.ones(2, 2)], lambda z: z)
+        joint_backward(lambda _: 3, [torch.ones(2, 2)], lambda z: z)
     accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with accumulator.micro_batch(weight=2):
         accumulator.backward(model(torch.ones(2, 2)).sum())

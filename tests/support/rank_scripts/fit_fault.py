@@ -38,7 +38,8 @@ def may_not_write() -> None:
 
 def save_and_kill(state: Any, file: Any, **options: Any) -> None:
     if isinstance(file, io.BytesIO):  # of a tensor that is pickled
-        return save(state, file, **options)
+        save(state, file, **options)
+        return
     whole = io.BytesIO()
     save(state, whole)
     file.write(whole.getvalue()[:4096])

@@ -41,12 +41,12 @@ def feed() -> None:
 class Wide(nn.Module):
     """Dropout and batch statistics, and a place in forward or backward where memory ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner = nn.Linear(4, WIDE).double()
-        self.norm = nn.BatchNorm1d(WIDE).double()
-        self.outer = nn.Linear(WIDE, 1).double()
+        self.inner = nn.Linear(4, width).double()
+        self.norm = nn.BatchNorm1d(width).double()
+        self.outer = nn.Linear(width, 1).double()
         self.fails: list[str] = []  # what is left to happen
 
     def here(self, place: str) -> None:
@@ -57,12 +57,12 @@ class Wide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.here("inner")
         hidden = self.inner(x)
-        hidden.register_hook(lambda gradient: self.here("backward of inner"))
+        hidden.register_hook(lambda _: self.here("backward of inner"))
         self.here("norm")
         hidden = F.dropout(self.norm(hidden), 0.1, self.training)
         self.here("outer")
         out = self.outer(hidden)
-        out.register_hook(lambda gradient: self.here("backward of outer"))
+        out.register_hook(lambda _: self.here("backward of outer"))
         return out
 
 
@@ -76,8 +76,8 @@ class Planned:
         return True
 
 
-def make(steps: Any = 3) -> tuple[Wide, GradAccumulator]:
-    model = Wide()
+def make(steps: Any = 3, width: int = WIDE) -> tuple[Wide, GradAccumulator]:
+    model = Wide(width)
     return model, GradAccumulator(torch.optim.AdamW(model.parameters()), model, steps=steps)
 
 
@@ -106,7 +106,7 @@ warnings.filterwarnings("ignore", category=BatchNormWarning)
 
 
 def run(*, dropout: bool) -> dict[str, Any]:
-    """Memory ends at each place once; the other run is cut so from the start, if there is dropout."""
+    """Memory ends at each place once; with dropout the other run is cut so from the start."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(36, 4)))
     x[:, 0] = torch.arange(36)
@@ -140,9 +140,7 @@ def run(*, dropout: bool) -> dict[str, Any]:
 
 def hopeless() -> dict[str, Any]:
     """4, 2 and 1 samples fail."""
-    global WIDE
-    WIDE = 300_000
-    model, accumulator = make()
+    model, accumulator = make(width=300_000)
     model.eval()
     step = step_of(model, accumulator, [])
     before, random = [p.clone() for p in model.parameters()], torch.get_rng_state()

@@ -108,7 +108,7 @@ def planned() -> Any:
         if accumulator.stepped:
             parts: list[Any] = [None] * ranks
             dist.all_gather_object(parts, held)
-            large_step(large, theirs, data[sum(parts, [])])
+            large_step(large, theirs, data[[row for part in parts for row in part]])
             worst, held = max(worst, distance(model.module, large)), []
     return worst, accumulator.last.number
 
@@ -144,11 +144,12 @@ def players() -> Any:
     made = [DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
     both = [GradAccumulator(SGD(one.parameters()), made, steps=1) for one in made]
     x = torch.ones(2, 2)
+    calls = (lambda: made[1](made[0](x)), lambda: made[1](x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", module="torch")
         for _ in range(2 + rank):  # ranks may have unequal numbers of micro-batches
-            for player, called in zip(both, (lambda: made[1](made[0](x)), lambda: made[1](x))):
+            for player, called in zip(both, calls, strict=True):
                 for one in made:
                     one.zero_grad()
                 with player.micro_batch(weight=2):
@@ -367,7 +368,7 @@ def weights_on_devices() -> Any:
         for model in models
     )  # fmt: skip
     told: list[Any] = []
-    with mock.patch.object(step_module, "waits", lambda _: True):
+    with mock.patch.object(step_module, "waits", return_value=True):
         for seed in range(6):
             data = Data.make(4, seed + rank)
             factor = float("inf") if rank and seed == 2 else 1.0
@@ -453,10 +454,10 @@ def refused() -> Any:
     fully_shard(sharded)
     optimizer = SGD(sharded.parameters())
     alone = dist.new_group([rank], use_local_synchronization=True)
-    for options in ({"samples": 8}, {"weight": 8}, {"group": alone}):
-        told.append(
-            error_of(lambda options=options: GradAccumulator(optimizer, sharded, **options))
-        )
+    told += [
+        error_of(lambda options=options: GradAccumulator(optimizer, sharded, **options))
+        for options in ({"samples": 8}, {"weight": 8}, {"group": alone})
+    ]
     told.append(error_of(lambda: GradAccumulator(optimizer)))
     accumulator = GradAccumulator(optimizer, sharded, steps=2)
     take(accumulator, sharded, data)
@@ -469,9 +470,13 @@ def refused() -> Any:
     told.append(error_of(lambda: GradAccumulator(optimizer, ddp)))
     ddp, optimizer = made()
     late = GradAccumulator(optimizer, ddp)
-    ddp.register_comm_hook(None, lambda state, bucket: None)
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        raise AssertionError(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
     told.append(error_of(lambda: take(late, ddp, data)))
-    for given in (lambda ddp: ddp.module, lambda ddp: ()):
+    for given in (lambda ddp: ddp.module, lambda _: ()):
         ddp, optimizer = made()
         accumulator = GradAccumulator(optimizer, given(ddp), steps=2)
         with torch.no_grad():
