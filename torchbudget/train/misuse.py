@@ -116,9 +116,8 @@ class MisuseDetector:
         if moved:
             self._warn(
                 errors.MovingStateWarning,
-                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch, so "
-                "that the step is not the large batch's: update it once a step instead, where "
-                "accumulator.stepped is true",
+                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch: it is "
+                "not the large batch's step; update it once a step, where accumulator.stepped is true",
             )
 
     def _remember(self) -> None:

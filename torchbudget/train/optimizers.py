@@ -20,17 +20,13 @@ from torchbudget.dtensors import local_part
 from torchbudget.errors import OptionError, StateError
 from torchbudget.train.gradients import largest_share, total_norm
 
-SPARSE: Final = (
-    "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
-    "sparse=False, or leave max_norm out on one rank"
-)
+SPARSE: Final = "sparse gradients cannot be clipped or summed over ranks: pass sparse=False"
 
 # A share of the largest number, less what float32 rounds.
 _OVERFLOWS: Final = 1 - 1e-6
 
 STEPS_IN_BACKWARD: Final = (
-    "an optimizer steps inside the backward, in a hook of a parameter: each micro-batch would be a "
-    "step of its own, on a part of the gradient; remove the hook, and let the accumulator step"
+    "an optimizer steps inside the backward of a micro-batch, in a hook of a parameter: remove it"
 )
 
 

@@ -157,8 +157,7 @@ class SplitRun:
             failed = ran_out_of_memory(function, self._replayed.fresh())
             succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
             if failed and succeeded:
-                reason = "out of memory in the optimizer's step, after the micro-batches"
-                self.give_up(SampleTooLargeError(reason))
+                self.give_up(SampleTooLargeError("out of memory in the optimizer's step"))
             if not failed and not succeeded:
                 raise StepError("run_or_split's function opened no micro_batch")
             if succeeded:
