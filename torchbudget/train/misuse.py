@@ -116,8 +116,8 @@ class MisuseDetector:
         if moved:
             self._warn(
                 errors.MovingStateWarning,
-                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch: it is "
-                "not the large batch's step; update it once a step, where accumulator.stepped is true",
+                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch, "
+                "not once a step as the large batch: update it where accumulator.stepped is true",
             )
 
     def _remember(self) -> None:
