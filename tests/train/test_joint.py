@@ -241,6 +241,7 @@ def test_a_micro_batch_comes_as_it_was_into_both_passes() -> None:
         joint_backward(lambda batch: model(batch["x"].clamp_(min=0)), parts, similarity)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_one_micro_batch() -> None:
     """Eight micro-batches need at most 1.1 times what one does, by the bytes that live."""
 
