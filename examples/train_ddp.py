@@ -32,7 +32,7 @@ from torchbudget import (
     fit,
     sizes_of,
 )
-from torchbudget.train.epoch import Epoch
+from torchbudget.train.fit import Epoch
 from torchbudget.train.step import Step
 
 

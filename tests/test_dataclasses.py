@@ -29,7 +29,7 @@ CHANGING = {
     "Peak": "is filled in where its context ends",
     "Tally": "counts steps",
     "_Run": "a training that goes on",
-    "OpenMicroBatch": "sums its losses",
+    "Pending": "sums the losses of its micro-batch",
 }
 # Weak references, fields that are read late, and what `vars` is asked of.
 WITHOUT_SLOTS = {"_Run", "_Hook", "Step", "Span"}

@@ -26,10 +26,9 @@ from torchbudget.plan.step import plan_step
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
-from torchbudget.train.loop import evaluate, train_epoch
+from torchbudget.train.loop import evaluate, train_epoch, warm_up
 from torchbudget.train.predict import predict
 from torchbudget.train.summary import memory_summary
-from torchbudget.train.warm_up import warm_up
 from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
 
 __version__ = "0.1.0.dev0"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils.data import get_worker_info
@@ -17,6 +17,9 @@ from torchbudget.checks import at_least_one, natural
 from torchbudget.errors import OptionError, RankError
 
 T = TypeVar("T")
+
+# More numbers are gradients, which their parameters keep: see `keep`.
+_FEW: Final = 64
 
 
 def is_distributed() -> bool:
@@ -233,3 +236,94 @@ def gathered_of_all(value: T) -> list[T]:
             f"sampler or stream. Give num_replicas and rank to read on one alone. {error}"
         ) from error
     return gathered(value)
+
+
+class Ranks:
+    """The ranks that share a step; a single one where `torch.distributed` is not initialized.
+
+    Args:
+        group: of processes. Default: that of all, where `torch.distributed` is initialized.
+
+    Attributes:
+        group: as given.
+        rank: the number of this rank.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._number = torch.distributed.get_world_size(group) if is_distributed() else 1
+        self.rank = torch.distributed.get_rank(group) if is_distributed() else 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    def device(self, near: torch.device) -> torch.device:
+        """The device that numbers must be on to be summed: the CPU, but with NCCL the GPU.
+
+        Args:
+            near: the device of the parameters.
+        """
+        if self._number > 1 and "gloo" not in torch.distributed.get_backend(self.group):
+            return near
+        return torch.device("cpu")
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, written into `numbers` on each; one collective."""
+        if self._number > 1:
+            if numbers.numel() <= _FEW:
+                keep(numbers)
+            torch.distributed.all_reduce(numbers, group=self.group)
+        return numbers
+
+    def max(self, number: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks, written into `number` on each; one collective."""
+        if self._number > 1:
+            keep(number)
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
+        return number
+
+    def sum_on_host(self, numbers: Sequence[float]) -> list[float]:
+        """The sums over all ranks; one collective on the host, which waits for no device."""
+        if self._number == 1:
+            return list(numbers)
+        with torch.inference_mode(False):  # see `keep`
+            summed = torch.tensor(numbers, dtype=torch.float64)
+        keep(summed)
+        torch.distributed.all_reduce(summed, group=host_group(self.group))
+        sums: list[float] = summed.tolist()
+        return sums
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """The object of each rank, on every rank; one collective of pickled objects."""
+        return gathered(mine, self.group) if self._number > 1 else [mine]
+
+    def on_host(self) -> Ranks:
+        """Return the same ranks, joined by a process group on the host; a collective."""
+        return Ranks(host_group(self.group)) if self._number > 1 else self
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let the code inside succeed on all ranks or raise on all: see `failing_together`."""
+        return failing_together(self.gather_objects)
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Return the result of `work` on each rank, or raise on all ranks."""
+        with self.together():
+            mine = work()
+        return self.gather_objects(mine)
+
+    def any(self, work: Callable[[], bool]) -> bool:
+        """Return whether `work` returns true on any rank, or raise on all ranks.
+
+        Without a failure it takes one collective of two numbers, cheap enough for every step.
+        """
+        mine, failure = False, None
+        try:
+            mine = work()
+        except Exception as error:  # noqa: BLE001  (raised below, on all ranks)
+            failure = error
+        found, failures = self.sum_on_host([mine, failure is not None])
+        if failures:
+            with self.together():
+                if failure is not None:
+                    raise failure
+        return bool(found)

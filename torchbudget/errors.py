@@ -33,8 +33,7 @@ TorchBudgetWarning       (UserWarning)
 ├── UnsynchronizedWarning                a forward outside `micro_batch` under DDP or FSDP
 ├── ReductionWarning                     a mean loss where a sum is expected, or the reverse
 ├── BatchNormWarning                     BatchNorm sees micro-batches, not the large batch
-├── ChangedParametersWarning             the optimizer's parameters changed, or are another model's
-└── UnsavedStateWarning                  a training changes what its checkpoints do not have
+└── MovingStateWarning                   a forward moves buffers, or parameters that are not trained
 ```
 """
 
@@ -172,9 +171,5 @@ class BatchNormWarning(TorchBudgetWarning):
     """Batch normalisation sees micro-batches, so the step is not that of the large batch."""
 
 
-class ChangedParametersWarning(TorchBudgetWarning):
-    """The optimizer's parameters changed, or are not those of the model that is trained."""
-
-
-class UnsavedStateWarning(TorchBudgetWarning):
-    """A training changes what its checkpoints do not have."""
+class MovingStateWarning(TorchBudgetWarning):
+    """A forward moves buffers, or parameters that no optimizer has, once a micro-batch."""

@@ -175,7 +175,7 @@ class TrainingState:
         self.modules = [one for one in modules if id(one) not in inner]
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.accumulators = [one for one in found if _accumulates(one)]
-        self.is_compiled = any(map(_is_compiled, found))
+        self.is_compiled = any(map(is_compiled, found))
         self._helpers = [one for one in found if isinstance(one, _HELPERS)]
         self._loose = [one for one in found if isinstance(one, torch.Tensor)]
         # Torch and accumulators keep their own books, which count on each other.
@@ -285,7 +285,7 @@ def _accumulates(one: object) -> TypeGuard[AccumulatesGradients]:
     return issubclass(type(one), AccumulatesGradients)
 
 
-def _is_compiled(one: object) -> bool:
+def is_compiled(one: object) -> bool:
     """Whether `torch.compile` has made it, or `Module.compile` was called on it."""
     if isinstance(one, types.FunctionType):
         return "_torchdynamo_orig_callable" in vars(one)

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from tests.fuzzing.streams import StreamCase
 from tests.support.dying_workers import no_signals_of_workers
+from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.refusals import accepted
 from tests.support.resuming import as_json
 from tests.support.stories import tell
-from tests.train.test_random_steps import RANDOM
 
 WITHIN_S = 1200  # others may need the processors more
 
@@ -38,7 +38,7 @@ def steps(chance: random.Random, folder: Path) -> Counter[str]:
     """Three steps over two or three ranks, wrapped in DDP or FSDP, whole or in part."""
     ranks = chance.choice([2, 3])
     number = chance.randrange(2**30)
-    for told in run_ranks(RANDOM, folder, ranks, number, 1, within_s=WITHIN_S):
+    for told in run_ranks(script("random_steps"), folder, ranks, number, 1, within_s=WITHIN_S):
         for case in told:
             assert case[-1] <= 1e-12, str(case)
     return Counter(steps=3)

@@ -1,8 +1,8 @@
 """Accumulated steps of any cut, rule, wrapping and failure: each is the large batch's, in float64.
 
 What must hold: after every step the parameters are those that torch's own loop makes of the whole
-batch, to 1e-12; a step ends where its rule says, has the batch's weight and loss, and goes on from
-a state that was saved in the middle of it.
+batch, to 1e-12; a step ends where its rule says, has the batch's weight and loss, and the next one
+goes on from a state that was saved after it.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Accumulation:
             if data.weight:
                 large_step(self.large, self.theirs, data, self.max_norm if clips else None)
             for place, piece in enumerate(step):
-                if self.saves and self.chance.random() < 0.2:
+                if self.saves and not self.accumulator.pending and self.chance.random() < 0.4:
                     self.go_on_from_a_state()
                 assert not place or not self.accumulator.stepped, "a step ended early"
                 self.accumulate(piece, last=place == len(step) - 1)

@@ -13,7 +13,6 @@ from torch import nn
 
 from torchbudget import GradAccumulator, fit
 from torchbudget.random_state import RandomState
-from torchbudget.train.callback_states import digest_of
 
 pytestmark = pytest.mark.gpu
 
@@ -186,9 +185,3 @@ def test_the_numbers_of_every_device_come_back() -> None:
     state.restore()
     again = [torch.rand(4, device=device) for device in devices]
     assert all(map(torch.equal, again, expected))
-
-
-def test_states_of_callbacks_are_alike_on_any_device() -> None:
-    """Each rank has the average of the model on a device of its own."""
-    average = make_model().state_dict()
-    assert digest_of(average) == digest_of({name: one.cpu() for name, one in average.items()})

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import torchbudget as tb
@@ -309,25 +308,20 @@ def batch_normalisation(folder: Path) -> None:
     trained.run()
 
 
-@provokes(errors.ChangedParametersWarning)
-def an_optimizer_of_a_copy(folder: Path) -> None:
-    trained = Trained()
-    trained.model = nn.Linear(3, 1)
+class Codebook(nn.Linear):
+    """It keeps a running mean of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x)
+
+
+@provokes(errors.MovingStateWarning)
+def a_codebook(folder: Path) -> None:
+    trained = Trained(steps=2, of=Codebook())
     trained.run()
-
-
-@provokes(errors.UnsavedStateWarning)
-def an_average_that_is_not_saved(folder: Path) -> None:
-    samples, sampler = [torch.ones(3)] * 8, sampler_of()
-    trained = Trained()
-    averaged = AveragedModel(trained.model)
-    tb.fit(
-        trained.model,
-        DataLoader(samples, batch_sampler=sampler, collate_fn=torch.stack),  # type: ignore[arg-type]
-        lambda model, batch: model(batch).sum(),
-        trained.accumulator,
-        epochs=1,
-        weight=len,
-        folder=folder,
-        callbacks=[lambda _: averaged.update_parameters(trained.model)],
-    )
+    trained.run()

@@ -15,7 +15,13 @@ from torch import Tensor
 from torchbudget import PackCollate, PadCollate
 from torchbudget.errors import OptionError
 from torchbudget.protocols import SplittableBatch, SplittablePaddedBatch
-from torchbudget.train.batches import check_splittable, halves, moved, num_samples
+from torchbudget.train.batches import (
+    Replayed,
+    check_splittable,
+    halves,
+    moved,
+    num_samples,
+)
 
 
 class Pair(NamedTuple):
@@ -97,3 +103,36 @@ def test_tensors_and_batches_are_moved() -> None:
     assert moved(batch, "meta").rest["y"][0].device.type == "meta"
     collated = PadCollate()([{"x": torch.arange(3)}])
     assert moved(collated, "meta")["x"].device.type == "meta"
+
+
+class Own:
+    """An object with a list and a tensor in its attributes."""
+
+    def __init__(self) -> None:
+        self.seen, self.x = [1], torch.zeros(2)
+
+
+def test_a_batch_that_is_seen_twice() -> None:
+    """Containers of its own for each run, and the same tensors, whose changes are named."""
+    x = torch.zeros(2)
+    batch = {"pair": Pair(x, [None]), "own": Own(), "enc": Encoding(ids=torch.zeros(2), n=3)}
+    replayed = Replayed(batch)
+    first = replayed.fresh()
+    first["pair"].rest.append(1)
+    first["own"].x = None
+    del first["enc"]["ids"]
+    second = replayed.fresh()
+    assert second["pair"].rest == [None]
+    assert second["pair"].x is x
+    assert second["own"].x is batch["own"].x
+    assert second["enc"]["ids"] is batch["enc"]["ids"]
+    replayed.check()
+    second["enc"]["ids"][:1].fill_(3)  # a view of it
+    with pytest.raises(OptionError, match=r"changed batch\['enc'\]\['ids'\] in place"):
+        replayed.check()
+    with torch.inference_mode():
+        alone = Replayed([torch.zeros(2)])  # which has no version
+        alone.fresh()[0].fill_(1)
+        alone.check()
+    collated = PadCollate()([{"x": torch.arange(3)}])
+    assert Replayed(collated).fresh()["x"] is collated["x"]

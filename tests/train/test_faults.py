@@ -1,4 +1,4 @@
-"""Processes that are killed, and full disks; of losses of power see `test_power.py`.
+"""Kills, files that cannot be written, and losses of power: a training goes on as if without.
 
 Nothing is lost that a checkpoint was complete of; where a training cannot go on it says so, and it
 does not hang.
@@ -8,92 +8,50 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import multiprocessing
 import os
+import random
 import resource
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from tests.support.ranks import ROOT, run_ranks
-from tests.train.test_fit import Tagger, Training, assert_equal, samples
-from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PadCollate, PaddedCost
-from torchbudget.train.epoch import Epoch
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
+from tests.support.trainings import BrokenOff, Training, at_step, statistics
+from torchbudget.errors import StateError
+from torchbudget.train.checkpoint import RunFolder
+from torchbudget.train.fit import Epoch
 from torchbudget.train.step import Step
-
-EPOCHS = 2
-
-
-class Small(Training):
-    """A few steps, of which many can be taken."""
-
-    def __init__(self, workers: int = 0) -> None:
-        data = samples(24, 0)
-        lengths = [len(one["x"]) for one in data]
-        self.sampler = MemoryBudgetBatchSampler(
-            lengths, PaddedCost(unit_bytes=1), 60, samples_per_step=8, seed=1
-        )
-        self.loader = DataLoader(
-            data, batch_sampler=self.sampler, collate_fn=PadCollate(), num_workers=workers
-        )
-        torch.manual_seed(11)
-        self.model = Tagger()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.03)
-        self.accumulator = GradAccumulator(self.optimizer, self.model, steps=self.sampler)
-        self.validation = DataLoader(samples(4, 9), batch_size=4, collate_fn=PadCollate())
-
-    def fit(self, **options: Any) -> list[Epoch]:
-        return super().fit(**{"epochs": EPOCHS, "checkpoint_steps": 1} | options)
-
-
-def statistics(folder: Path) -> list[dict[str, Any]]:
-    """Its lines, without times."""
-    lines = map(json.loads, (folder / "statistics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
 class Uninterrupted:
     """A training without any fault, which others are compared with."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.training = Small()
+    def __init__(self, folder: Path, *kind: str, **options: Any) -> None:
+        self.folder, self.make = folder, partial(Training, *kind, **options)
+        self.training = self.make()
         self.training.fit(folder=folder)
 
-    def check(self, training: Training, folder: Path) -> None:
-        """A training that went on after faults is the same, with all its files."""
-        assert_equal(training.model, self.training.model)
-        assert statistics(folder) == statistics(self.folder)
-        best, expected = Tagger(), Tagger()
-        best.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
-        expected.load_state_dict(torch.load(self.folder / "best.pt", weights_only=True))
-        assert_equal(best, expected)
+    def check_what_goes_on(self, folder: Path) -> None:
+        """A training that goes on in a folder is the same, with all its files."""
+        later = self.make()
+        later.fit(folder=folder)
+        later.check(self.training, folder, self.folder)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return Uninterrupted(tmp_path_factory.mktemp("uninterrupted"))
-
-
-def at_step(number: int, fault: Callable[[], object]) -> Callable[[Step | Epoch], None]:
-    """A callback that makes a fault."""
-
-    def callback(record: Step | Epoch) -> None:
-        if isinstance(record, Step) and record.number == number:
-            fault()
-
-    return callback
 
 
 @contextmanager
@@ -109,40 +67,38 @@ def within_a_minute() -> Iterator[None]:
 # ---------------------------------------------------------------------- processes
 
 
-def train_to_the_end(folder: Path) -> None:
+def train_to_the_end(folder: Path, pause_s: float) -> None:
     # Workers start as anywhere else: those of a forkserver would watch that one, not this process.
     multiprocessing.set_start_method(None, force=True)
-    training = Small(workers=1)
-    training.fit(folder=folder, callbacks=[lambda _: time.sleep(0.02)])
-    torch.save(training.model.state_dict(), folder / "model.pt")
+    Training("stream", num_workers=1).fit(lambda _: time.sleep(pause_s), folder=folder)
 
 
 @pytest.mark.slow
-def test_a_main_process_that_is_killed(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
-    """Wherever the signal comes, again and again; its workers end with it."""
-    path = tmp_path / "statistics.jsonl"
-    context = multiprocessing.get_context("forkserver")
-    workers: list[psutil.Process] = []
-    for lines in (1, 5):
-        process = context.Process(target=train_to_the_end, args=(tmp_path,))
+def test_a_process_that_is_killed_at_ten_random_places(tmp_path: Path) -> None:
+    """Its workers end with it, and the last call takes the same steps, bit for bit."""
+    context, workers = multiprocessing.get_context("forkserver"), []
+    chance, folder = random.Random(0), tmp_path / "killed"
+    kills = 0
+    while kills < 10:
+        process = context.Process(target=train_to_the_end, args=(folder, 0.05))
         process.start()
-        while process.is_alive() and not (path.exists() and len(statistics(tmp_path)) >= lines):
-            time.sleep(0.005)
-        workers += psutil.Process(process.pid).children(recursive=True)
+        process.join(0.5 + chance.random())
+        if process.is_alive():
+            workers += psutil.Process(process.pid).children(recursive=True)
+        kills += process.is_alive()
         process.kill()
         process.join()
-    process = context.Process(target=train_to_the_end, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+        if process.exitcode == 0:  # it came to its end: another training
+            folder = tmp_path / f"killed after {kills}"
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
-    ended = Small()
-    ended.model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    uninterrupted.check(ended, tmp_path)
+    whole = Uninterrupted(tmp_path / "whole", "stream", num_workers=1)
+    for folder in tmp_path.glob("killed*"):
+        whole.check_what_goes_on(folder)
 
 
-def test_a_worker_that_is_killed(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     """Torch's error names it; then the training goes on from the last checkpoint."""
 
     def kill_worker() -> None:
@@ -150,151 +106,42 @@ def test_a_worker_that_is_killed(uninterrupted: Uninterrupted, tmp_path: Path) -
         os.kill(workers[-1].pid or 0, signal.SIGKILL)
         time.sleep(60)  # torch raises in the handler of a signal
 
-    match = r"DataLoader worker .*(killed|exited)"
-    with within_a_minute(), pytest.raises(RuntimeError, match=match):
-        Small(workers=1).fit(folder=tmp_path, callbacks=[at_step(2, kill_worker)])
+    training = Training(num_workers=1)
+    with within_a_minute(), pytest.raises(RuntimeError, match=r"DataLoader worker .*(kill|exit)ed"):
+        training.fit(at_step(2, kill_worker), folder=tmp_path)
     gc.collect()  # torch raises again for this worker until its loop is gone
-    training = Small(workers=1)
-    training.fit(folder=tmp_path)
-    uninterrupted.check(training, tmp_path)
+    Uninterrupted(tmp_path / "whole", num_workers=1).check_what_goes_on(tmp_path)
 
 
-RANK = """
-import io
-import json
-import os
-import resource
-import signal
-import sys
-import time
-from pathlib import Path
-
-import psutil
-import torch
-import torch.distributed as dist
-
-from tests.train.test_faults import Small, at_step
-from torchbudget.errors import RankError
-
-folder, files, fault, victim = sys.argv[1:]
-dist.init_process_group("gloo")
-rank, processes = dist.get_rank(), [None] * dist.get_world_size()
-dist.all_gather_object(processes, os.getpid())
-limits, save = resource.getrlimit(resource.RLIMIT_FSIZE), torch.save
-
-
-def kill():
-    os.kill(processes[int(victim)], signal.SIGKILL)
-    while psutil.pid_exists(processes[int(victim)]):
-        time.sleep(0.01)
-
-
-def may_not_write():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-
-
-def save_and_kill(state, file, **options):
-    if isinstance(file, io.BytesIO):  # of a tensor that is pickled
-        return save(state, file, **options)
-    whole = io.BytesIO()
-    save(state, whole)
-    file.write(whole.getvalue()[:4096])
-    file.flush()
-    kill()
-    file.write(whole.getvalue()[4096:])
-
-
-def kill_in_the_next_write():
-    torch.save = save_and_kill
-
-
-def kill_in_evaluation(model, arguments):
-    if not model.training:
-        kill()
-
-
-training, callbacks = Small(), []
-if rank == int(victim) and fault == "full":
-    callbacks = [at_step(4, may_not_write)]
-elif rank == int(victim) and fault == "step":
-    callbacks = [at_step(4, kill)]
-elif rank == int(victim) and fault == "evaluation":
-    training.model.register_forward_pre_hook(kill_in_evaluation)
-elif rank == 0 and fault == "write":  # the one that writes
-    callbacks = [at_step(4, kill_in_the_next_write)]
-found, start = [], time.monotonic()
-try:
-    training.fit(folder=files, callbacks=callbacks)
-except (RankError, RuntimeError, OSError) as error:
-    found = [type(error).__name__, str(error)]
-seconds = time.monotonic() - start
-resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-result = [training.model.head.weight.tolist(), found, seconds]
-Path(folder, f"{rank}.json").write_text(json.dumps(result))
-if fault not in ("none", "full"):
-    os._exit(0)
-"""
-
-
-class UninterruptedRanks:
-    """A training on two ranks without any fault, which others are compared with."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files = folder / "whole"
-        self.weights = run_ranks(RANK, folder, 2, self.files, "none", 0)[0][0]
-
-    def check_what_goes_on(self, folder: Path) -> None:
-        """Both ranks go on with the files as if nothing had been."""
-        for weights, error, _ in run_ranks(RANK, folder, 2, folder / "files", "none", 0):
-            assert error == []
-            assert weights == self.weights
-        assert statistics(folder / "files") == statistics(self.files)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted_ranks(tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRanks:
-    return UninterruptedRanks(tmp_path_factory.mktemp("uninterrupted ranks"))
-
-
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("fault", "victim", "complete"),
-    [("step", 1, 3), ("evaluation", 1, 3), ("write", 1, 4), ("write", 0, 3)],
+    [("step", 1, 3), ("evaluation", 1, 3), ("write", 1, 4), ("write", 0, 3), ("full", 0, 3)],
 )
-def test_a_rank_that_is_killed(
-    fault: str,
-    victim: int,
-    complete: int,
-    uninterrupted_ranks: UninterruptedRanks,
-    tmp_path: Path,
+def test_a_rank_that_is_killed_or_cannot_write(
+    fault: str, victim: int, complete: int, tmp_path: Path
 ) -> None:
     """In a step, in the validation, or while a checkpoint is written, by the other one or by it.
 
     The other one ends within a minute, with an error, and no step is lost that a checkpoint was
     complete of.
     """
-    found = run_ranks(RANK, tmp_path, 2, tmp_path / "files", fault, victim, killed=[victim])
+    files, name = tmp_path / "files", script("fit_fault")
+    killed = [] if fault == "full" else [victim]
+    found = run_ranks(name, tmp_path, 2, files, fault, victim, killed=killed)
     _, error, seconds = found[1 - victim]
     assert error[0] in ("RuntimeError", "DistBackendError", "RankError")
     assert seconds < 60
-    saved = torch.load(tmp_path / "files" / "last.pt", weights_only=True)
-    assert saved["run"]["training"]["accumulator"]["steps"] == complete
-    uninterrupted_ranks.check_what_goes_on(tmp_path)
-
-
-@pytest.mark.distributed
-def test_a_rank_that_cannot_write(uninterrupted_ranks: UninterruptedRanks, tmp_path: Path) -> None:
-    """Each rank ends within a minute, with what stopped the first one."""
-    first, second = run_ranks(RANK, tmp_path, 2, tmp_path / "files", "full", 0)
-    assert first[1][0] == "OSError"
-    assert "the checkpoint before is whole: make room" in first[1][1]
-    assert second[1][0] == "RankError"
-    assert "rank 0 failed, see its traceback: OSError" in second[1][1]
-    assert max(first[2], second[2]) < 60
-    uninterrupted_ranks.check_what_goes_on(tmp_path)
-
-
-# ---------------------------------------------------------------------- full disks
+    if fault == "full":
+        assert error[1].startswith("rank 0 failed, see its traceback: OSError")
+        assert "the checkpoint before is whole: make room" in found[0][1][1]
+    saved = torch.load(files / "last.pt", weights_only=True)
+    assert saved["training"]["accumulator"]["steps"] == complete
+    first, second = run_ranks(name, tmp_path, 2, files, "none", 0)
+    whole, _ = run_ranks(name, tmp_path, 2, tmp_path / "whole", "none", 0)
+    assert first[:2] == second[:2] == [whole[0], []]
+    assert statistics(files) == statistics(tmp_path / "whole")
 
 
 def test_a_file_that_may_not_grow(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
@@ -302,95 +149,202 @@ def test_a_file_that_may_not_grow(uninterrupted: Uninterrupted, tmp_path: Path) 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     fill = at_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1])))
     try:
-        match = r"File too large.*before is whole.*last\.pt"
+        match = r"last\.pt cannot be written .*File too large.*before is whole"
         with within_a_minute(), pytest.raises(OSError, match=match):
-            Small().fit(folder=tmp_path, callbacks=[fill])
+            Training().fit(fill, folder=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    training = Small()
-    training.fit(folder=tmp_path)
-    uninterrupted.check(training, tmp_path)
+    uninterrupted.check_what_goes_on(tmp_path)
 
 
-FULL = """
-import sys
-from pathlib import Path
-
-from tests.train.test_faults import Small, Uninterrupted, within_a_minute
-
-folder, mounted, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-files = mounted if workers == 0 else folder / "files"
+# ---------------------------------------------------------------------- losses of power
 
 
-def fill():
-    with (mounted / "ballast").open("wb", buffering=0) as ballast:
-        while ballast.write(bytes(512)):
-            pass
+class Disk:
+    """What a disk may have when the power goes, at each point of what is written to a folder.
+
+    A mock of the disk, since no test can cut its own power. What was synced is there, as what the
+    folder has at the beginning. Of what was not, all, half or nothing may be: the names of files,
+    and apart from them their contents.
+
+    Args:
+        folder: that is written to.
+        steps: in checkpoints that are complete.
+    """
+
+    def __init__(self, folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.cuts: dict[frozenset[tuple[str, bytes]], int] = {}  # and how many steps must be there
+        self.steps = steps
+        self._seen: dict[int, bytes] = {}
+        self._names = self._look()  # that were synced
+        self._synced = self._seen.copy()  # contents, by inode
+        replace = Path.replace
+
+        def replacing(source: Path, target: Path) -> Path:
+            self.cut()
+            replaced = replace(source, target)
+            self.cut()
+            return replaced
+
+        monkeypatch.setattr(os, "fsync", self.sync)
+        monkeypatch.setattr(Path, "replace", replacing)
+
+    def sync(self, descriptor: int) -> None:
+        """As `os.fsync`."""
+        self.cut()
+        inode = os.fstat(descriptor).st_ino
+        if inode == self.folder.stat().st_ino:
+            self._names = self._look()
+        elif inode in self._seen:
+            self._synced[inode] = self._seen[inode]
+        self.cut()
+
+    def cut(self) -> None:
+        """Note what may be there now."""
+        for names in (self._names, self._look()):
+            for share in (0.0, 0.5, 1.0):
+                content = {name: self._content(inode, share) for name, inode in names.items()}
+                self.cuts[frozenset(content.items())] = self.steps  # the most there must be
+
+    def _look(self) -> dict[str, int]:
+        names = {}
+        for path in self.folder.iterdir():
+            names[path.name] = inode = path.stat().st_ino
+            self._seen[inode] = path.read_bytes()
+        return names
+
+    def _content(self, inode: int, share: float) -> bytes:
+        synced, seen = self._synced.get(inode, b""), self._seen[inode]
+        return seen[: len(synced) + int(share * (len(seen) - len(synced)))]
 
 
-def fill_between_epochs(record):
-    # Within one, the batches that were used make room for others.
-    if hasattr(record, "validation") and record.number == 0:
-        try:
-            fill()
-        except OSError:
-            pass
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [0, 2])
+def test_no_loss_of_power_harms(
+    begun: int, uninterrupted: Uninterrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two writes, syncs and renamings: the training goes on as if nothing had been.
 
+    No step is lost of which a checkpoint was complete; also of a training that was begun, while it
+    drops the lines of steps that come again, and the half of one that was cut off.
+    """
+    folder = tmp_path / "cut"
+    folder.mkdir()
 
-if __name__ == "__main__":
-    uninterrupted = Uninterrupted(folder / "whole")
+    def break_off() -> None:
+        raise BrokenOff
+
+    if begun:
+        with pytest.raises(BrokenOff):
+            Training().fit(at_step(begun + 1, break_off), folder=folder, checkpoint_steps=begun)
+        with (folder / "statistics.jsonl").open("a") as file:
+            file.write('{"kind": "step", "num')
+    disk = Disk(folder, begun, monkeypatch)
+    disk.cut()
+
+    def written(record: Step | Epoch) -> None:
+        disk.cut()
+        disk.steps = record.number - 1 if isinstance(record, Step) else disk.steps
+        if begun:
+            raise BrokenOff
+
     try:
-        with within_a_minute():
-            Small(workers).fit(folder=files, callbacks=[fill_between_epochs])
-    except (OSError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}")
-    (mounted / "ballast").unlink()
-    training = Small(workers)
-    training.fit(folder=files)
-    uninterrupted.check(training, files)
-    print("went on")
-"""
+        Training().fit(written, folder=folder)
+    except BrokenOff:
+        assert begun
+    monkeypatch.undo()
+    assert len(disk.cuts) > (3 if begun else 30)
+    for number, (content, steps) in enumerate(disk.cuts.items()):
+        where = tmp_path / str(number)
+        where.mkdir()
+        for name, data in content:
+            (where / name).write_bytes(data)
+        if steps:
+            saved = torch.load(where / "last.pt", weights_only=True)
+            assert saved["training"]["accumulator"]["steps"] >= steps
+        uninterrupted.check_what_goes_on(where)
 
 
-def run_beside_a_small_disk(folder: Path, mounted: Path, workers: int) -> str:
-    """Run the script with a file system of 256 KiB of its own; what it printed."""
-    script = folder / "script.py"
-    script.write_text(FULL)
-    if shutil.which("unshare") is None:
-        pytest.skip("no file system can be mounted here: there is no unshare")
-    mount = f"mount -t tmpfs -o size=256k tmpfs {mounted}"
-    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    possible = subprocess.run([*own, mount], capture_output=True, text=True, check=False)
-    if possible.returncode:
-        pytest.skip(f"no file system can be mounted here: {possible.stderr.strip()}")
-    run = [*own, f'{mount} && exec "$@"', "sh", sys.executable, str(script), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*run, str(mounted), str(workers)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,  # of three trainings and the imports; the script has the bar of the faulty one
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_a_new_folder_is_on_the_disk_before_a_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a loss of power would take it away, and all that is in it."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    folder = tmp_path / "runs" / "of today" / "first"
+    Training().fit(folder=folder, epochs=1)
+    parents = [path.stat().st_ino for path in (tmp_path, *folder.parents[:2])]
+    before_a_file = synced[: synced.index(folder.stat().st_ino)]
+    assert set(parents) <= set(before_a_file)
 
 
-@pytest.mark.slow
-def test_a_full_disk(tmp_path: Path) -> None:
-    """The error names the file, and the training goes on once there is room."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    error, ended = run_beside_a_small_disk(tmp_path, mounted, 0).splitlines()
-    assert error.startswith("OSError: [Errno 28] cannot be written (No space left on device)")
-    assert "make room" in error
-    assert ended == "went on"
+# ---------------------------------------------------------------------- files
+
+STATE: dict[str, Any] = {"model": {"weight": torch.arange(9.0)}, "ranks": [{"epoch": 3}]}
 
 
-@pytest.mark.slow
-def test_full_shared_memory(tmp_path: Path) -> None:
-    """A worker that cannot write its batch ends the loop with an error; then it goes on."""
-    *error, ended = run_beside_a_small_disk(tmp_path, Path("/dev/shm"), 1).splitlines()
-    assert any(word in "".join(error) for word in ("Bus error", "shared memory", "No space left"))
-    assert ended == "went on"
+@pytest.fixture
+def files(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_file_of_before(files: RunFolder) -> None:
+    """What was saved is read; what could not be loaded again is noticed when it is saved."""
+    assert files.read() is None
+    files.save(STATE)
+    whole = files.read() or {}
+    assert torch.equal(whole["model"]["weight"], STATE["model"]["weight"])
+    assert whole["ranks"] == STATE["ranks"]
+    with pytest.raises(StateError, match="other things in its state than tensors, numbers"):
+        RunFolder(files.path).save({"model": Path("x")})
+    assert (files.read() or {})["id"] == whole["id"]
+    assert [one.name for one in files.path.iterdir()] == ["last.pt"]
+
+
+def test_a_damaged_checkpoint_is_noticed(files: RunFolder) -> None:
+    """Whichever bit is flipped, or where it is cut off: an error, or the same state."""
+    files.save(STATE)
+    path = files.path / "last.pt"
+    whole, expected = path.read_bytes(), files.read() or {}
+    damaged = [whole[: int(share * len(whole))] for share in (0.0, 0.3, 0.7, 0.99)]
+    damaged += [
+        whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :]
+        for place in range(0, len(whole), 41)
+    ]
+    for data in damaged:
+        path.write_bytes(data)
+        try:
+            found = files.read()
+        except StateError as error:
+            assert "put a whole copy in its place" in str(error)  # noqa: PT017  (either way)
+        else:
+            found = found or {}
+            assert torch.equal(found["model"]["weight"], expected["model"]["weight"])
+            assert found["ranks"] == expected["ranks"]
+    for other in ({"weights": torch.zeros(2)}, {"version": 9}):
+        torch.save(other, path)
+        with pytest.raises(StateError, match="not of this fit"):
+            files.read()
+    path.unlink()
+    path.mkdir()  # stands for a disk that fails: a file's modes bind no root
+    with pytest.raises(IsADirectoryError):
+        files.read()
+
+
+def test_good_lines_are_kept(files: RunFolder) -> None:
+    """What comes again is dropped, and a line that was cut off; other people's lines stay.
+
+    JSON knows neither NaN nor infinity; a skipped step may have both.
+    """
+    for step in (1, 2, 3):
+        files.write_record("step", {"number": step, "loss": math.nan, "norm": math.inf})
+    files.write_record("epoch", {"number": 0})
+    path = files.path / "statistics.jsonl"
+    with path.open("a") as file:
+        file.write('{"kind": "note", "text": "mine"}\n[4]\n{"kind": "step", "num')
+    files.forget_after({"step": 2, "epoch": 0})
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines[0] == {"kind": "step", "number": 1, "loss": None, "norm": None}
+    assert [one.get("number") for one in lines if isinstance(one, Mapping)] == [1, 2, 0, None]
+    assert lines[-1] == [4]

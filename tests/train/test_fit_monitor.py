@@ -2,70 +2,32 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from tests.support.costs import measured
+from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
-from tests.train.test_fit import Tagger, Training, assert_equal, loss_of, samples, tokens
+from tests.support.trainings import (
+    Creeping,
+    Training,
+    assert_equal,
+    loss_of,
+)
 from torchbudget import (
     GradAccumulator,
-    MemoryBudgetBatchSampler,
     MemoryMonitor,
-    PadCollate,
-    PaddedCost,
-    fit,
     train_epoch,
 )
-from torchbudget.errors import MeasureWarning, OptionError
+from torchbudget.errors import OptionError
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.observe.report import read_records, recorded_runs
 from torchbudget.random_state import RandomState
 from torchbudget.units import MiB
 
-LEAK = MiB(4)
 
-
-class Creeping:
-    """A training whose criterion keeps 4 MiB of every batch, and what is needed to run it.
-
-    Predicted is what a process takes, by default this one now, and 64 MiB that no batch needs.
-    """
-
-    def __init__(self, *, leaks: bool = True, resident_bytes: int | None = None) -> None:
-        data = samples(200, 0)
-        fixed = (resident_bytes or process_memory(shares=False).resident_bytes) + MiB(64)
-        self.cost = measured(PaddedCost(fixed_bytes=fixed, unit_bytes=MiB(1)), margin=0.01)
-        budget = int(self.cost.batch_bytes(4, 30))
-        lengths = [len(one["x"]) for one in data]
-        self.sampler = MemoryBudgetBatchSampler(lengths, self.cost, budget, window=20, seed=1)
-        self.loader = DataLoader(data, batch_sampler=self.sampler, collate_fn=PadCollate())
-        self.model = Tagger()
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.accumulator = GradAccumulator(optimizer, self.model, steps=1)
-        self.leaks, self.kept = leaks, [bytearray(0)]
-        self.numbers: list[int] = []
-
-    def loss_of(self, model: Any, batch: Any) -> torch.Tensor:
-        self.numbers.append(batch.num_samples)
-        if self.leaks:
-            self.kept.append(bytearray(b"\1") * LEAK)
-        return loss_of(model, batch)
-
-    def fit(self, monitor: MemoryMonitor | None, **options: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MeasureWarning)
-            fit(
-                self.model, self.loader, self.loss_of, self.accumulator,
-                weight=tokens, monitor=monitor, **options,
-            )  # fmt: skip
-
-
+@pytest.mark.slow
 def test_batches_are_cut_down_while_memory_creeps_up(tmp_path: Path) -> None:
     """The margin grows, later windows are cut smaller, every sample still comes once an epoch."""
     run = Creeping()
@@ -140,37 +102,7 @@ def test_only_a_measured_cost_is_corrected() -> None:
         MemoryMonitor(replan=Training().sampler)
 
 
-RANKS = """
-import json
-import sys
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-from tests.train.test_fit_monitor import Creeping
-from torchbudget import MemoryMonitor
-from torchbudget.errors import OptionError
-from torchbudget.machine.process_tree import process_memory
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-resident = torch.tensor(process_memory().resident_bytes)
-dist.all_reduce(resident, dist.ReduceOp.MAX)
-run = Creeping(leaks=rank == 1, resident_bytes=int(resident))
-refused = None
-try:
-    run.fit(MemoryMonitor() if rank == 0 else None, epochs=1)
-except OptionError as error:
-    refused = str(error)
-with MemoryMonitor(replan=run.sampler, replan_batches=5) as monitor:
-    run.fit(monitor, epochs=2)
-margin = run.sampler.plan.rules.cost.margin
-Path(sys.argv[1], f"{rank}.json").write_text(json.dumps([refused, margin, run.numbers]))
-"""
-
-
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_agree_on_what_one_of_them_sees(tmp_path: Path) -> None:
     """One rank's memory creeps up: both plan with its margin, as many batches on each.
@@ -178,10 +110,10 @@ def test_ranks_agree_on_what_one_of_them_sees(tmp_path: Path) -> None:
     A monitor on one rank only is refused on both.
     """
     (refused, margin, numbers), (refused_too, margin_too, numbers_too) = run_ranks(
-        RANKS, tmp_path, 2
+        script("fit_monitor"), tmp_path, 2
     )
     assert refused == refused_too
-    assert "a monitor must be given on every rank" in refused
+    assert "a monitor, must be on every rank" in refused
     assert margin == margin_too > 0.05
     assert len(numbers) == len(numbers_too)
     assert sum(numbers) + sum(numbers_too) == 2 * 200

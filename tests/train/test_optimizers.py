@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ from tests.support.large_steps import (
     EXACT,
     Data,
     difference,
+    large_step,
     loss_sum,
     make_model,
     parts_of,
     sgd,
 )
-from torchbudget import GradAccumulator
-from torchbudget.errors import ForeignStepWarning, OptionError, StateError
+from torchbudget import GradAccumulator, fit
+from torchbudget.errors import ForeignStepWarning, OptionError
 
 
 def test_schedulers_and_several_optimizers() -> None:
@@ -99,40 +100,6 @@ def test_an_overflow_of_one_optimizer_is_that_of_all() -> None:
     assert all(torch.isfinite(p).all() for m in models for p in m.parameters())
 
 
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, whose own `__init__` never runs: no hook sees its step."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.__dict__.update(vars(inner))
-        self._optimizer_step_post_hooks = OrderedDict()
-
-    def step(self, closure: None = None) -> None:
-        self.inner.step(closure)
-
-
-@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=8.0)])
-def test_an_optimizer_that_runs_no_hooks_has_stepped(scaler: torch.amp.GradScaler | None) -> None:
-    """With or without a scaler its step is taken, and the schedulers advance."""
-    model = nn.Linear(3, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    accumulator = GradAccumulator(Wrapper(inner), model, steps=1, scheduler=schedule, scaler=scaler)
-    for factor in (1.0, math.inf) if scaler else (1.0,):
-        with accumulator.micro_batch(weight=2):
-            accumulator.backward(model(torch.ones(2, 3)).sum() * factor)
-        assert accumulator.last is not None
-        assert accumulator.last.skipped == (factor == math.inf)
-    assert schedule.get_last_lr() == [0.05]
-
-
-def test_the_state_of_other_optimizers_is_refused() -> None:
-    models = [make_model("CNN"), make_model("tied")]
-    state = GradAccumulator([sgd(model) for model in models], models).training_state()
-    with pytest.raises(StateError, match="2 optimizers, there are 1"):
-        GradAccumulator(sgd(models[0]), models[0]).load_training_state(state)
-
-
 def test_a_scaler_needs_each_parameter_in_one_optimizer() -> None:
     """It would divide the gradient by its scale twice."""
     model = make_model("CNN")
@@ -142,34 +109,50 @@ def test_a_scaler_needs_each_parameter_in_one_optimizer() -> None:
     GradAccumulator(optimizers)
 
 
-def test_an_infinite_norm_is_only_measured() -> None:
-    """Finite gradients stay finite where their norm overflows, since nothing is clipped."""
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=1e-30)
-    accumulator = GradAccumulator(optimizer, steps=1, max_norm=math.inf)
-    with accumulator.micro_batch(1):
-        accumulator.backward((parameter * 1e30).sum())
-    assert accumulator.last.gradient_norm == math.inf
-    assert parameter.tolist() == [-1.0, -1.0]
-
-
 @pytest.mark.parametrize("max_norm", [None, math.inf])
-def test_several_optimizers_step_with_finite_gradients_whose_norm_overflows(max_norm) -> None:
-    """A scaler lowers its scale only where a gradient overflows: it would never step again."""
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}, {"scaler": 8.0}])
+def test_finite_gradients_whose_norm_overflows_are_stepped_with(
+    options: dict[str, Any], max_norm: float | None
+) -> None:
+    """An infinite norm is only measured; a step is skipped where a gradient is not finite."""
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([parameter], lr=1e-30) for parameter in parameters]
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    accumulator = GradAccumulator(optimizers, steps=1, max_norm=max_norm, scaler=scaler)
-    for factor in (1e30, math.nan, math.inf):
+    if "scaler" in options:
+        options = {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
+    accumulator = GradAccumulator(optimizers, steps=1, max_norm=max_norm, **options)
+    for factor in (1e30, math.nan, math.inf) if options else (1e30,):
         with accumulator.micro_batch(1):
             accumulator.backward(sum((parameter * factor).sum() for parameter in parameters))
         assert accumulator.last.skipped == (factor != 1e30)
         assert all(parameter.tolist() == [-1.0, -1.0] for parameter in parameters)
 
 
+def test_a_step_that_is_not_finite_can_be_skipped() -> None:
+    """Momentum and schedules stay, and the epoch's mean loss does not know the step."""
+    model, before = make_model("CNN"), make_model("CNN")
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    accumulator = GradAccumulator(
+        optimizer, model, steps=2, skip_nonfinite=True, scheduler=schedule
+    )
+    data = [Data.make(4, seed) for seed in range(4)]
+
+    def criterion(model: nn.Module, batch: Data) -> torch.Tensor:
+        return loss_sum(model, batch) * (math.inf if batch is data[1] else 1)
+
+    [epoch] = fit(
+        model, data, criterion, accumulator, epochs=1, weight=lambda one: one.weight, progress=False
+    )
+    assert (epoch.steps, epoch.skipped, schedule.last_epoch) == (2, 1, 1)
+    whole = Data(torch.cat([one.x for one in data[2:]]), torch.cat([one.y for one in data[2:]]))
+    assert epoch.loss == pytest.approx(loss_sum(before, whole).item() / whole.weight)
+    large_step(before, sgd(before), whole)
+    assert difference(model, before) <= EXACT
+
+
 @pytest.mark.parametrize("steps", [0, 5])
 def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
-    """A hook of the user's that steps, and the mark of torch's `_apply_optimizer_in_backward`.
+    """A hook of the user's that steps.
 
     Also where the training goes on after steps of another run.
     """
@@ -186,9 +169,3 @@ def test_an_optimizer_in_the_backward_is_noticed(steps: int) -> None:
         accumulator.micro_batch(data.weight),
     ):
         accumulator.backward(loss_sum(model, data))
-    model = make_model("CNN")
-    optimizer = sgd(model)
-    for parameter in model.parameters():
-        parameter._in_backward_optimizers = [optimizer]
-    with pytest.raises(OptionError, match="steps inside the backward"):
-        GradAccumulator(optimizer, model)

@@ -1,93 +1,36 @@
-"""Outputs of a forward-only pass, in order; over several ranks see `test_predict_ranks.py`."""
+"""Outputs of a forward-only pass, in the data set's order."""
 
 from __future__ import annotations
 
+import gc
 import weakref
-from dataclasses import dataclass
+from collections import OrderedDict
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from tests.support.predicting import Encoder, loader_of, one_by_one, texts_of
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
 from tests.support.samplers import LENGTHS, TOKENS, forks
 from tests.support.strategies import costs, one_axis_sizes, rules
 from torchbudget import (
     BudgetedIterableDataset,
     MemoryBudgetBatchSampler,
+    PackCollate,
     PadCollate,
     PaddedCost,
     predict,
 )
 from torchbudget.errors import OptionError, OtherNumbersWarning, SampleError, StateError
-
-
-class Encoder(nn.Module):
-    """Means over a sample's tokens, which padding must not change; dropout only in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 4)
-        self.mix = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5))
-        self.double()
-
-    def forward(self, batch: Any) -> Tensor:
-        mixed = self.mix(self.embed(batch.data)) * batch.mask.unsqueeze(-1)
-        return mixed.sum(1) / batch.mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def texts_of(sizes: Any) -> list[Tensor]:
-    rng = np.random.default_rng(0)
-    return [torch.from_numpy(rng.integers(0, 11, int(n))) for n in sizes]
-
-
-def loader_of(
-    sizes: Any = LENGTHS, budget: Any = 1000, cost: Any = TOKENS, **options: Any
-) -> DataLoader[Any]:
-    sampler = MemoryBudgetBatchSampler(sizes, cost, budget, **{"shuffle": False} | options)
-    return DataLoader(texts_of(sizes), batch_sampler=sampler, collate_fn=PadCollate())
-
-
-class Made:
-    """A batch that others may ask whether it is still there."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.num_samples = batch, batch.num_samples
-
-
-def test_a_batch_and_its_outputs_are_gone_before_the_next_is_made() -> None:
-    """Or the memory of two would be needed at once."""
-    alive: list[weakref.ref[Any]] = []
-
-    def collate(texts: list[Tensor]) -> Made:
-        assert [one for one in alive if one() is not None] == []
-        made = Made(PadCollate()(texts))
-        alive.append(weakref.ref(made))
-        return made
-
-    def model(made: Made) -> Tensor:
-        outputs = made.batch.data.double().sum(1)
-        alive.append(weakref.ref(outputs))
-        return outputs
-
-    loader = loader_of()
-    loader = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=collate)
-    found = predict(model, loader)
-    assert [float(one) for one in found] == [float(one.sum()) for one in texts_of(LENGTHS)]
-    assert len(alive) == 2 * len(loader) > 4
-
-
-def one_by_one(model: Encoder, sizes: Any) -> list[Tensor]:
-    model.eval()
-    collate = PadCollate()
-    with torch.no_grad():
-        return [model(collate([text]))[0] for text in texts_of(sizes)]
-
 
 # ---------------------------------------------------------------------- laws
 
@@ -106,6 +49,7 @@ def plans(draw: st.DrawFn) -> tuple[Any, Any, int, dict[str, Any]]:
     return sizes, cost, alone + draw(st.integers(0, 20)) * max(alone // 2, 1), options
 
 
+@settings(max_examples=12)
 @given(plans())
 def test_it_is_the_model_one_sample_at_a_time(plan: Any) -> None:
     """Whatever the sizes, the windows, the budget and the order of the epoch."""
@@ -123,6 +67,7 @@ def alone(n: int, **options: Any) -> Any:
     return [10] * n, TOKENS, 15, options
 
 
+@settings(max_examples=12)
 @given(plans(), st.integers(1, 5))
 @example(alone(7), 2)
 @example(alone(3), 5)
@@ -157,18 +102,13 @@ def test_ranks_have_as_many_batches_and_each_sample_once(plan: Any, ranks: int) 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_read_ahead(persistent: bool) -> None:
     """Also after a loop that was broken off, and in a second call."""
-    sampler = MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, shuffle=False)
-    loader = DataLoader(
-        texts_of(LENGTHS), batch_sampler=sampler, collate_fn=PadCollate(), num_workers=2,
-        persistent_workers=persistent,
-    )  # fmt: skip
-    model = Encoder()
+    loader, model = loader_of(num_workers=1, persistent_workers=persistent), Encoder()
     expected = one_by_one(model, LENGTHS)
     for _ in loader:
         break
     for _ in range(2):
         torch.testing.assert_close(predict(model, loader), expected, rtol=1e-12, atol=1e-13)
-    assert sampler.epoch == 0
+    assert loader.batch_sampler.epoch == 0
 
 
 def test_a_call_inside_a_loop_over_the_same_loader() -> None:
@@ -180,23 +120,13 @@ def test_a_call_inside_a_loop_over_the_same_loader() -> None:
         came += batch.num_samples
         if place == 2:
             before = sampler.state_dict()
-            predict(lambda batch: batch.lengths, loader)
+            assert len(predict(lambda batch: batch.lengths, loader, progress=True)) == 300
             assert sampler.state_dict() == before
         if place == 5:
             break
     resumed: Any = loader_of(shuffle=True).batch_sampler
     resumed.load_state_dict(sampler.state_dict())
     assert came + sum(map(len, resumed)) == len(LENGTHS)
-
-
-def test_one_sample() -> None:
-    assert [len(one) for one in predict(Encoder(), loader_of([5]))] == [4]
-
-
-def test_a_progress_bar_changes_nothing() -> None:
-    model = Encoder()
-    shown = predict(model, loader_of(), progress=True, device="cpu")
-    torch.testing.assert_close(shown, predict(model, loader_of()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +140,8 @@ def test_a_progress_bar_changes_nothing() -> None:
         ({"drop_last": True}, "drop_last leaves samples out"),
         ({"budget": 100, "oversize": "skip"}, r"leaves out \d+ samples, .* index \d+"),
         ({"num_replicas": 3, "rank": 1}, "deals to 3 ranks, of which this is number 1, but the"),
+        ({"sizes": LENGTHS[:-1], "texts": LENGTHS}, "299 sizes, but the data set has 300 samples"),
+        ({"num_workers": 1, "in_order": False}, "in_order=True"),
     ],
 )
 def test_an_epoch_that_is_not_each_sample_once(options: dict[str, Any], match: str) -> None:
@@ -220,80 +152,22 @@ def test_an_epoch_that_is_not_each_sample_once(options: dict[str, Any], match: s
     assert not called
 
 
-def test_samples_over_the_budget_may_come_alone() -> None:
-    model = Encoder()
-    found = predict(model, loader_of(budget=100, oversize="alone"))
-    torch.testing.assert_close(found, one_by_one(model, LENGTHS), rtol=1e-12, atol=1e-13)
-
-
-def test_sizes_of_another_data_set() -> None:
-    loader = loader_of()
-    sampler = MemoryBudgetBatchSampler(LENGTHS[:-1], TOKENS, 1000, shuffle=False)
-    other = DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=PadCollate())
-    with pytest.raises(OptionError, match="has 299 sizes, but the data set has 300 samples"):
-        predict(Encoder(), other)
-
-
-def test_a_position_within_an_epoch() -> None:
-    """Every sample has an output, and the position stays."""
-    loader = loader_of(window=50)
-    sampler: Any = loader.batch_sampler
-    batches = iter(sampler)
-    for _ in range(7):
-        next(batches)
-    sampler.load_state_dict(sampler.state_dict())
-    before = sampler.state_dict()
-    assert len(predict(Encoder(), loader)) == 300
-    assert sampler.state_dict() == before
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Any:
-        return iter(texts_of([3, 4]))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: DataLoader(texts_of([3, 3]), batch_size=2),
-        lambda: DataLoader(Stream(), batch_size=None),
         lambda: DataLoader(
-            BudgetedIterableDataset(Stream(), TOKENS, 100, size=len, window=8), batch_size=None
+            BudgetedIterableDataset([texts_of([3, 4])], TOKENS, 100, size=len), batch_size=None
         ),
         lambda: [texts_of([3])],
     ],
-    ids=["fixed batches", "iterable", "stream", "list"],
+    ids=["fixed batches", "stream", "list"],
 )
 def test_loaders_whose_samples_are_unknown(make: Any) -> None:
-    with pytest.raises(OptionError, match=r"predict needs a DataLoader.*shuffle=False.*a stream"):
+    with pytest.raises(OptionError, match=r"predict needs a DataLoader.*shuffle=False"):
         predict(Encoder(), make())
-
-
-def test_batches_out_of_order() -> None:
-    sampler = MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, shuffle=False)
-    loader = DataLoader(
-        texts_of(LENGTHS), batch_sampler=sampler, num_workers=1, in_order=False,
-        collate_fn=PadCollate(),
-    )  # fmt: skip
-    with pytest.raises(OptionError, match="in_order=True"):
-        predict(Encoder(), loader)
-
-
-@pytest.mark.peer
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_a_stateful_loader() -> None:
-    stateful = pytest.importorskip(
-        "torchdata.stateful_dataloader", reason="in the peer dependency group"
-    )
-    sampler = MemoryBudgetBatchSampler(LENGTHS, TOKENS, 1000, shuffle=False)
-    loader = stateful.StatefulDataLoader(texts_of(LENGTHS), batch_sampler=sampler)
-    with pytest.raises(OptionError, match="tracked needs a DataLoader"):
-        predict(Encoder(), loader)
-
-
-def test_another_place_to_gather() -> None:
     with pytest.raises(OptionError, match="gather must be 'all' or 'first', got 'last'"):
-        predict(Encoder(), loader_of(), gather="last")  # type: ignore[call-overload]
+        predict(Encoder(), loader_of(), gather="last")
 
 
 class Short(DataLoader[Any]):
@@ -313,30 +187,10 @@ def test_a_loader_that_changes_the_plan(more: int, error: type[Exception]) -> No
     loader.more = more
     with pytest.raises(error, match=r"came from the loader|the loader ended after"):
         predict(Encoder(), loader)
-
-
-def test_batches_are_named_by_their_number() -> None:
-    plain, seen = loader_of(), []
-
-    def model(batch: Any) -> Tensor:
-        seen.append(batch)
-        return batch.data.sum(1)[1 if len(seen) == 3 else 0 :]
-
-    with pytest.raises(OptionError, match=r"batch 2, of \d+ samples"):
-        predict(model, plain)
-
-
-def test_a_collate_that_loses_a_sample() -> None:
-    collate = PadCollate()
-    plain = loader_of([3, 4, 5])
-    loader = DataLoader(
-        plain.dataset, batch_sampler=plain.batch_sampler, collate_fn=lambda some: collate(some[1:])
-    )
-    with (
-        pytest.warns(OtherNumbersWarning),
-        pytest.raises(OptionError, match=r"batch 0, of 3 .* \[2, 1, 0\], came .* 2 samples"),
-    ):
-        predict(Encoder(), loader)
+    losing = loader_of([3, 4, 5], collate_fn=lambda some: PadCollate()(some[1:]))
+    match = r"batch 0, of 3 .* \[2, 1, 0\], came .* 2 samples"
+    with pytest.warns(OtherNumbersWarning), pytest.raises(OptionError, match=match):
+        predict(Encoder(), losing)
 
 
 # ---------------------------------------------------------------------- the model
@@ -400,43 +254,179 @@ def test_a_network_that_is_not_registered_is_set_to_evaluation_too() -> None:
     assert len(predict(Wrapper(), loader_of())) == len(LENGTHS)
 
 
-@dataclass(frozen=True)
-class Output:
-    values: Tensor
-
-
-def test_dataclasses_are_copied_too() -> None:
-    """A model that writes every batch into one buffer."""
-    buffer = torch.zeros(4096)
-
-    def call(batch: Any) -> Tensor:
-        return buffer[: batch.num_samples].copy_(batch.lengths)
-
-    def split(outputs: Tensor, _: Any) -> list[Output]:
-        return [Output(one) for one in outputs]
-
-    found = predict(call, loader_of(), split_outputs=split)
-    assert [int(one.values) for one in found] == list(LENGTHS)
-
-
 def test_outputs_can_be_trained_on() -> None:
-    """They are plain tensors without a graph."""
-    embedded = torch.stack(predict(Encoder(), loader_of()))
+    """They are plain tensors without a graph; no batch is over the budget."""
+    cost, seen = PaddedCost(unit_bytes=3, sample_bytes=2), []
+    model = Encoder()
+
+    def noted(batch: Any) -> Tensor:
+        seen.append(batch.data.shape)
+        return model(batch)
+
+    embedded = torch.stack(predict(noted, loader_of(budget=2000, cost=cost)))
     assert not embedded.requires_grad
     head = nn.Linear(4, 1).double()
     head(embedded).sum().backward()
     assert head.weight.grad is not None
-
-
-def test_an_error_of_the_model_is_its_own() -> None:
-    with pytest.raises(ZeroDivisionError):
-        predict(lambda _: 1 / 0, loader_of())
-
-
-def test_no_batch_is_over_the_budget() -> None:
-    """Predicted bytes of what the model really sees."""
-    cost, seen = PaddedCost(unit_bytes=3, sample_bytes=2), []
-    predict(
-        lambda batch: seen.append(batch.data.shape) or batch.data, loader_of(budget=2000, cost=cost)
-    )
     assert all(int(cost.batch_bytes(*shape)) <= 2000 for shape in seen)
+
+
+# ---------------------------------------------------------------------- outputs
+
+
+class Pair(NamedTuple):
+    length: Tensor
+    rows: list[Any]
+
+
+STRUCTURES: dict[str, Any] = {
+    "tuple": lambda x: (x, x + 1),
+    "list": lambda x: [x, x + 1],
+    "dict": lambda x: {"a": x, "b": {"c": x + 1}},
+    "ordered": lambda x: OrderedDict(b=x, a=x + 1),
+    "named": lambda x: Pair(x[..., 0], [x, None]),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_are_split_into_structures(name: str) -> None:
+    """Each sample's output is of the same kind as the batch's."""
+    make = STRUCTURES[name]
+    sizes = [3, 1, 4, 1, 5, 9]
+    totals = predict(lambda batch: make(batch.data.sum(1, keepdim=True)), loader_of(sizes, 12))
+    for found, text in zip(totals, texts_of(sizes), strict=True):
+        expected = make(text.sum(0, keepdim=True))
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.peer
+def test_model_outputs_of_transformers() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs", reason="in the test group")
+    kind = outputs.BaseModelOutput
+    found = predict(lambda batch: kind(last_hidden_state=batch.data), loader_of([3, 1]))
+    assert [type(one) for one in found] == [kind, kind]
+    assert found[0].last_hidden_state.equal(texts_of([3, 1])[0])
+
+
+def test_rows_keep_their_padding_unless_they_are_split() -> None:
+    sizes = [3, 1, 4]
+    padded = predict(lambda batch: batch.data, loader_of(sizes))
+    assert [len(one) for one in padded] == [4, 4, 4]
+    cut = predict(
+        lambda batch: batch.data,
+        loader_of(sizes),
+        split_outputs=lambda rows, batch: [r[:n] for r, n in zip(rows, batch.lengths, strict=True)],
+    )
+    assert all(map(torch.equal, cut, texts_of(sizes)))
+
+
+def test_packed_outputs_are_split_by_lengths() -> None:
+    sizes = [3, 1, 4, 2]
+    sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 8, shuffle=False)
+    loader = DataLoader(texts_of(sizes), batch_sampler=sampler, collate_fn=PackCollate())
+    with pytest.raises(OptionError, match=r"must be tensors of shape \(2, …\), got a tensor of sh"):
+        predict(lambda batch: batch.data, loader)
+    found = predict(
+        lambda batch: batch.data,
+        loader,
+        split_outputs=lambda values, batch: values.split(batch.lengths.tolist()),
+    )
+    assert all(map(torch.equal, found, texts_of(sizes)))
+
+
+def test_an_output_keeps_its_own_bytes_only() -> None:
+    """No row keeps its batch, nor is it the model's buffer for the next one."""
+    buffer = torch.zeros(300, 1000)
+    kept: list[Any] = []
+
+    def model(batch: Any) -> Tensor:
+        kept.append(weakref.ref(batch))
+        buffer[: batch.num_samples] = batch.lengths.reshape(-1, 1)
+        return buffer[: batch.num_samples]
+
+    found = predict(model, loader_of())
+    assert all(one.untyped_storage().nbytes() == 4000 for one in found)
+    assert [int(one[0]) for one in found] == LENGTHS.tolist()
+    gc.collect()
+    assert len(kept) > 3
+    assert not any(one() for one in kept)
+
+
+class Made:
+    """A batch that others may ask whether it is still there."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.num_samples = batch, batch.num_samples
+
+
+def test_a_batch_and_its_outputs_are_gone_before_the_next_is_made() -> None:
+    """Or the memory of two would be needed at once."""
+    alive: list[weakref.ref[Any]] = []
+
+    def collate(texts: list[Tensor]) -> Made:
+        assert [one for one in alive if one() is not None] == []
+        made = Made(PadCollate()(texts))
+        alive.append(weakref.ref(made))
+        return made
+
+    def model(made: Made) -> Tensor:
+        outputs = made.batch.data.double().sum(1)
+        alive.append(weakref.ref(outputs))
+        return outputs
+
+    loader = loader_of(collate_fn=collate)
+    found = predict(model, loader)
+    assert [float(one) for one in found] == [float(one.sum()) for one in texts_of(LENGTHS)]
+    assert len(alive) == 2 * len(loader) > 4
+
+
+@pytest.mark.parametrize(
+    ("outputs", "match"),
+    [
+        (lambda _: torch.tensor(1.0), r"shape \(3, …\), got a tensor of shape \(\); pass split_ou"),
+        (lambda b: (b.data, b.data.sum()), r"got a tensor of shape \(\)"),
+        (lambda b: b.data[:2], r"got a tensor of shape \(2, 5\)"),
+        (lambda b: {"rows": b.data, "name": "x"}, "got a str"),
+        (lambda _: None, "returned no tensor, but None"),
+        (lambda _: [], r"returned no tensor, but \[\]"),
+    ],
+)
+def test_outputs_that_are_no_rows(outputs: Any, match: str) -> None:
+    where = r"batch 0, of 3 samples, first of indices \[2, 1, 0\]: "
+    with pytest.raises(OptionError, match=where + ".*" + match):
+        predict(outputs, loader_of([3, 4, 5]))
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_another_number_of_outputs(number: int) -> None:
+    with pytest.raises(OptionError, match=rf"batch 0, of 3 .* must return 3 outputs, got {number}"):
+        predict(Encoder(), loader_of([3, 4, 5]), split_outputs=lambda *_: [None] * number)
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ranks", "workers", "chunk_bytes"), [(1, 0, 10**6), (2, 1, 1)])
+def test_outputs_over_ranks(tmp_path: Path, ranks: int, workers: int, chunk_bytes: int) -> None:
+    """Every rank or the first one gets all; a rank that fails, or plans otherwise, fails on all."""
+    told = run_ranks(script("predicting"), tmp_path, ranks, workers, chunk_bytes)
+    assert [one["all"] for one in told] == [300] * ranks
+    assert [one["first"] for one in told] == [300] + [0] * (ranks - 1)
+    assert sum(one["samples"] for one in told) == 300
+    if ranks == 1:
+        return
+    first, second = told
+    for where, error in (
+        ("model", "ZeroDivisionError: here"),
+        ("pickle", "TypeError: no pickle"),
+        ("sizes", "OptionError: the sampler has 299 sizes"),
+    ):
+        assert second[where].startswith(error)
+        assert first[where].startswith(f"RankError: rank 1 failed, see its traceback: {error}")
+    for one in told:
+        assert one["after"] == 300
+        assert "every rank must plan with the same sizes" in one["plans"]
+        assert "deals to 4 ranks" in one["ranks"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.support.large_steps import (
@@ -22,11 +23,13 @@ from tests.support.large_steps import (
 from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost, evaluate
 from torchbudget.errors import OptionError
 from torchbudget.protocols import StepSource
-from torchbudget.train.step import Pending, Planned
 
 
 def test_the_samplers_plan_says_when_a_step_ends() -> None:
-    """Steps are those of the plan, in every epoch, and `flush` finds nothing left."""
+    """Steps are those of the plan, in every epoch, and `flush` finds nothing left.
+
+    Also where the loader that is trained on is evaluated within the epoch.
+    """
     data = Data.make(50)
     lengths = (data.y != -100).sum(1).numpy()
     sampler = MemoryBudgetBatchSampler(
@@ -44,6 +47,7 @@ def test_the_samplers_plan_says_when_a_step_ends() -> None:
                 large_step(large, theirs, data[rows_of_step])
                 numbers.append(len(rows_of_step))
                 rows_of_step = []
+                evaluate(model, loader, lambda model, rows: loss_sum(model, data[rows]), weight=len)
         accumulator.flush()
         assert not accumulator.stepped
     assert numbers == 3 * [16, 16, 16, 2]
@@ -51,32 +55,21 @@ def test_the_samplers_plan_says_when_a_step_ends() -> None:
     assert difference(model, large) <= EXACT
 
 
-def test_an_evaluation_within_an_epoch_leaves_its_steps_alone() -> None:
-    """Also over the loader that is trained on."""
-    data = Data.make(50)
-    lengths = (data.y != -100).sum(1).numpy()
-    sampler = MemoryBudgetBatchSampler(lengths, PaddedCost(unit_bytes=1), 20, samples_per_step=16)
-    loader = DataLoader(range(50), batch_sampler=sampler, collate_fn=list)
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
-    numbers, rows_of_step = [], 0
-    for rows in loader:
-        accumulate(accumulator, model, [data[rows]])
-        rows_of_step += len(rows)
-        if accumulator.stepped:
-            numbers.append(rows_of_step)
-            rows_of_step = 0
-            evaluate(model, loader, lambda model, rows: loss_sum(model, data[rows]), weight=len)
-    assert numbers == [16, 16, 16, 2]
-
-
 @pytest.mark.parametrize(
-    ("rule", "expected"), [({"samples": 10}, [12, 12, 6]), ({"steps": 3}, [9, 9, 9, 3])]
+    ("rule", "size", "expected"),
+    [
+        ({"samples": 10}, 4, [12, 12, 6]),
+        ({"steps": 3}, 3, [9, 9, 9, 3]),
+        ({"weight": 5}, 2, [6] * 5),
+    ],
 )
-def test_steps_of_samples_and_of_micro_batches(rule: dict[str, int], expected: list[int]) -> None:
-    data = Data.make(30)
-    size = 4 if "samples" in rule else 3
-    model = make_model("tied")
+def test_steps_of_samples_micro_batches_and_a_weight(
+    rule: dict[str, int], size: int, expected: list[int]
+) -> None:
+    """A step ends with the micro-batch that reaches the number; `flush` takes the rest."""
+    data, model = Data.make(30), make_model("tied")
+    if "weight" in rule:  # of every sample as many labels
+        data = Data(data.x, data.x.new_full(data.y.shape, -100).index_fill(1, torch.tensor([0]), 1))
     accumulator = GradAccumulator(sgd(model), model, **rule)
     found, samples = [], 0
     for piece in parts_of(data, size):
@@ -90,17 +83,6 @@ def test_steps_of_samples_and_of_micro_batches(rule: dict[str, int], expected: l
     assert ([*found, samples] if samples else found) == expected
 
 
-def test_steps_of_a_weight() -> None:
-    """A step ends with the micro-batch that reaches the weight."""
-    data = Data.make(30)
-    model = make_model("tied")
-    accumulator = GradAccumulator(sgd(model), model, weight=20)
-    for piece in parts_of(data, 2):
-        accumulate(accumulator, model, [piece])
-        if accumulator.stepped:
-            assert 20 <= accumulator.last.weight < 20 + piece.weight + 1
-
-
 class Plan:
     """Steps of unequal numbers of micro-batches, in one iteration."""
 
@@ -109,17 +91,6 @@ class Plan:
 
     def accumulates(self) -> bool:
         return True
-
-
-class Pair(Data):
-    """Data that says how many samples it has, and splits."""
-
-    @property
-    def num_samples(self) -> int:
-        return len(self)
-
-    def split(self, n: int) -> list[Pair]:
-        return [Pair(x, y) for x, y in zip(self.x.chunk(n), self.y.chunk(n), strict=True)]
 
 
 @pytest.mark.parametrize("failing", [[0], [4], [0, 3, 4, 9]])
@@ -132,7 +103,8 @@ def test_a_micro_batch_that_is_tried_again_leaves_the_plan_alone(failing: list[i
     while number < sum(planned):
         fails = bool(left) and left[0] == number
 
-        def step(data: Data, fails: bool = fails) -> None:
+        def step(batch: Any, fails: bool = fails) -> None:
+            data = Data(*batch)
             with accumulator.micro_batch(weight=data.weight):
                 if fails and len(data) == 2:
                     raise MemoryError
@@ -140,9 +112,9 @@ def test_a_micro_batch_that_is_tried_again_leaves_the_plan_alone(failing: list[i
 
         if fails and left.pop(0) % 2:
             with pytest.raises(MemoryError):
-                step(data)
+                step((data.x, data.y))
             continue
-        accumulator.run_or_split(step, Pair(data.x, data.y))
+        accumulator.run_or_split(step, (data.x, data.y))
         number += 1
         if accumulator.stepped:
             found.append((accumulator.last.weight / data.weight, number))
@@ -162,35 +134,24 @@ def test_a_step_that_is_ended_early_leaves_the_rest_to_its_own() -> None:
     assert found == [1, 3, 3]
 
 
-def ends_of(boundary: Planned, micro_batches: int) -> list[bool]:
-    """Whether a step ends with each of so many micro-batches."""
-    found, pending = [], 0
-    for _ in range(micro_batches):
-        pending += 1
-        found.append(boundary.ends(Pending(micro_batches=pending)))
-        if found[-1]:
-            boundary.taken(pending)
-            pending = 0
-    return found
-
-
 def test_steps_are_read_anew_in_each_iteration() -> None:
     """Where `steps` is another list, the plan of before is dropped, whatever is left of it."""
-    plan = Plan([2, 3])
-    boundary = Planned(plan)
-    assert not boundary.restarted()
-    assert ends_of(boundary, 4) == [False, True, False, False]
+    plan, model = Plan([2, 3]), make_model("CNN")
+    accumulator = GradAccumulator(sgd(model), model, steps=plan)
+
+    def ends_of(micro_batches: int) -> list[bool]:
+        found = []
+        for _ in range(micro_batches):
+            accumulate(accumulator, model, [Data.make(2)])
+            found.append(accumulator.stepped)
+        return found
+
+    assert ends_of(4) == [False, True, False, False]
+    accumulator.step()
     plan.steps = [1, 2]
-    assert boundary.restarted()
-    assert ends_of(boundary, 3) == [True, False, True]
-    assert not boundary.restarted()
-
-
-def test_more_micro_batches_than_planned_are_refused() -> None:
-    boundary = Planned(Plan([2]))
-    assert ends_of(boundary, 2) == [False, True]
+    assert ends_of(3) == [True, False, True]
     with pytest.raises(OptionError, match="no further step is planned"):
-        boundary.ends(Pending(micro_batches=1))
+        ends_of(1)
 
 
 class StepsAlone:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 from torch import nn
 
-from tests.support.ranks import run_ranks
-from tests.train.test_accumulator_ranks import COMMON
 from torchbudget import memory_summary
 
 
@@ -54,33 +49,3 @@ def test_memory_that_tensors_share_counts_once() -> None:
     assert summary.total.parameters == 30
     assert summary.total.gradient_bytes == 4 * 30
     assert summary.total.optimizer_bytes == 4 * 30
-
-
-SHARDED = (
-    COMMON
-    + """
-from torchbudget import memory_summary
-
-kind = name = "transformer"
-plain = make_model(name)
-fully_shard(model := make_model(name))
-optimizer = OPTIMIZERS["AdamW"](model.parameters())
-for parameter in model.parameters():
-    parameter.grad = torch.zeros_like(parameter)
-optimizer.step()
-mine, whole = memory_summary(model, optimizer).total, memory_summary(plain).total
-shards = [p.to_local() for p in model.parameters()]
-finish([mine.parameters == whole.parameters, mine.weight_bytes, mine.gradient_bytes,
-    mine.optimizer_bytes, whole.weight_bytes, sum(one.nbytes for one in shards), len(shards)])
-"""
-)
-
-
-@pytest.mark.distributed
-def test_bytes_under_fsdp_are_this_ranks_own(tmp_path: Path) -> None:
-    """Its shards, with their padding to equal parts; the elements are those of the whole model."""
-    for same, weights, gradients, states, whole, shards, tensors in run_ranks(SHARDED, tmp_path, 2):
-        assert same
-        assert shards <= weights < 0.7 * whole
-        assert gradients == shards
-        assert states == 2 * shards + 4 * tensors  # and a count for each

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchbudget.distributed import gathered, is_distributed, ranks_of
 from torchbudget.errors import OptionError, StateError
 from torchbudget.protocols import DealsToRanks, ResumableSource
-from torchbudget.train.epoch_loader import read_as_plain
+from torchbudget.train.loop import read_as_plain
 
 Position: TypeAlias = dict[str, Any]
 T = TypeVar("T")

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchbudget.checks import positive_number, several
+from torchbudget.checks import check_flags, positive_number, several
 from torchbudget.cost.measured import MeasuredCost
-from torchbudget.errors import OptionError, StepError
+from torchbudget.distributed import Ranks
+from torchbudget.errors import (
+    OptionError,
+    SampleTooLargeError,
+    StateError,
+    StepError,
+    TorchBudgetError,
+)
 from torchbudget.protocols import SplittablePaddedBatch, StepSource
 from torchbudget.restoring import AccumulatesGradients
 from torchbudget.train.batches import check_splittable, num_samples
-from torchbudget.train.half_precision import backward_times, check_carried
+from torchbudget.train.gradients import GradientSums
 from torchbudget.train.misuse import MisuseDetector
-from torchbudget.train.optimizers import Optimizers
-from torchbudget.train.process_group import Ranks
-from torchbudget.train.retry import SplitRun
-from torchbudget.train.step import OpenMicroBatch, Pending, Step, in_float64, step_boundary_of
-from torchbudget.train.taking import StepTaker
+from torchbudget.train.optimizers import SPARSE, Optimizers
+from torchbudget.train.retry import SplitRun, ran_out_of_memory
+from torchbudget.train.step import (
+    Pending,
+    Step,
+    checked_weight,
+    float64_device,
+    in_float64,
+    read_at_once,
+    step_boundary_of,
+)
 from torchbudget.train.wrappers import DistributedModules
+
+_VERSION: Final = 4  # of the state
+_HALF: Final = (torch.float16, torch.bfloat16)
+
+_ONE_SAMPLE: Final = "out of memory with one sample; shorten it, or give it more memory"
 
 
 class GradAccumulator(AccumulatesGradients):
@@ -51,11 +69,13 @@ class GradAccumulator(AccumulatesGradients):
         mean: losses are means, to be multiplied by their weights.
         max_norm: that the gradients of all parameters are clipped to; infinity only measures it.
         scaler: of gradients, for half precision.
+        skip_nonfinite: skip a step whose gradient is not finite, on all ranks. It reads one number
+            from the device at each step.
         scheduler: of learning rates, one or several.
         divisor: a constant that losses are divided by before backward, and gradients multiplied by
             after; near the weight of a step it keeps half-precision sums from overflowing. A power
-            of 2 changes no bit.
-        group: of processes. Default: those that the modules are distributed over, else all, where
+            of 2 changes no bit, and a loss of half precision takes no other one.
+        group: of processes, the one that the modules are distributed over. Default: all, where
             `torch.distributed` is initialized. With tensor parallelism, those that have the same
             part of the parameters.
 
@@ -97,10 +117,12 @@ class GradAccumulator(AccumulatesGradients):
         mean: bool = False,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        skip_nonfinite: bool = False,
         scheduler: Any = (),
         divisor: float = 1.0,
         group: Any = None,
     ) -> None:
+        check_flags(mean=mean, skip_nonfinite=skip_nonfinite)
         self.modules = several("module", module, nn.Module)
         self.mean = mean
         self.last: Step | None = None
@@ -113,34 +135,33 @@ class GradAccumulator(AccumulatesGradients):
             schedulers=several("scheduler", scheduler, object),
             scaler=scaler,
             max_norm=max_norm,
+            skip_nonfinite=skip_nonfinite,
         )
         self._parameters = self.optimizers.parameters
         self._distributed = DistributedModules(self.modules)
         self.sharded = self._distributed.sharded
-        self.ranks = Ranks(self._distributed.group(group))
-        self._distributed.check_meshes(self.optimizers.parameters(), self.ranks.group)
-        self.optimizers.check_sparse(self.modules, len(self.ranks))
+        self.ranks = Ranks(group)
+        self._distributed.check_group(group)
+        self._distributed.check_meshes(self.optimizers.parameters(), group)
         if self.sharded and (samples or weight):
             raise OptionError(
-                "with fully_shard every rank must know the step's last micro-batch in advance, and "
-                "samples= and weight= end it when each rank has its share: let steps come from the "
-                "sampler's plan, pass steps=, or say micro_batch(…, last=True)"
+                "with fully_shard every rank must know the step's last micro-batch in advance: "
+                "instead of samples= or weight=, pass steps=, or say micro_batch(…, last=True)"
             )
         self._boundary = step_boundary_of(steps, samples, weight, len(self.ranks))
         self._reads_weights = mean or weight is not None
         self._pending = Pending()
         self._steps = 0
         self._is_first_step = True  # of this object, in whose micro-batches it is checked
-        self._open: OpenMicroBatch | None = None
+        self._open: Pending | None = None  # the micro-batch
         self._run: SplitRun | None = None  # of `run_or_split`
+        self._keeps_gradients = False  # allocated after a step, as between its micro-batches
         self._detector = MisuseDetector(self.optimizers, self.modules, self._distributed.modules)
-        self._taker = StepTaker(
-            ranks=self.ranks,
-            distributed=self._distributed,
-            optimizers=self.optimizers,
-            detector=self._detector,
-            divisor=self._divisor,
-        )
+
+    @property
+    def pending(self) -> int:
+        """Number of micro-batches on this rank that no step has taken."""
+        return self._pending.micro_batches
 
     @contextmanager
     def single_steps(self) -> Iterator[None]:
@@ -149,7 +170,7 @@ class GradAccumulator(AccumulatesGradients):
         Where steps have several, gradients stay allocated, as a later one of a step finds them.
         """
         before = vars(self).copy()
-        self._taker = replace(self._taker, keeps_gradients=self._boundary.has_several())
+        self._keeps_gradients = self._boundary.has_several()
         self._pending, self._boundary = Pending(), step_boundary_of(1, None, None, ranks=1)
         try:
             with self._detector.muted():
@@ -181,45 +202,49 @@ class GradAccumulator(AccumulatesGradients):
         """
         if self._open is not None:
             raise OptionError("micro_batch must not be inside another one")
-        opened = OpenMicroBatch.of(weight, read=self._reads_weights)
         if samples is None and self.needs_samples:
             raise OptionError("steps end by samples: say micro_batch(…, samples=…)")
+        opened = Pending.of(weight, samples or 0, read=self._reads_weights)
         self.stepped = False
         before, run = self._pending, self._run
         # To the plan and to other ranks, the parts of a batch that was split are one micro-batch.
         parts_follow = run is not None and run.parts_follow
         if run is not None and run.attempt is None:
             raise StepError("run_or_split's function opened a second micro_batch: it must open one")
-        if self._is_first_step:
-            self._distributed.check_options()  # a hook may have been registered since
-            self._detector.notice_others(self._distributed.others_with(self._parameters()))
+        opened.micro_batches = int(not parts_follow)
         self._check_gradients()
-        self._detector.micro_batch_begins(restarted=self._boundary.restarted())
-        pending = before.with_next(opened, samples or 0, counts=not parts_follow)
-        ends = not parts_follow and (self._boundary.ends(pending) or last)
+        restarted = self._boundary.restarted()
+        ends = not parts_follow and (self._boundary.ends(before + opened) or last)
         self._open = opened
         try:
-            with self._distributed.accumulating(last=ends):
+            with ExitStack() as stack:
+                if self._is_first_step:
+                    self._distributed.check_options()  # a hook may have been registered since
+                    stack.enter_context(self._distributed.others_refused(self._parameters()))
+                is_later = before.backwards > 0
+                stack.enter_context(
+                    self._detector.micro_batch(restarted=restarted, is_later=is_later)
+                )
+                stack.enter_context(self._distributed.accumulating(last=ends))
                 yield
         except BaseException:
             if opened.backwards and run is None:  # run_or_split takes its own gradients back
                 self._pending = Pending()
                 self._boundary.taken(before.micro_batches)
-                self._taker.abandon()
+                self._abandon()
                 self._detector.micro_batch_failed()
             raise
         finally:
             self._open = None
-            self._detector.micro_batch_left()
         if not opened.backwards:
             raise StepError(
                 "there was no accumulator.backward(loss) inside micro_batch: its gradients would "
                 "be of another scale than the rest"
             )
-        self._pending = replace(pending, loss=pending.loss + opened.loss)
         if run is not None:
             run.succeed()
-        self._detector.micro_batch_succeeded(pending.micro_batches, ends=ends)
+        self._pending = before + opened
+        self._detector.micro_batch_succeeded(self._pending.micro_batches, ends=ends)
         if ends:
             self._take_step()
 
@@ -231,24 +256,31 @@ class GradAccumulator(AccumulatesGradients):
             options: `retain_graph`, `create_graph` and `inputs` of `torch.Tensor.backward`.
 
         Raises:
-            OptionError: it is called outside of `micro_batch`, or the loss is not a scalar
-                tensor.
+            OptionError: it is called outside of `micro_batch`, the loss is not a scalar tensor, or
+                it is of half precision, which cannot carry its factor exactly.
         """
         opened = self._open
         if opened is None:
             raise OptionError("backward must be inside accumulator.micro_batch(weight=…)")
         self._detector.check_loss(loss, mean=self.mean, weight=opened.weight)
         factor = (opened.weight if self.mean else 1.0) / self._divisor
-        if self.sharded:
-            if not factor:
-                raise OptionError("a mean loss of weight 0 has no backward, which FSDP needs")
-            check_carried(loss, factor)
+        if loss.dtype in _HALF and (self.mean or math.frexp(factor)[0] != 0.5):
+            raise OptionError(
+                f"a loss of {loss.dtype} cannot be multiplied exactly by its weight (mean=True), "
+                "or divided by a divisor that is no power of 2: compute it in float32, as in "
+                "F.cross_entropy(logits.float(), labels)"
+            )
+        if self.sharded and not factor:
+            raise OptionError("a mean loss of weight 0 has no backward, which FSDP needs")
         opened.backwards += 1
         if not factor:  # the mean of nothing is NaN, and so are its gradients
             return
         opened.loss = opened.loss + in_float64(loss) * (factor * self._divisor)
+        scaled = loss if factor == 1 else loss * factor
+        if self.optimizers.scaler is not None:
+            scaled = self.optimizers.scaler.scale(scaled)
         with self.backward_runs():
-            backward_times(loss, factor, self._parameters, self.optimizers.scaler, **options)
+            torch.autograd.backward(scaled, **options)
 
     def backward_runs(self) -> AbstractContextManager[None]:
         """The context of a backward by other means, whose gradients are of the right scale."""
@@ -265,31 +297,31 @@ class GradAccumulator(AccumulatesGradients):
         ranks, they are one. If memory suffices, the arithmetic is that of a plain call, bit for
         bit, where a micro-batch has one backward. While it runs, a second set of gradients is
         allocated, and a third while parts are run; if a part fails for good, the whole batch is
-        undone.
+        undone. Each run gets the batch in containers of its own.
 
         Args:
-            function: runs `micro_batch` and `backward` on a batch.
+            function: runs `micro_batch` and `backward` on a batch, whose tensors it must not change
+                in place.
             batch: of a torchbudget collate, or tensors (nested too) whose first axis is the sample.
             cost: learns what did not fit, for `MemoryBudgetBatchSampler.replan`.
 
         Raises:
             SampleTooLargeError: one sample does not fit; on every rank, at this step.
-            StepError: the function opens no micro-batch, or two; or memory ran out after a
-                collective of its own, which one rank cannot repeat.
-            OptionError: there are no modules whose buffers could be restored, or the ranks meet in
-                their forward or backward, which cannot be repeated on one rank.
+            StepError: the function opens no micro-batch, or two.
+            OptionError: there are no modules whose buffers could be restored; the ranks meet in
+                their forward or backward, which cannot be repeated on one rank; or the function
+                changes a tensor of its batch, in the first call too.
         """
         if not self.modules or self._distributed.communicates:
             raise OptionError(
-                "run_or_split needs GradAccumulator(…, module=…), without fully_shard, tensor "
-                "parallelism and SyncBatchNorm: ranks meet in their forward and backward, which "
-                "one rank whose memory has run out cannot repeat"
+                "run_or_split needs GradAccumulator(…, module=…), and no fully_shard, tensor "
+                "parallelism or SyncBatchNorm, whose collectives one rank alone cannot repeat"
             )
         if cost is not None and not isinstance(batch, SplittablePaddedBatch):
             raise OptionError("cost=… needs a batch that knows its padded_size: a PaddedBatch")
         check_splittable(batch)  # now, rather than when memory has run out
         before, self.stepped = self._pending, False
-        self._run = run = SplitRun(batch, self._parameters(), self.modules, self.ranks)
+        self._run = run = SplitRun(batch, self._parameters(), self.modules)
         try:
             for part in run.failures(function, self._check_gradients):
                 self.out_of_memory += 1
@@ -297,7 +329,7 @@ class GradAccumulator(AccumulatesGradients):
                 if cost is not None:
                     cost.observe(n, part.padded_size, None)
                 if n == 1:
-                    run.give_up("out of memory with one sample; shorten it, or give it more memory")
+                    run.give_up(SampleTooLargeError(_ONE_SAMPLE))
         except BaseException:
             self._detector.check_gradients()
             if not self.stepped:  # or else the batch is in the step, and the function failed after
@@ -349,47 +381,129 @@ class GradAccumulator(AccumulatesGradients):
                 "steps come from the sampler's plan, or say micro_batch(…, last=True)"
             )
 
-    def _take_step(self, *, done: bool = False, failure: str | None = None) -> bool:
-        """Take the step, or give it up on every rank; whether all are at the end of their data."""
+    def _take_step(self, *, done: bool = False, failure: TorchBudgetError | None = None) -> bool:
+        """Take the step, or give it up on every rank; if it fails, its gradients are cleared.
+
+        What decides about the step is summed on the host. Only weights on a device, and what a
+        scaler or `skip_nonfinite` asks for, are read from one, in one read before the optimizers
+        are enqueued.
+
+        Args:
+            done: this rank is at the end of its data.
+            failure: why this rank gives up.
+
+        Returns:
+            Whether every rank is at the end of its data.
+
+        Raises:
+            OptionError: a gradient is sparse, or a weight is no number of at least 0.
+            SampleTooLargeError: this rank gives up, or another one.
+        """
+        self._detector.check_gradients()
         pending, self._pending = self._pending, Pending()
         self._boundary.taken(pending.micro_batches)
-        step, is_over = self._taker.take(pending, self._steps + 1, done=done, failure=failure)
-        if step is not None:
-            self._steps, self.last, self.stepped = step.number, step, True
-            self._is_first_step = False
+        try:
+            return self._taken(pending, done=done, failure=failure)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Clear the gradients of a step that is not taken."""
+        self.optimizers.abandon()
+        self._distributed.clear()
+        self._detector.step_ended()
+
+    def _taken(self, pending: Pending, *, done: bool, failure: TorchBudgetError | None) -> bool:
+        parameters = self._parameters()
+        device = float64_device(parameters[0].device)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        unread = 0.0 if pending.unread is None else pending.unread
+        numbers = [
+            # A loss or a weight may be on another device than the first parameter.
+            (zero + (one.to(device) if isinstance(one, Tensor) else one)).reshape(())
+            for one in (pending.loss, unread)
+        ]
+        sums = GradientSums(self.ranks, self._distributed.summed(parameters), torch.stack(numbers))
+        if failure is None and ran_out_of_memory(sums.allocate):
+            failure = SampleTooLargeError("out of memory where gradients are summed over ranks")
+        mine = [pending.weight, pending.unread is not None, pending.micro_batches, done]
+        mine += [isinstance(failure, SampleTooLargeError), failure is not None, sums.sparse]
+        weight, is_unread, micro_batches, at_end, too_large, failures, sparse, *present = (
+            self.ranks.sum_on_host([*mine, *sums.present])
+        )
+        # Every rank raises, since every rank has the sum: none is left waiting in a collective.
+        if failure is not None:
+            raise failure
+        if failures:
+            kind = SampleTooLargeError if too_large else StepError
+            raise kind(
+                f"{'out of memory' if too_large else 'a batch was refused'} on another rank, see "
+                "its error; the step is abandoned on every rank"
+            )
+        if sparse:
+            raise OptionError(SPARSE)
+        is_over = at_end == len(self.ranks)
+        if not micro_batches:  # in `flush`, ranks at their end meet here once more
+            sums.drop(present)
+            return is_over
+        self._distributed.broadcast_buffers()
+        loss, late = sums.sum(present).unbind()
+        largest = self.optimizers.unscale()
+        if largest is not None:
+            largest = self.ranks.max(largest.to(parameters[0].device))
+        late_weight, largest_gradient = read_at_once([late if is_unread else None, largest])
+        weight += checked_weight(late_weight or 0.0)
+        self._detector.step_ended()  # from here on gradients and parameters may change
+        factor = self._divisor / weight if weight else 0.0
+        norm, skipped = self.optimizers.step(factor, self._distributed.divisors(), largest_gradient)
+        # Of the weights before it: an autocast that is open around steps keeps its casts.
+        torch.clear_autocast_cache()
+        self.optimizers.clear(set_to_none=not self._keeps_gradients)
+        for scheduler in () if skipped else self.optimizers.schedulers:
+            scheduler.step()
+        self._steps += 1
+        self._is_first_step = False
+        self.stepped = True
+        self.last = Step(
+            number=self._steps,
+            loss=loss / weight if weight else math.nan,
+            weight=weight,
+            gradient_norm=norm,
+            micro_batches=int(micro_batches),
+            skipped=skipped,
+        )
         return is_over
 
     def _check_gradients(self) -> None:
-        self._detector.check_gradients(is_first=self._pending.is_empty)
+        self._detector.check_gradients(is_first=not self._pending.backwards)
 
     # ------------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the accumulation stands; in the middle of a step with its gradients, copied.
+        """Return the number of steps that were taken, as plain types.
 
         Raises:
-            StepError: in the middle of a step whose gradients FSDP has, which does not return them.
+            StepError: in the middle of a step, whose gradients are not saved.
         """
-        if self.sharded and not self._pending.is_empty:
+        if self._pending.backwards:
             raise StepError(
-                "in the middle of a step FSDP keeps gradients where they cannot be saved: save "
-                "between steps, where accumulator.stepped is true"
+                f"in the middle of a step, after {self.pending} of its micro-batches on this rank, "
+                "the gradients are not saved: save where accumulator.stepped is true"
             )
-        self._detector.state_saved()
-        scale = self.optimizers.scale(self._divisor)
-        return self._pending.encode(self._steps, self._parameters(), scale, self.ranks)
+        return {"version": _VERSION, "steps": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; model, optimizer and sampler must be loaded with it.
 
         Raises:
-            StateError: it is not the state of an accumulator, or of other parameters, or of the
-                middle of a step whose gradients have another scale.
+            StateError: it is not the state of an accumulator.
         """
-        scale = self.optimizers.scale(self._divisor)
-        self._pending = Pending.load(state_dict, self._parameters(), scale, self.ranks)
+        if not isinstance(state_dict, Mapping) or state_dict.get("version") != _VERSION:
+            raise StateError("expected what GradAccumulator.state_dict() returned")
+        self._pending = Pending()
+        self._abandon()
         self._steps = state_dict["steps"]
-        self._detector.state_loaded(self._pending.micro_batches)
 
     def training_state(self) -> dict[str, Any]:
         """The states of this, of the optimizers, the schedulers and the scaler."""

@@ -1,9 +1,9 @@
-"""Batches of any structure: their number of samples, their halves, and moving them to a device."""
+"""Batches of any structure: their number of samples, halves, moving, and running them twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from operator import itemgetter
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,11 @@ def halves(batch: Any) -> list[Any]:
     if isinstance(batch, SplittableBatch):
         return list(batch.split(2))
     half = (_rows(batch) + 1) // 2
-    return [_mapped(itemgetter(rows), batch) for rows in (slice(None, half), slice(half, None))]
+
+    def part(rows: slice) -> Any:
+        return _mapped(lambda leaf: None if leaf is None else leaf[rows], batch)
+
+    return [part(slice(None, half)), part(slice(half, None))]
 
 
 def moved(batch: Any, device: torch.device | str | None) -> Any:
@@ -45,13 +49,48 @@ def moved(batch: Any, device: torch.device | str | None) -> Any:
     early = may_return_early(device)
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=early)
-    return _mapped(lambda tensor: tensor.to(device, non_blocking=early), batch)
+
+    def to(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=early) if isinstance(leaf, Tensor) else leaf
+
+    return _mapped(to, batch)
+
+
+class Replayed:
+    """A batch that a forward may see several times, each time as it came.
+
+    A forward may take its containers apart, but must not change its tensors, which are not cloned.
+
+    Args:
+        batch: of any structure.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in _named_leaves(batch)
+            if isinstance(tensor, Tensor) and not tensor.is_inference()  # which has no version
+        ]
+
+    def fresh(self) -> Any:
+        """Return the batch in containers of its own."""
+        return _mapped(_copied, self._batch)
+
+    def check(self) -> None:
+        """Raise an `OptionError` where a tensor was changed in place."""
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise OptionError(
+                    f"the forward changed batch{name} in place, so that another run of the batch "
+                    "would see other numbers: change a copy, as in ids = ids.masked_fill(…)"
+                )
 
 
 def _rows(batch: Any) -> int:
     lengths = {
         len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None  # None: has no first axis
-        for leaf in _leaves(batch)
+        for _, leaf in _named_leaves(batch)
         if leaf is not None
     }
     rows = lengths.pop() if len(lengths) == 1 else None
@@ -68,21 +107,32 @@ def _is_mapping(batch: Any) -> bool:
     return isinstance(batch, Mapping) and any(leaf is batch for leaf in tree_leaves(batch))
 
 
-def _leaves(batch: Any) -> list[Any]:
-    leaves = tree_leaves(batch, is_leaf=_is_mapping)
-    return [
-        inner
-        for leaf in leaves
-        for inner in (_leaves(list(leaf.values())) if _is_mapping(leaf) else [leaf])
-    ]
+def _named_leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        inner: list[tuple[Any, Any]] = list(batch.items())
+    elif isinstance(batch, (list, tuple)):
+        inner = list(enumerate(batch))
+    else:
+        inner = list(enumerate(tree_leaves(batch)))  # of a class that torch's trees know, or itself
+    for key, one in inner:
+        if one is batch:
+            yield name, one
+        else:
+            yield from _named_leaves(one, f"{name}[{key!r}]")
 
 
-def _mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with its tensors replaced; a mapping is rebuilt by its type from a dict."""
+def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The batch with its leaves replaced; a mapping is rebuilt by its type from a dict."""
 
     def replaced(leaf: Any) -> Any:
         if _is_mapping(leaf):
             return type(leaf)({key: _mapped(function, value) for key, value in leaf.items()})
-        return function(leaf) if isinstance(leaf, Tensor) else leaf
+        return function(leaf)
 
     return tree_map(replaced, batch, is_leaf=_is_mapping)
+
+
+def _copied(leaf: Any) -> Any:
+    """A shallow copy of an object with attributes; of a tensor, the tensor itself."""
+    has_attributes = hasattr(leaf, "__dict__") and not callable(leaf)
+    return copy.copy(leaf) if has_attributes and not isinstance(leaf, Tensor) else leaf

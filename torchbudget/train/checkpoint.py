@@ -1,155 +1,133 @@
-"""Everything that a run consists of, saved in one file, from which it goes on exactly."""
+"""The files of a training: each is there as a whole or not at all, after a loss of power too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, Final
+import json
+import math
+import os
+import secrets
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-from torchbudget.errors import StateError, StateMismatchError
-from torchbudget.protocols import HasEpochs, ResumableSource, Stateful
-from torchbudget.random_state import RandomState
-from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.errors import StateError
+from torchbudget.files import write_whole
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 
 
-def run_state(
-    model: nn.Module,
-    accumulator: GradAccumulator,
-    loader: DataLoader[Any],
-    *,
-    is_over: bool,
-    generators: Sequence[torch.Generator] = (),
-) -> dict[str, Any]:
-    """Model, optimizers, schedulers, scaler, accumulator; of each rank, data and generators.
-
-    A collective of the accumulator's ranks.
+class RunFolder:
+    """`last.pt`, `best.pt` and `statistics.jsonl`, which the first rank writes.
 
     Args:
-        model: as it is trained.
-        accumulator: with its optimizers.
-        loader: a `StatefulDataLoader`, or one whose batch sampler or stream is a `ResumableSource`.
-        is_over: the loop over the loader is over, on this rank.
-        generators: that loaders draw from.
+        path: of the folder.
     """
-    mine = {
-        "data": _data_state(loader, is_over=is_over),
-        "is_over": is_over,
-        "random": asdict(RandomState.take()),
-        "generators": [generator.get_state() for generator in generators],
-    }
-    return {
-        "version": _VERSION,
-        "model": model.state_dict(),
-        "training": accumulator.training_state(),
-        "ranks": accumulator.ranks.gather_objects(mine),
-    }
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._statistics = path / "statistics.jsonl"
+        self._loads = False  # whether a checkpoint was loaded back
+
+    def read(self) -> dict[str, Any] | None:
+        """The last checkpoint; `None` where there is none.
+
+        Raises:
+            StateError: it is damaged, or no checkpoint of `fit`.
+            OSError: it cannot be read.
+        """
+        path = self.path / "last.pt"
+        return _read(path) if path.exists() else None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write `last.pt`, after all statistics; the first time, check that it can be loaded.
+
+        Raises:
+            StateError: the state can be saved, but not be loaded.
+        """
+        if self._statistics.exists():  # a checkpoint must not reach the disk before their lines
+            with self._statistics.open("rb") as file:
+                os.fsync(file.fileno())
+        whole = {"version": _VERSION, "id": secrets.token_hex(8), **state}
+        check = (lambda _: None) if self._loads else _read
+        self._write("last.pt", lambda file: torch.save(whole, file), check=check)
+        self._loads = True
+
+    def save_best(self, state: Mapping[str, Any]) -> None:
+        """Write `best.pt`: a model's parameters and buffers."""
+        self._write("best.pt", lambda file: torch.save(state, file))
+
+    def _write(self, name: str, write: Callable[[IO[bytes]], object], **options: Any) -> None:
+        path = self.path / name
+        with _naming(path):
+            write_whole(path, write, **options)
+
+    def write_record(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Append a line to the statistics; numbers that are not finite are no JSON, but null."""
+        finite = {
+            name: None if isinstance(one, float) and not math.isfinite(one) else one
+            for name, one in record.items()
+        }
+        line = json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n"
+        path = self._statistics
+        with _naming(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def forget_after(self, last: Mapping[str, int]) -> None:
+        """Drop the lines of what will come again, and lines that a fault has cut off.
+
+        Args:
+            last: for each kind, the number of the last record that is kept.
+        """
+        if not self._statistics.exists():
+            return
+        text = self._statistics.read_text("utf-8", errors="replace")
+        kept = "".join(f"{line}\n" for line in text.split("\n") if _is_kept(line, last))
+        if kept != text:
+            self._write(self._statistics.name, lambda file: file.write(kept.encode()))
 
 
-def load_run_state(
-    state: dict[str, Any], model: nn.Module, accumulator: GradAccumulator, loader: DataLoader[Any]
-) -> None:
-    """Load a run's state, except for the random generators: see `restore_generators`.
-
-    Raises:
-        StateError: it is not the state of a run.
-        StateMismatchError: it is of another version, or of another number of ranks that were at
-            different places of the epoch.
-    """
-    if state.get("version") != _VERSION:
-        raise StateMismatchError(
-            f"the checkpoint has version {state.get('version')!r}, this torchbudget reads "
-            f"{_VERSION}: go on with the torchbudget that wrote it, or use another folder"
-        )
-    _check_places(state["ranks"], len(accumulator.ranks))
-    model.load_state_dict(state["model"])
-    accumulator.load_training_state(state["training"])
-    sampler, dataset = _sources(loader)
-    sources = {"sampler": sampler, "loader": loader, "dataset": dataset}
-    for name, position in _of_this_rank(state, accumulator)["data"].items():
-        source: Any = sources[name]
-        if not isinstance(source, Stateful):
-            raise StateError(f"the checkpoint has a position, but {source!r} cannot load one")
-        source.load_state_dict(position)
+def _is_kept(line: str, last: Mapping[str, int]) -> bool:
+    try:
+        record = json.loads(line)
+        return bool(record["number"] <= last[record["kind"]])
+    except ValueError:
+        return False
+    except (KeyError, TypeError):  # not of a training
+        return True
 
 
-def _check_places(saved: list[dict[str, Any]], ranks: int) -> None:
-    """Raise where what is left cannot be shared out, since no place stands for all ranks'.
-
-    The position of a `StatefulDataLoader` is not compared, which has more than a place in it.
-    """
-    places = [(one["is_over"], {**one["data"], "loader": None}) for one in saved]
-    if len(saved) != ranks and any(place != places[0] for place in places):
-        raise StateMismatchError(
-            f"the {len(saved)} ranks of the checkpoint were at different places of the epoch, as "
-            f"where steps end by samples= or weight=, so that {ranks} ranks would leave out and "
-            f"repeat samples: go on with {len(saved)} ranks"
-        )
-
-
-def is_over(
-    state: dict[str, Any], accumulator: GradAccumulator, loader: DataLoader[Any], *, epoch: int
-) -> bool:
-    """Whether this rank has no batches left in the epoch in which a loaded state was saved."""
-    return _of_this_rank(state, accumulator)["is_over"] or any(
-        isinstance(source, ResumableSource) and source.epoch > epoch for source in _sources(loader)
-    )
-
-
-def restore_generators(
-    state: dict[str, Any],
-    accumulator: GradAccumulator,
-    generators: Sequence[torch.Generator] = (),
-) -> None:
-    """Set the random generators to a run's state; on more ranks than saved it, ranks share one.
-
-    Within an epoch this comes after `iter(loader)`, which may draw numbers itself.
-
-    Raises:
-        StateError: the loaders have other generators than those that were saved.
-    """
-    mine = _of_this_rank(state, accumulator)
-    if len(generators) != len(mine["generators"]):
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not compare the check sums
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the check sum of {damaged} is wrong")
+        loaded: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
+        if loaded["version"] != _VERSION:
+            raise ValueError(f"version {loaded['version']}, not {_VERSION}")
+    except (OSError, MemoryError):
+        raise  # the file may be whole
+    except Exception as error:  # a damaged pickle raises anything
         raise StateError(
-            f"the checkpoint has the states of {len(mine['generators'])} generators of the "
-            f"loaders, which have {len(generators)}; pass the generator= that they had"
-        )
-    for generator, its_state in zip(generators, mine["generators"], strict=True):
-        generator.set_state(its_state)
-    RandomState(**mine["random"]).restore()
+            f"{path} cannot be loaded ({type(error).__name__}: {error}). If it was just saved, a "
+            "callback or an optimizer has other things in its state than tensors, numbers and "
+            "texts. Else it is damaged, or not of this fit: put a whole copy in its place, or "
+            "remove it to train from the beginning"
+        ) from error
+    return loaded
 
 
-def has_position(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's position within an epoch can be saved."""
-    return isinstance(loader, Stateful) or any(
-        isinstance(source, ResumableSource) for source in _sources(loader)
-    )
-
-
-def _sources(loader: Any) -> tuple[Any, Any]:
-    """The batch sampler and the data set of a loader of any class, `None` where it has none."""
-    return getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-
-
-def _of_this_rank(state: dict[str, Any], accumulator: GradAccumulator) -> dict[str, Any]:
-    ranks: list[dict[str, Any]] = state["ranks"]
-    return ranks[accumulator.ranks.rank % len(ranks)]
-
-
-def _data_state(loader: Any, *, is_over: bool) -> dict[str, Any]:
-    """The position, under the name of what has it; empty where the next epoch just begins."""
-    sampler, dataset = _sources(loader)
-    if isinstance(loader, Stateful):
-        starts_epochs = is_over and isinstance(dataset, HasEpochs)  # set_epoch begins the next one
-        return {} if starts_epochs else {"loader": loader.state_dict()}
-    sources = {"sampler": sampler, "dataset": dataset}
-    return {
-        name: source.state_dict()
-        for name, source in sources.items()
-        if isinstance(source, ResumableSource)
-    }
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Inside, an error of the system names the file, and says what is left."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises one of its own instead
+        raise OSError(
+            f"{path} cannot be written ({error.__context__ or error}); the checkpoint before is "
+            "whole: make room, and call fit again with this folder, which goes on from there"
+        ) from error

@@ -3,37 +3,99 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torchbudget.budget import MemoryBudget
+from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.checks import natural, optional
 from torchbudget.errors import OptionError, StateError, StateMismatchError
 from torchbudget.files import make_folder
-from torchbudget.protocols import BatchMonitor, IndexSource, Stateful
-from torchbudget.train import checkpoint
+from torchbudget.protocols import BatchMonitor, HasEpochs, IndexSource, ResumableSource, Stateful
+from torchbudget.random_state import RandomState
 from torchbudget.train.accumulator import GradAccumulator
-from torchbudget.train.agreement import on_any_rank, on_each_rank, on_host
 from torchbudget.train.batches import num_samples
-from torchbudget.train.callback_states import load_states, states_of
-from torchbudget.train.device_limit import TrainingLimit
-from torchbudget.train.epoch import Epoch, Tally
-from torchbudget.train.epoch_loader import EpochLoader, generators_of, read_as_plain
-from torchbudget.train.loop import Criterion, Weight, summed_loss, train_epoch
-from torchbudget.train.run_folder import RunFolder
+from torchbudget.train.checkpoint import RunFolder
+from torchbudget.train.loop import (
+    USED_UP,
+    Criterion,
+    Weight,
+    batches_left,
+    evaluate,
+    loop_over,
+    read_as_plain,
+    sources_of,
+    train_epoch,
+)
 from torchbudget.train.step import Step
-from torchbudget.train.unsaved import Unsaved, check_trained
 from torchbudget.units import Amount
 
 _OTHER: Final = 2**32  # between the seeds of training's and of validation's workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """What one epoch did, over all ranks.
+
+    Attributes:
+        number: of the epoch, from 0.
+        loss: Σ loss / Σ weight of its steps that were not skipped.
+        validation: the same of the validation data after it; `None` without.
+        steps: optimizer steps.
+        skipped: those of them that changed nothing.
+        seconds: that it took, evaluation included.
+    """
+
+    number: int
+    loss: float
+    validation: float | None
+    steps: int
+    skipped: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """An epoch as far as it is done: see `Epoch`.
+
+    Attributes:
+        loss: Σ loss, in float64; of steps whose loss nobody has read, it is on their device.
+    """
+
+    loss: Tensor | float = 0.0
+    weight: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        """Count a step; nothing is read, and the loss of a skipped one is left out."""
+        self.steps += 1
+        self.skipped += step.skipped
+        if not step.skipped:
+            self.loss = self.loss + step.loss_sum()
+            self.weight += step.weight
+
+    def encode(self) -> dict[str, Any]:
+        """The state as plain types; waits for the device."""
+        return asdict(replace(self, loss=float(self.loss)))
+
+    def epoch(self, number: int, validation: float | None) -> Epoch:
+        """The epoch that is done now; waits for the device."""
+        return Epoch(
+            number=number,
+            loss=float(self.loss) / self.weight if self.weight else math.nan,
+            validation=validation,
+            steps=self.steps,
+            skipped=self.skipped,
+            seconds=self.seconds,
+        )
 
 
 Callback: TypeAlias = Callable[[Step | Epoch], object]
@@ -73,8 +135,8 @@ def fit(
         model: as it is called; put into training mode.
         loader: one whose batch sampler or data set is a `MemoryBudgetBatchSampler`, a
             `BudgetedIterableDataset` or another `torchbudget.protocols.ResumableSource`, which
-            keeps the position, of a `StatefulDataLoader` too; a `StatefulDataLoader` of other data;
-            others only without `checkpoint_steps`.
+            keeps the position, of a `StatefulDataLoader` too; others only without
+            `checkpoint_steps`.
         criterion: `criterion(model, batch)` calls the model and returns the loss; a mean where the
             accumulator has `mean=True`.
         accumulator: that steps; its optimizers, schedulers and scaler are saved.
@@ -87,12 +149,12 @@ def fit(
         callbacks: called with every `Step` and `Epoch`, before its checkpoint. The training ends,
             on every rank, after one that returns true on any; that is saved too. To break off and
             go on later, raise instead. One that has `state_dict` and `load_state_dict` (or
-            whose object has, of a method), on every rank, is saved: as the first rank has it, and
-            where ranks differ, as each has it.
+            whose object has, of a method), on every rank, is saved: the first rank's state, which
+            must be that of all.
         device: that batches are moved to; `None`: they are not moved.
         device_limit: a budget that torch's allocator is limited to, on the model's device, by
-            `limit_device_memory`: before the first batch, and again after the first step and the
-            first evaluation, when kernels are loaded. `None`: it is not.
+            `limit_device_memory`: before the first batch, and again in each epoch after its first
+            step and its evaluation. `None`: it is not.
         monitor: a `MemoryMonitor` that is running, on every rank: it measures every batch of the
             training, and with `replan=`, of batches that know their `padded_size`, corrects the
             sampler.
@@ -125,12 +187,9 @@ def fit(
         sampler = getattr(one, "batch_sampler", None)
         if isinstance(one, DataLoader) and isinstance(sampler, IndexSource):
             sampler.check_dataset(one.dataset)
-    limit = TrainingLimit(budget=device_limit, model=model)
-    limit.after("setting up")
     run = _Run(
         model=model,
         loader=read_as_plain(loader),
-        criterion=criterion,
         validation=() if validation is None else validation,
         accumulator=accumulator,
         folder=None if folder is None else Path(folder),
@@ -138,11 +197,11 @@ def fit(
         callbacks=callbacks,
         patience=patience,
         monitor=monitor,
-        limit=limit,
+        device_limit=device_limit,
     )
     while run.goes_on(epochs):
         model.train()
-        accumulator.optimizers.train()
+        accumulator.optimizers.set_mode("train")
         train_epoch(
             model,
             run.begin_epoch(),
@@ -157,24 +216,24 @@ def fit(
         )
         if run.stopped:
             break
-        accumulator.optimizers.eval()
-        run.check_batches("loader", run.tally.steps)
+        accumulator.optimizers.set_mode("eval")
+        if not run.tally.steps:
+            raise OptionError(f"the loader had no batch in epoch {len(run.history)}: {USED_UP}")
         loss = None
         if validation is not None:
-            total, weights = summed_loss(
+            seed, number = run.seed + _OTHER, len(run.history)
+            loss = evaluate(
                 model,
-                run.validation_data(),
+                _EpochLoader(loader=validation, epoch=number, seed=seed),
                 criterion,
                 weight=weight,
                 mean=accumulator.mean,
                 device=device,
                 group=accumulator.ranks.group,
             )
-            limit.after("an evaluation")
-            run.check_batches("validation", weights)
-            loss = total / weights
+            run.limit_device()
         run.end_epoch(loss)
-    accumulator.optimizers.eval()
+    accumulator.optimizers.set_mode("eval")
     return run.history
 
 
@@ -184,7 +243,6 @@ class _Run:
 
     model: nn.Module
     loader: DataLoader[Any]
-    criterion: Criterion
     validation: Iterable[Any]
     accumulator: GradAccumulator
     folder: Path | None
@@ -192,130 +250,154 @@ class _Run:
     callbacks: Sequence[Callback]
     patience: int | None
     monitor: BatchMonitor | None
-    limit: TrainingLimit
+    device_limit: MemoryBudget | Amount | None
     history: list[Epoch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     clock_s: float = 0.0  # up to which the tally's seconds count
     stopped: bool = False
-    loaded: dict[str, Any] | None = None  # until its random generators are restored
+    loaded: dict[str, Any] | None = None  # this rank's part, until its generators are restored
     files: RunFolder | None = None
 
     def __post_init__(self) -> None:
+        self.limit_device()
         self.is_first_rank = self.accumulator.ranks.rank == 0
-        self.host = on_host(self.accumulator.ranks)
+        self.host = self.accumulator.ranks.on_host()
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # of this rank's workers
-        self.generators = generators_of(self.loader) + generators_of(self.validation)
+        self.sources = {  # that know their position, by the name of the loader's attribute
+            name: source
+            for name, source in sources_of(self.loader).items()
+            if isinstance(source, ResumableSource)
+        }
+        self.generators = _generators_of(self.loader) + _generators_of(self.validation)
+        self.learnable = [one.requires_grad for one in self.model.parameters()]
         owners = [getattr(callback, "__self__", callback) for callback in self.callbacks]
         stateful = {id(owner): owner for owner in owners if isinstance(owner, Stateful)}
         self.stateful: list[Any] = list(stateful.values())
-        counts = len(self.callbacks), len(self.stateful), self.monitor is not None
-        numbers = on_each_rank(self.host, lambda: counts)
-        self.agrees = self.folder is not None or any(number for number, _, _ in numbers)
-        if len({has_monitor for _, _, has_monitor in numbers}) > 1:
-            raise OptionError("a monitor must be given on every rank, since they replan together")
+        counts = len(self.stateful), int(self.monitor is not None)
+        of_ranks = self.host.each(lambda: counts)
+        if len(set(of_ranks)) > 1:
+            raise OptionError(
+                "callbacks that have a state_dict, and a monitor, must be on every rank; the ranks "
+                f"have {of_ranks} of them"
+            )
         if self.folder is not None:
-            if len({with_state for _, with_state, _ in numbers}) > 1:
-                raise OptionError(
-                    "callbacks that have a state_dict must be on every rank, which load them; the "
-                    f"ranks have {[n for _, n, _ in numbers]} of them"
-                )
             self._open(self.folder)
 
     def _open(self, folder: Path) -> None:
-        if self.checkpoint_steps is not None and not checkpoint.has_position(self.loader):
+        if self.checkpoint_steps is not None and not self.sources:
             raise OptionError(
                 "checkpoint_steps needs a loader whose position can be saved: one with a "
-                "MemoryBudgetBatchSampler or a BudgetedIterableDataset, or a StatefulDataLoader"
+                "MemoryBudgetBatchSampler or a BudgetedIterableDataset"
             )
         if self.accumulator.sharded:
             raise OptionError(
                 "fit saves whole models; save sharded ones with torch.distributed.checkpoint"
             )
-        check_trained(self.model, self.accumulator)
-        self.unsaved = Unsaved(self.model, self.accumulator, self.criterion, self.callbacks)
+        _check_trained(self.model, self.accumulator)
         # The ranks meet here, since the first one may still write for an earlier call.
-        on_each_rank(self.host, lambda: make_folder(folder))
+        self.host.each(lambda: make_folder(folder))
         self.files = files = RunFolder(folder)
-        found = on_each_rank(self.host, lambda: self._read(files))
-        for rank, mine in enumerate(found):
-            if mine != found[0]:
+        states: list[dict[str, Any] | None] = []
+
+        def read() -> str:
+            states.append(files.read())
+            return "no checkpoint" if states[0] is None else f"the checkpoint {states[0]['id']}"
+
+        found = self.host.each(read)
+        for rank, its in enumerate(found):
+            if its != found[0]:
                 raise StateMismatchError(
                     f"the ranks must share one folder, but in {folder} rank 0 has {found[0]}, rank "
-                    f"{rank} {mine}: use a folder that all nodes see, or copy last.pt to each"
+                    f"{rank} {its}: use a folder that all nodes see, or copy last.pt to each"
                 )
-        on_each_rank(self.host, lambda: self._go_on(files))
+        self.host.each(lambda: self._go_on(files, states[0]))
 
-    def _read(self, files: RunFolder) -> str:
-        """Read the last checkpoint; which one it is."""
-        self.loaded = files.read()
-        if self.loaded is None:
-            return "no checkpoint"
-        return f"the checkpoint {self.loaded.get('id')}"
-
-    def _go_on(self, files: RunFolder) -> None:
+    def _go_on(self, files: RunFolder, state: dict[str, Any] | None) -> None:
         """Load the checkpoint, and drop the lines of what came after it, since it comes again."""
-        steps = 0 if self.loaded is None else self._load(self.loaded)
+        steps = 0
+        if state is not None:
+            self._load(state)
+            steps = state["training"]["accumulator"]["steps"]
         if self.is_first_rank:
             files.forget_after({"step": steps, "epoch": len(self.history) - 1})
 
-    def _load(self, loaded: dict[str, Any]) -> int:
-        """Go on from a checkpoint; after how many steps it was saved."""
-        checkpoint.load_run_state(loaded["run"], self.model, self.accumulator, self.loader)
-        if len(loaded["callbacks"]) != len(self.stateful):
+    def _load(self, state: dict[str, Any]) -> None:
+        if len(state["callbacks"]) != len(self.stateful):
             raise StateError(
-                f"the checkpoint has the states of {len(loaded['callbacks'])} callbacks, but "
+                f"the checkpoint has the states of {len(state['callbacks'])} callbacks, but "
                 f"{len(self.stateful)} have a state_dict: pass the callbacks that it was saved with"
             )
-        load_states(self.stateful, loaded["callbacks"], self.host)
-        self.unsaved.restore(loaded.get("learnable"))
-        self.history = [Epoch(**epoch) for epoch in loaded["history"]]
-        self.tally = Tally(**loaded["tally"])
-        self.stopped = loaded["stopped"]
-        self.seed = loaded["seeds"][self.host.rank % len(loaded["seeds"])]
+        saved, ranks = state["ranks"], self.host
+        places = [(one["is_over"], one["data"]) for one in saved]
+        if len(saved) != len(ranks) and any(place != places[0] for place in places):
+            raise StateMismatchError(
+                f"the {len(saved)} ranks of the checkpoint were at different places of the epoch, "
+                f"as where steps end by samples= or weight=, so that {len(ranks)} ranks would "
+                f"leave out and repeat samples: go on with {len(saved)} ranks"
+            )
+        self.loaded = mine = saved[ranks.rank % len(saved)]  # ranks that are new share one
+        here = [*self.sources, len(self.generators)]
+        there = [*mine["data"], len(mine["generators"])]
+        if here != there:
+            raise StateError(
+                f"the checkpoint has positions and a number of generators {there}, the loaders "
+                f"have {here}: pass loaders, with generator=, of the kind that it was saved with"
+            )
+        self.model.load_state_dict(state["model"])
+        self.accumulator.load_training_state(state["training"])
+        for name, source in self.sources.items():
+            source.load_state_dict(mine["data"][name])
+        for callback, its_state in zip(self.stateful, state["callbacks"], strict=True):
+            callback.load_state_dict(its_state)
+        # None: no callback has frozen any, and what changed between two calls of fit stays.
+        for one, learns in zip(self.model.parameters(), state["learnable"] or (), strict=False):
+            one.requires_grad_(learns)
+        self.history = [Epoch(**epoch) for epoch in state["history"]]
+        self.tally = Tally(**state["tally"])
+        self.stopped = state["stopped"]
+        self.seed = mine["seed"]
         if not self.tally.steps:  # between epochs; within one, `train_epoch` calls it
             self.restore_generators()
-        steps: int = loaded["run"]["training"]["accumulator"]["steps"]
-        return steps
 
     def restore_generators(self) -> None:
-        """Go on with the random numbers of the run that was loaded."""
+        """Go on with the random numbers of the run that was loaded.
+
+        Within an epoch this comes after `iter(loader)`, which may draw numbers itself.
+        """
         if self.loaded is not None:
-            checkpoint.restore_generators(self.loaded["run"], self.accumulator, self.generators)
+            states = self.loaded["generators"]
+            for generator, its_state in zip(self.generators, states, strict=True):
+                generator.set_state(its_state)
+            RandomState(**self.loaded["random"]).restore()
             self.loaded = None
 
     def begin_epoch(self) -> Iterable[Any]:
-        """What this rank is to train on in the coming epoch.
+        """Return the data of the coming epoch on this rank.
 
         It is nothing where it was stopped after its last batch of that epoch. It takes the steps
         of the other ranks then, which may have batches left.
         """
         self.clock_s = time.perf_counter()
         number = len(self.history)
-        loaded = self.loaded  # within this epoch, or it would not be there any more
-        if loaded is not None and checkpoint.is_over(
-            loaded["run"], self.accumulator, self.loader, epoch=number
+        if self.loaded is not None and (  # within this epoch
+            self.loaded["is_over"] or any(one.epoch > number for one in self.sources.values())
         ):
             return ()
-        return EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
+        return _EpochLoader(loader=self.loader, epoch=number, seed=self.seed)
 
-    def check_batches(self, name: str, number: float) -> None:
-        """Raise an `OptionError` where nothing of a loader counted in the present epoch."""
-        if not number:
-            raise OptionError(
-                f"{name} had no batch, or none that weighs anything, in epoch {len(self.history)}: "
-                "an iterator, such as a generator, is used up after one epoch; pass what it "
-                "iterates over, a DataLoader or a list of batches"
-            )
+    def limit_device(self) -> None:
+        """Limit the allocator to the budget, less the bytes outside it.
 
-    def validation_data(self) -> Iterable[Any]:
-        """What this rank is to evaluate on after the present epoch."""
-        seed = self.seed + _OTHER
-        return EpochLoader(loader=self.validation, epoch=len(self.history), seed=seed)
+        Kernels, and buffers of collectives, are there only after the first step and evaluation.
+        """
+        if self.device_limit is not None:
+            limit_device_memory(self.device_limit, next(self.model.parameters()).device)
 
     def step_taken(self, step: Step, is_over: bool) -> bool:
         """Count, write, call back and save; whether the training ends here."""
-        self.limit.after("a step")
         self.tally.add(step)
+        if self.tally.steps == 1:
+            self.limit_device()
         self._note(step)
         due = self.checkpoint_steps and self.tally.steps % self.checkpoint_steps == 0
         if due or self.stopped:  # what has ended needs no position to go on from
@@ -357,8 +439,7 @@ class _Run:
             ends = [bool(callback(record)) for callback in self.callbacks]
             return any(ends)
 
-        if self.agrees:
-            self.stopped = on_any_rank(self.host, note_here)
+        self.stopped = self.host.any(note_here)
 
     def _read_clock(self) -> None:
         now_s = time.perf_counter()
@@ -370,30 +451,86 @@ class _Run:
         files = self.files
         if files is None:
             return
-        self.unsaved.check()
         if self.tally.steps:
             self._read_clock()
-        state = {
-            "id": secrets.token_hex(8),
-            "run": checkpoint.run_state(
-                self.model,
-                self.accumulator,
-                self.loader,
-                is_over=is_over,
-                generators=self.generators,
-            ),
-            "learnable": self.unsaved.learnable(),
-            "callbacks": states_of(self.stateful, self.host),
-            "seeds": self.host.gather_objects(self.seed),
+        mine = {
+            "data": {name: source.state_dict() for name, source in self.sources.items()},
+            "is_over": is_over,
+            "seed": self.seed,
+            "random": asdict(RandomState.take()),
+            "generators": [generator.get_state() for generator in self.generators],
+        }
+        learnable = [one.requires_grad for one in self.model.parameters()]
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "training": self.accumulator.training_state(),
+            "ranks": self.host.gather_objects(mine),
+            "learnable": None if learnable == self.learnable else learnable,
             "history": [asdict(epoch) for epoch in self.history],
             "tally": self.tally.encode(),
             "stopped": self.stopped,
         }
 
         def write_here() -> None:
+            state["callbacks"] = [callback.state_dict() for callback in self.stateful]
             if self.is_first_rank and is_best:
-                files.save_best(self.model.state_dict())
+                files.save_best(state["model"])
             if self.is_first_rank:
                 files.save(state)
 
-        on_each_rank(self.host, write_here)
+        self.host.each(write_here)
+
+
+def _check_trained(model: nn.Module, accumulator: GradAccumulator) -> None:
+    """Raise an `OptionError` where parameters are trained that the model does not have."""
+    saved = set(map(id, model.parameters()))
+    others = [one for one in accumulator.optimizers.parameters() if id(one) not in saved]
+    if others:
+        raise OptionError(
+            f"the optimizers train {len(others)} parameters that the model does not have, the "
+            f"first of shape {tuple(others[0].shape)}: make one module of both, which is saved"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EpochLoader:
+    """A loader in one epoch of a training.
+
+    The workers' seeds are not drawn from a generator that others draw from, since workers that
+    persist are seeded once, but once more where a training goes on.
+
+    Attributes:
+        loader: as the user made it.
+        epoch: of the training.
+        seed: of the training, for the workers of all loops.
+    """
+
+    loader: Iterable[Any]
+    epoch: int
+    seed: int
+
+    def __iter__(self) -> Iterator[Any]:
+        loader: Any = self.loader
+        for source in sources_of(loader).values():
+            if isinstance(source, HasEpochs):
+                source.set_epoch(self.epoch)
+        if not isinstance(loader, DataLoader):  # it has no workers, as far as is known
+            return loop_over(loader)
+        # Workers that persist are those of the first epoch.
+        seed = self.seed + (0 if loader.persistent_workers else self.epoch)
+        before, loader.generator = loader.generator, torch.Generator().manual_seed(seed)
+        try:
+            return loop_over(loader)
+        finally:
+            loader.generator = before
+
+    def __length_hint__(self) -> int:
+        return batches_left(self.loader) or 0
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its samplers draw from, each once."""
+    sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [one for one in dict.fromkeys(found) if isinstance(one, torch.Generator)]

@@ -10,20 +10,22 @@ there. (Gao et al.,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from torchbudget.checks import several
-from torchbudget.errors import OptionError
+from torchbudget.distributed import Ranks
+from torchbudget.errors import OptionError, StepError
 from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState
 from torchbudget.train.accumulator import GradAccumulator
+from torchbudget.train.batches import Replayed
 from torchbudget.train.retry import Buffers
 
 
@@ -39,13 +41,15 @@ def joint_backward(
 
     Every micro-batch is run twice, with the same numbers of the global random generators, those of
     all devices included, so that dropout is the same in both; buffers are updated once (batch
-    normalisation still takes its statistics from each micro-batch). Over several ranks the
-    criterion gets the representations of all, in the order of the ranks, and every rank computes
-    the whole of it.
+    normalisation still takes its statistics from each micro-batch). Both runs get the micro-batch
+    in containers of its own. Over several ranks the criterion gets the representations of all, in
+    the order of the ranks, and every rank computes the whole of it.
 
     Args:
         forward: from a micro-batch to its representations: a tensor whose first axis is the
-            sample, or several in tuples, lists and dicts.
+            sample, or several in tuples, lists and dicts. Numbers and tensors without an axis, such
+            as a temperature, must be the same in all micro-batches and on all ranks; the criterion
+            gets one.
         micro_batches: of this rank, at least one; all are kept until the end.
         criterion: from all representations, of the same structure, to a scalar: the loss of the
             whole batch. Its own parameters get their gradients too.
@@ -58,97 +62,75 @@ def joint_backward(
         The loss, detached; the same on every rank.
 
     Raises:
-        OptionError: no micro-batches, no tensors, a loss that is no scalar, or a module whose
-            buffers changed and that was neither found nor given.
+        OptionError: no micro-batches, no tensors, representations of another kind, a loss that is
+            no scalar, or a forward that changes its micro-batch in place; on all ranks.
+        StepError: micro-batches are pending in the accumulator.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> x = torch.randn(6, 3)
     >>> joint_backward(model, x.split(2), lambda z: (z @ z.T).logsumexp(1).mean()) > 0
     tensor(True)
     """
-    batches = list(micro_batches)
-    if not batches:
-        raise OptionError("joint_backward needs at least one micro-batch on every rank")
-    known = ForwardModules(forward, several("modules", modules, nn.Module), accumulator)
+    batches = [Replayed(batch) for batch in micro_batches]
+    known = [*several("modules", modules, nn.Module), *TrainingState(forward).modules]
     if accumulator is None:
-        return _two_passes(forward, batches, criterion, known, None)
+        return _two_passes(forward, batches, criterion, Buffers(known), None)
+    buffers = Buffers([*known, *accumulator.modules])
+    with accumulator.ranks.together():
+        if accumulator.pending:
+            raise StepError(
+                f"{accumulator.pending} micro-batches are pending in the accumulator, but "
+                "joint_backward takes a step of its own: call accumulator.step() before it"
+            )
     # Every rank has the whole loss, with weight 1, and the step divides by their number: so the
     # criterion's own parameters get their gradient once.
     with accumulator.micro_batch(1, last=True):
-        return _two_passes(forward, batches, criterion, known, accumulator)
-
-
-class ForwardModules:
-    """The modules whose buffers a forward may change.
-
-    Args:
-        forward: in which they are searched.
-        given: beside those that are found.
-        accumulator: that has some, too.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[[Any], Any],
-        given: Sequence[nn.Module],
-        accumulator: GradAccumulator | None,
-    ) -> None:
-        found = TrainingState(forward)
-        self.known = [*given, *found.modules, *(accumulator.modules if accumulator else ())]
-        # A hook on all modules would be compiled into the graph of those that are.
-        self._watches = not found.is_compiled
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Raise an `OptionError` where a module runs inside that is not known, and has changed."""
-        known = {id(part) for module in self.known for part in module.modules()}
-        others: dict[nn.Module, Any] = {}
-
-        def note(module: nn.Module, _: Any) -> None:
-            if id(module) not in known and module not in others:
-                others[module] = _versions(module)
-
-        handle = register_module_forward_pre_hook(note) if self._watches else None
-        try:
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
-        changed = [module for module, before in others.items() if _versions(module) != before]
-        if changed:
-            raise OptionError(
-                f"the forward changes buffers of a module, {type(changed[0]).__name__}, that was "
-                "not found in its closure, so that they would be updated twice: pass modules="
-            )
-
-
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(one), one._version) for one in module._buffers.values() if one is not None]
+        return _two_passes(forward, batches, criterion, buffers, accumulator)
 
 
 def _two_passes(
     forward: Callable[[Any], Any],
-    micro_batches: Sequence[Any],
+    micro_batches: Sequence[Replayed],
     criterion: Callable[[Any], Tensor],
-    modules: ForwardModules,
+    buffers: Buffers,
     accumulator: GradAccumulator | None,
 ) -> Tensor:
-    buffers = Buffers(modules.known)
-    states, parts = [], []  # of each micro-batch: random generators, and representations
-    with torch.no_grad(), modules.watched():
-        for micro_batch in micro_batches:
-            states.append(RandomState.take())
-            parts.append(tree_map(lambda leaf: leaf.detach(), forward(micro_batch)))
+    ranks = None if accumulator is None else accumulator.ranks
+    states, parts = [], []  # of each micro-batch: random generators, and leaves of its outputs
+    with nullcontext() if ranks is None else ranks.together():
+        if not micro_batches:
+            raise OptionError("joint_backward needs at least one micro-batch on every rank")
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                states.append(RandomState.take())
+                leaves, structure = tree_flatten(forward(micro_batch.fresh()))
+                parts.append([one.detach() if isinstance(one, Tensor) else one for one in leaves])
+                _check_rows(parts[-1])
+                micro_batch.check()
     torch.clear_autocast_cache()  # before 2.11, an open autocast has cached casts without a graph
     buffers.restore()
     after = RandomState.take()
-    structure = tree_structure(parts[0])
-    whole = [torch.cat(leaves) for leaves in zip(*map(tree_leaves, parts), strict=True)]
-    starts = [0] * len(whole)  # the row of each tensor at which the next micro-batch begins
-    if accumulator is not None:
-        whole, starts = accumulator.ranks.gather_rows(whole)
+    mine = [[len(one) if _has_rows(one) else _number(one) for one in leaves] for leaves in parts]
+    of_ranks = [mine] if ranks is None else ranks.gather_objects(mine)
+    whole, starts = [], []  # of each leaf; and the row at which the next micro-batch begins
+    for place, leaves in enumerate(zip(*parts, strict=True)):
+        if _has_rows(leaves[0]):
+            rows = [sum(one[place] for one in of_rank) for of_rank in of_ranks]
+            whole.append(_of_all_ranks(torch.cat(leaves), rows, ranks))
+            starts.append(0 if ranks is None else sum(rows[: ranks.rank]))
+            continue
+        numbers = {one[place] for of_rank in of_ranks for one in of_rank}
+        if len(numbers) > 1:
+            raise OptionError(
+                "an output of the forward that is a number must be the same in all micro-batches "
+                f"and on all ranks, but output {place} has {sorted(map(str, numbers))[:4]}: return "
+                "a tensor whose first axis is the sample"
+            )
+        whole.append(leaves[0])
+        starts.append(0)
     for leaf in whole:
-        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        if isinstance(leaf, Tensor):
+            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     loss = criterion(tree_unflatten(whole, structure))
     if loss.numel() != 1:
         raise OptionError(f"the criterion must give a scalar, got the shape {tuple(loss.shape)}")
@@ -156,20 +138,58 @@ def _two_passes(
         loss.backward()
     else:
         accumulator.backward(loss)
-    # The step divides by the number of ranks, but each representation is on one rank only.
-    factor = 1 if accumulator is None else len(accumulator.ranks)
-    for micro_batch, state in zip(micro_batches, states, strict=True):
+    for number, (micro_batch, state) in enumerate(zip(micro_batches, states, strict=True)):
         state.restore()
         outputs, gradients = [], []
-        leaves = tree_leaves(forward(micro_batch))
-        for number, (leaf, of_all) in enumerate(zip(leaves, whole, strict=True)):
-            rows = slice(starts[number], starts[number] + len(leaf))
-            starts[number] = rows.stop
-            if of_all.grad is not None and leaf.requires_grad:
+        leaves = tree_leaves(forward(micro_batch.fresh()))
+        for place, (leaf, of_all) in enumerate(zip(leaves, whole, strict=True)):
+            if not isinstance(leaf, Tensor):
+                continue
+            gradient = of_all.grad
+            if leaf.ndim:
+                own = slice(starts[place], starts[place] + len(leaf))
+                starts[place] = own.stop
+                # The step divides by the number of ranks, but a representation is on one rank.
+                gradient = None if gradient is None else gradient[own] * len(of_ranks)
+            elif number:  # of all copies, the gradient goes back through the first one
+                continue
+            if gradient is not None and leaf.requires_grad:
                 outputs.append(leaf)
-                gradients.append(of_all.grad[rows] * factor)
+                gradients.append(gradient)
         with nullcontext() if accumulator is None else accumulator.backward_runs():
             torch.autograd.backward(outputs, gradients)
         del leaves, leaf, outputs, gradients  # graphs, before the next one is made
     after.restore()
     return loss.detach()
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def _number(leaf: Any) -> Any:
+    return leaf.item() if isinstance(leaf, Tensor) else leaf
+
+
+def _check_rows(leaves: Sequence[Any]) -> None:
+    """Raise an `OptionError` where an output has no row for each sample."""
+    shapes = [tuple(one.shape) for one in leaves if _has_rows(one)]
+    if not shapes:
+        raise OptionError("the forward must return tensors whose first axis is the sample")
+    if (1,) in shapes and max(shape[0] for shape in shapes) > 1:
+        raise OptionError(
+            f"the forward returned a tensor of shape (1,) beside others of shapes {shapes}: if it "
+            "is one number for all samples, squeeze it, as in scale.squeeze()"
+        )
+
+
+def _of_all_ranks(mine: Tensor, rows: Sequence[int], ranks: Ranks | None) -> Tensor:
+    """The rows of all ranks, in their order."""
+    if ranks is None or len(ranks) == 1:
+        return mine
+    # all_gather needs equal shapes: each rank pads to the most rows of any.
+    padded = mine.new_zeros(max(rows), *mine.shape[1:])
+    padded[: len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(parts, padded, group=ranks.group)
+    return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])

@@ -1,38 +1,42 @@
-"""Loops that are short enough to be read: an epoch, and an evaluation."""
+"""Loops that are short enough to be read: an epoch, an evaluation, and a warm-up."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import length_hint
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+from torchbudget.distributed import Ranks
+from torchbudget.errors import OptionError
+from torchbudget.machine.device import device_memory
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.progress import with_bar
-from torchbudget.protocols import BatchMonitor, SplittablePaddedBatch
-from torchbudget.restoring import reachable
+from torchbudget.protocols import (
+    BatchMonitor,
+    IndexSource,
+    ResumableSource,
+    SplittablePaddedBatch,
+    Stateful,
+)
+from torchbudget.restoring import TrainingState, reachable
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.batches import moved, num_samples
-from torchbudget.train.epoch_loader import batches_left, loop_over
-from torchbudget.train.process_group import Ranks
-from torchbudget.train.step import (
-    OpenMicroBatch,
-    Pending,
-    Step,
-    check_scalar,
-    float64_device,
-    in_float64,
-    read_numbers,
-)
+from torchbudget.train.step import Pending, Step, check_scalar, float64_device, in_float64
 
 Criterion: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Weight: TypeAlias = Callable[[Any], float | Tensor]
 
 # Steps whose numbers stay on the device, where each number takes a block of 512 bytes.
 _UNREAD: Final = 256
+
+USED_UP: Final = "an iterator is used up after one epoch: pass a DataLoader or a list of batches"
 
 
 def train_epoch(
@@ -78,7 +82,8 @@ def train_epoch(
     def note(step: Step, is_over: bool) -> object:
         steps.append(step)
         if len(steps) % _UNREAD == 0:
-            read_numbers(steps[-_UNREAD:])
+            for one in steps[-_UNREAD:]:
+                _ = one.loss  # the first waits for the device, and the norm comes with it
         return when_stepped is not None and when_stepped(step, is_over)
 
     # An error keeps this frame alive, but not what is closed: workers end now, and not whenever the
@@ -112,6 +117,49 @@ def _each(batches: Iterator[Any]) -> Generator[Any, None, None]:
     yield from batches
 
 
+def loop_over(loader: Any) -> Iterator[Any]:
+    """Begin a loop over a loader, whose sampler or stream knows which batches came.
+
+    So it is an error where the loop ends before the epoch does, as after a `StopIteration` out of
+    a `collate_fn`, and batches are compared with what was planned.
+    """
+    for source in sources_of(loader).values():
+        if isinstance(source, ResumableSource):
+            if not isinstance(loader, Stateful):
+                return source.tracked(loader)
+            source.check_ranks()
+    return iter(loader)
+
+
+def sources_of(loader: Any) -> dict[str, Any]:
+    """The batch sampler, the sampler and the data set of a loader of any class, if it has them."""
+    return {name: getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")}
+
+
+def read_as_plain(loader: Any) -> Any:
+    """Return a `DataLoader` for a `StatefulDataLoader` whose sampler or stream has the position.
+
+    After the last batch of an epoch its own state would go on with the batches of the next epoch.
+    """
+    resumable = any(isinstance(source, ResumableSource) for source in sources_of(loader).values())
+    if not (resumable and isinstance(loader, Stateful)):
+        return loader
+    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+    vars(plain).update(vars(loader), _iterator=None)
+    return plain
+
+
+def batches_left(loader: Any) -> int | None:
+    """How many batches a loop over a loader brings; `None` where that is unknown in advance.
+
+    The length of a loader is that of the whole epoch, also where its sampler goes on within it.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    left = sampler.batches_left if isinstance(sampler, ResumableSource) else None
+    return left or length_hint(loader) or None
+
+
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -137,55 +185,37 @@ def evaluate(
         group: of processes. Default: all, where `torch.distributed` is initialized.
 
     Returns:
-        The loss; NaN where all weights are 0.
+        The loss.
 
     Raises:
-        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; or batches
-            of a sampler come out of order.
+        OptionError: a loss is not a scalar tensor, or a weight no number of at least 0; no batch
+            weighs anything on any rank; or batches of a sampler come out of order.
         SampleError: the loader of a sampler or stream ended before the epoch did.
         StateError: the loader of a stream has persistent workers, which an untracked loop started.
     """
-    loss, weights = summed_loss(
-        model, loader, criterion, weight=weight, mean=mean, device=device, group=group
-    )
-    return loss / weights if weights else math.nan
-
-
-@torch.no_grad()
-def summed_loss(
-    model: nn.Module,
-    loader: Iterable[Any],
-    criterion: Criterion,
-    *,
-    weight: Weight,
-    mean: bool,
-    device: torch.device | str | None,
-    group: Any,
-) -> tuple[float, float]:
-    """Σ loss and Σ weight, as in `evaluate`."""
     ranks = Ranks(group)
     near = next(model.parameters(), torch.empty(0)).device
     losses = torch.zeros((), dtype=torch.float64, device=float64_device(near))
     weights = Pending()
     with evaluation_mode([*modules_of(model), *modules_of(criterion)]):
         for batch in loop_over(loader):
-            own = OpenMicroBatch.of(weight(batch), read=mean)
+            own = Pending.of(weight(batch), read=mean)
             loss = criterion(model, moved(batch, device))
             check_scalar(loss)
             if own.weight or not mean:  # the mean of nothing is NaN, and counts for nothing
                 losses += in_float64(loss.reshape(())) * (own.weight if mean else 1)
-            weights = weights.with_next(own, 0, counts=False)
-    total = torch.stack([losses, losses.new_full((), weights.read().weight)])
+            weights += own
+    total = torch.stack([losses, losses.new_full((), weights.total_weight())])
     loss, weight_sum = ranks.sum(total.to(ranks.device(near))).tolist()
-    return loss, weight_sum
+    if not weight_sum:
+        raise OptionError(f"no batch came that weighs anything: {USED_UP}")
+    mean_loss: float = loss / weight_sum
+    return mean_loss
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function refers to; of a module, it and what it keeps in lists, say."""
-    if not isinstance(function, nn.Module):
-        return [one for one in reachable(function) if isinstance(one, nn.Module)]
-    found = [one for one in reachable(function.forward) if isinstance(one, nn.Module)]
-    return list(dict.fromkeys([function, *found]))
+    """The modules that a function or a module refers to, itself and those in lists included."""
+    return [one for one in reachable(function) if isinstance(one, nn.Module)]
 
 
 @contextmanager
@@ -216,3 +246,66 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
             part.training = mode  # of a part of several modules, which the last one has changed
         for replicated in broadcasting:
             replicated.require_forward_param_sync = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """One batch that was run.
+
+    Attributes:
+        name: "largest", "longest" or "shortest".
+        samples: in the batch.
+        predicted_bytes: what the sampler's cost predicts for it.
+        peak_bytes: the peak of the device's memory; of resident memory on the CPU.
+    """
+
+    name: str
+    samples: int
+    predicted_bytes: int
+    peak_bytes: int
+
+
+def warm_up(step: Callable[[Any], object], loader: DataLoader[Any]) -> list[WarmUp]:
+    """Run the largest, the longest and the shortest batch of the coming epoch.
+
+    A step that would run out of memory does so now rather than after hours, and an allocator meets
+    the largest blocks first. On CUDA what earlier work left reserved is returned before; the blocks
+    of the first batch stay reserved, so that the peaks of the others are at least that one's. The
+    first batch is run twice, since optimizers allocate their state at the first step. They are the
+    extremes over all ranks, so that every rank runs the same ones. Model, optimizer and random
+    generators are restored afterwards, bit for bit, and the sampler stays where it is.
+
+    Args:
+        step: the full training step on a batch of the loader's.
+        loader: with a `MemoryBudgetBatchSampler` as its `batch_sampler`, over a map-style data set.
+
+    Returns:
+        What was run, with predicted and real bytes.
+
+    Raises:
+        OptionError: the loader has another sampler.
+    """
+    sampler: Any = loader.batch_sampler
+    if not isinstance(sampler, IndexSource):
+        raise OptionError(
+            "warm_up needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…), got "
+            f"batch_sampler={type(sampler).__name__}"
+        )
+    state = TrainingState(step)
+    runs: list[WarmUp] = []
+    if state.device.type == "cuda":
+        device_memory(state.device).source.empty_cache()
+    with state.restored(contents=True):
+        for name, indices in sampler.extremes().items():
+            batch = loader.collate_fn([loader.dataset[index] for index in indices.tolist()])
+            if not runs:
+                step(batch)
+            with peak_memory(state.device) as peak:
+                step(batch)
+            del batch  # before the next one is made
+            predicted = sampler.batch_bytes(indices)
+            run = WarmUp(
+                name=name, samples=len(indices), predicted_bytes=predicted, peak_bytes=peak.bytes
+            )
+            runs.append(run)
+    return runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchbudget import errors
+from torchbudget.dtensors import local_part
 from torchbudget.train.optimizers import STEPS_IN_BACKWARD, Optimizers
-from torchbudget.train.step import check_scalar
+from torchbudget.train.step import check_scalar, float64_device
 from torchbudget.warn import warn
 
-# What the grad_fn of torch's losses has as its `_saved_reduction`.
+# The `_saved_reduction` in the grad_fn of torch's losses.
 _MEAN: Final = 1
 _SUM: Final = 2
 # The names of a grad_fn that gives the same numbers, in another dtype or shape.
@@ -35,7 +36,7 @@ class MisuseDetector:
         distributed: the modules whose forward must be inside `micro_batch`.
 
     Attributes:
-        in_micro_batch: between `micro_batch_begins` and `micro_batch_left`.
+        in_micro_batch: a micro-batch is open.
     """
 
     def __init__(
@@ -44,65 +45,91 @@ class MisuseDetector:
         modules: Sequence[nn.Module],
         distributed: Sequence[nn.Module],
     ) -> None:
+        self._modules = modules
         self._batch_norms = [
             part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)
         ]
         self._each_parameter = optimizers.each_parameter
-        self._parameters: list[int] | None = None  # ids of those of the latest step
         self._texts: set[str] = set()  # that were warned of
         self.in_micro_batch = False
-        self._in_own_step = False
         self._is_muted = False
-        # A parameter with its gradient and that one's version, as the accumulator left them.
-        self._sentinel: tuple[Tensor, Tensor, int] | None = None
-        # The finalizer reads this when the detector is gone. "lost" are the micro-batches that
-        # would be lost then: a state that was saved in the middle of a step has them, too.
-        self._pending = {"micro_batches": 0, "lost": 0}
+        self._looks_for_moving = True  # once, in the first step of several micro-batches
+        # A parameter, its gradient, and the versions of both, as the accumulator left them.
+        self._sentinel: tuple[Tensor, Tensor, tuple[int, int]] | None = None
+        # Micro-batches of a step that was not taken; the finalizer reads it after the detector.
+        self._pending = [0]
         weakref.finalize(self, _warn_of_lost, self._pending)
-        for optimizer in optimizers.optimizers:
-            self._hook(optimizer.register_step_pre_hook, MisuseDetector._optimizer_steps)
         for module in distributed:
-            self._hook(module.register_forward_pre_hook, MisuseDetector._module_runs)
+            handle = module.register_forward_pre_hook(_Hook(weakref.ref(self)))
+            weakref.finalize(self, handle.remove)
 
-    def _hook(
-        self, register: Callable[[_Hook], Any], method: Callable[[MisuseDetector, Any], None]
-    ) -> None:
-        """Have a method called, as long as this detector is there."""
-        handle = register(_Hook(weakref.ref(self), method))
-        weakref.finalize(self, handle.remove)
-
-    # ------------------------------------------------------------------ called by the accumulator
-
-    def notice_others(self, modules: Iterable[nn.Module]) -> None:
-        """Raise where one of these distributed modules runs in a micro-batch."""
-        for module in modules:
-            self._hook(module.register_forward_pre_hook, MisuseDetector._other_runs)
-
-    def micro_batch_begins(self, *, restarted: bool) -> None:
-        """A micro-batch begins.
+    @contextmanager
+    def micro_batch(self, *, restarted: bool, is_later: bool) -> Iterator[None]:
+        """A micro-batch is inside.
 
         Args:
             restarted: the data began again, so that what is pending is of an earlier epoch.
+            is_later: others of its step came before it.
         """
-        if restarted and self._pending["micro_batches"]:
+        if restarted and self._pending[0]:
             self._warn(
                 errors.ForgottenStepWarning,
-                f"{self._pending['micro_batches']} micro-batches of an earlier epoch are still in "
-                "the gradients, and now count for the next step; call accumulator.flush() at the "
-                "end of an epoch",
+                f"{self._pending[0]} micro-batches of an earlier epoch now count for the next "
+                "step; call accumulator.flush() at the end of an epoch",
             )
+        looks = is_later and self._looks_for_moving and not self._is_muted
+        before = self._sums() if looks else {}
         self.in_micro_batch = True
-        self._remember_gradients()
+        self._remember()
+        try:
+            yield
+        finally:
+            self.in_micro_batch = False
+            self.check_gradients()
+        if looks:
+            self._looks_for_moving = False
+            self._warn_of_moved(before)
 
-    def _remember_gradients(self) -> None:
-        """From here on gradients must stay as they are. O(1) where the first one has one."""
+    def _sums(self) -> dict[tuple[int, int], tuple[Tensor, str, str]]:
+        """Sums of the buffers, and of the parameters that no optimizer has, with their names.
+
+        By the tensor and its address: a tensor that is replaced or resized is another one.
+        """
+        trained = {id(parameter) for parameter in self._each_parameter()}
+        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
+        found = {}
+        for part in parts:
+            own = () if isinstance(part, _BatchNorm) else (*part._buffers.items(),)
+            for name, tensor in (*own, *part._parameters.items()):
+                if tensor is None or id(tensor) in trained:
+                    continue
+                mine = local_part(tensor.detach())
+                if mine.layout is torch.strided and not mine.is_quantized and not mine.is_meta:
+                    name = f"{type(part).__name__}.{name}"
+                    found[id(tensor), mine.data_ptr()] = tensor, name, _sums_of(mine)
+        return found
+
+    def _warn_of_moved(self, before: dict[tuple[int, int], tuple[Tensor, str, str]]) -> None:
+        after = self._sums()
+        pairs = [(one, after[place]) for place, one in before.items() if place in after]
+        moved = [name for (_, name, sums), (*_, others) in pairs if sums != others]
+        if moved:
+            self._warn(
+                errors.MovingStateWarning,
+                f"the forward changes {', '.join(dict.fromkeys(moved))}, in every micro-batch, "
+                "not once a step as the large batch: update it where accumulator.stepped is true",
+            )
+
+    def _remember(self) -> None:
+        """From here on parameters and gradients must stay. O(1) where the first one has one."""
         for parameter in self._each_parameter():
             if parameter.grad is not None:
-                self._sentinel = parameter, parameter.grad, parameter.grad._version
+                versions = parameter._version, parameter.grad._version
+                self._sentinel = parameter, parameter.grad, versions
                 break
 
     def check_gradients(self, *, is_first: bool = False) -> None:
-        """Warn where others have changed gradients; from here on they may change.
+        """Warn where others have changed parameters or gradients; from here on they may change.
 
         Args:
             is_first: the first micro-batch of a step begins, before which there must be none.
@@ -114,28 +141,29 @@ class MisuseDetector:
                 "optimizer.zero_grad() before",
             )
         if self._sentinel is not None:
-            parameter, gradient, version = self._sentinel
-            if parameter.grad is not gradient or gradient._version != version:
+            parameter, gradient, (version, grad_version) = self._sentinel
+            if parameter._version != version:
                 self._warn(
                     errors.ForeignStepWarning,
-                    "gradients were changed within a step by others than accumulator.backward "
-                    "(by zero_grad, a clipping, another backward?): the step is not the large "
-                    "batch's",
+                    "parameters were changed in the middle of an accumulated step, as by "
+                    "optimizer.step(); the accumulator steps by itself, and accumulator.step() "
+                    "ends a step early",
+                )
+            elif parameter.grad is not gradient or gradient._version != grad_version:
+                self._warn(
+                    errors.ForeignStepWarning,
+                    "gradients were changed within a step by others than accumulator.backward (by "
+                    "zero_grad, a clipping, another backward?): it is not the large batch's step",
                 )
         self._sentinel = None
 
     def micro_batch_failed(self) -> None:
-        """A micro-batch raised after its backward, and its step was abandoned."""
+        """A micro-batch raised after its backward, and its step was cleared."""
         self._warn(
             errors.ForeignStepWarning,
             "a micro-batch raised after its backward: the gradients of its step so far were "
             "cleared, on this rank, and do not count; run_or_split takes back that one alone",
         )
-
-    def micro_batch_left(self) -> None:
-        """A micro-batch is over, or it raised."""
-        self.in_micro_batch = False
-        self.check_gradients()
 
     def micro_batch_succeeded(self, micro_batches: int, *, ends: bool) -> None:
         """A micro-batch was accumulated.
@@ -144,10 +172,10 @@ class MisuseDetector:
             micro_batches: of the step so far.
             ends: whether the step ends with it.
         """
-        self._pending.update(micro_batches=micro_batches, lost=micro_batches)
+        self._pending[0] = micro_batches
         if ends:
             return
-        self._remember_gradients()
+        self._remember()
         # Without running statistics, those of the batch are taken in evaluation mode, too.
         if any(norm.training or norm.running_mean is None for norm in self._batch_norms):
             self._warn(
@@ -173,7 +201,7 @@ class MisuseDetector:
         yield
         if versions != [parameter._version for parameter in parameters]:
             raise errors.OptionError(STEPS_IN_BACKWARD)
-        self._remember_gradients()
+        self._remember()
 
     def check_loss(self, loss: Tensor, *, mean: bool, weight: float) -> None:
         """Warn where a loss is a mean but a sum is expected, or the reverse.
@@ -189,91 +217,38 @@ class MisuseDetector:
         check_scalar(loss)
         if weight == 1 or loss.grad_fn is None:
             return
-        node = _reduction_of(loss.grad_fn)
+        node: Any = loss.grad_fn  # of the operation whose number it is, before casts and views
+        while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
         reduction = getattr(node, "_saved_reduction", None)  # torch's losses have it
-        # Of several numbers. loss.sum() only of a vector, which may be one of losses; of a matrix
-        # it may be that of weighted losses, which is a mean.
-        sizes = getattr(node, "_saved_self_sym_sizes", ())
-        is_mean = node.name().startswith("MeanBackward") and math.prod(sizes) > 1
-        is_sum = node.name().startswith("SumBackward") and len(sizes) == 1
-        if not mean and (reduction == _MEAN or is_mean):
+        is_mean = node.name().startswith("MeanBackward")
+        is_mean &= math.prod(getattr(node, "_saved_self_sym_sizes", ())) > 1  # of several numbers
+        if reduction == _SUM if mean else reduction == _MEAN or is_mean:
+            expected, came = ("mean", "sum") if mean else ("sum", "mean")
             self._warn(
                 errors.ReductionWarning,
-                "the loss is a mean, but is taken for the sum over the micro-batch: pass "
-                'reduction="sum", or GradAccumulator(…, mean=True)',
-            )
-        elif mean and (reduction == _SUM or is_sum):
-            self._warn(
-                errors.ReductionWarning,
-                "the loss is a sum, but mean=True multiplies it by its weight: leave mean out",
+                f"the loss is a {came}, but is taken for the {expected} over the micro-batch: pass "
+                f'reduction="{expected}", or GradAccumulator(…, mean={not mean})',
             )
 
-    def state_loaded(self, micro_batches: int) -> None:
-        """A state was loaded that has so many micro-batches of a step."""
-        self._pending["micro_batches"] = micro_batches
+    def step_ended(self) -> None:
+        """A step is taken, or its gradients were cleared: both may change from here on."""
+        self._pending[0] = 0
         self._sentinel = None
-
-    def state_saved(self) -> None:
-        """A state was saved: what is pending is in it, and not lost with this object."""
-        self._pending["lost"] = 0
-
-    def step_abandoned(self) -> None:
-        """A step failed, and its gradients were cleared."""
-        self._pending.update(micro_batches=0, lost=0)
-        self._sentinel = None
-
-    @contextmanager
-    def own_step(self, parameters: Sequence[Tensor], *, has_weight: bool) -> Iterator[None]:
-        """The accumulator steps its optimizers inside, on these parameters.
-
-        Args:
-            parameters: of all optimizers.
-            has_weight: the weight of the step is not 0.
-        """
-        parameters_now = [id(parameter) for parameter in parameters]
-        if self._parameters not in (None, parameters_now):
-            self._warn(
-                errors.ChangedParametersWarning,
-                "the optimizer's parameters are others than at the step before; make a new "
-                "GradAccumulator where model or optimizer are changed",
-            )
-        self._parameters = parameters_now
-        if has_weight and all(parameter.grad is None for parameter in parameters):
-            self._warn(
-                errors.ChangedParametersWarning,
-                "no parameter of the optimizer has a gradient, so that nothing is trained: it has "
-                "those of another model, such as the one that was copied or replaced after it was "
-                "made; make the optimizer of the model that is called",
-            )
-        self.step_abandoned()
-        self._in_own_step = True
-        try:
-            yield
-        finally:
-            self._in_own_step = False
 
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Nothing inside is warned of or remembered."""
         before = vars(self).copy()
-        self._pending, self._is_muted = {"micro_batches": 0, "lost": 0}, True
+        self._pending, self._is_muted = [0], True
         try:
             yield
         finally:
             vars(self).update(before)
             self._sentinel = None  # the caller restores gradients, which would count as a change
 
-    # ------------------------------------------------------------------ called by hooks
-
-    def _optimizer_steps(self, _: Any) -> None:
-        if not self._in_own_step and self._pending["micro_batches"]:
-            self._warn(
-                errors.ForeignStepWarning,
-                "optimizer.step() was called in the middle of an accumulated step; the accumulator "
-                "steps by itself, and accumulator.step() ends a step early",
-            )
-
-    def _module_runs(self, module: Any) -> None:
+    def module_runs(self, module: Any) -> None:
+        """A distributed module runs; called by its hook."""
         # DDP reduces nothing in a micro-batch of another accumulator that has it, as of a GAN.
         reduces = getattr(module, "require_backward_grad_sync", True)
         if not self.in_micro_batch and reduces and torch.is_grad_enabled():
@@ -281,15 +256,6 @@ class MisuseDetector:
                 errors.UnsynchronizedWarning,
                 "the forward of a distributed module is outside accumulator.micro_batch(…): it "
                 "will reduce gradients by itself, and they are reduced again",
-            )
-
-    def _other_runs(self, _: Any) -> None:
-        if self.in_micro_batch and torch.is_grad_enabled():
-            raise errors.OptionError(
-                "a DistributedDataParallel runs that GradAccumulator does not know, so it would "
-                "reduce gradients by itself in every backward, and ranks with unequal numbers of "
-                "micro-batches would wait for ever: pass the wrapped one, "
-                "GradAccumulator(optimizer, module=ddp)"
             )
 
     def _warn(self, category: type[errors.TorchBudgetWarning], text: str) -> None:
@@ -300,31 +266,32 @@ class MisuseDetector:
 
 @dataclass(frozen=True)
 class _Hook:
-    """Calls a method of a detector without keeping it alive; a copy of the hook does nothing."""
+    """Tells a detector, without keeping it alive, that a module runs; a copy does nothing."""
 
     detector: Callable[[], MisuseDetector | None]
-    method: Callable[[MisuseDetector, Any], None]
 
-    def __call__(self, owner: Any, *_: Any) -> None:
+    def __call__(self, module: Any, *_: Any) -> None:
         detector = self.detector()
         if detector is not None:
-            self.method(detector, owner)
+            detector.module_runs(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (NoneType, self.method)  # a call of NoneType returns None: no detector
+        return _Hook, (NoneType,)  # a call of NoneType returns None: no detector
 
 
-def _reduction_of(node: Any) -> Any:
-    """The operation whose number a loss is, before it was cast or viewed."""
-    while node.name().startswith(_UNCHANGED) and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    return node
+def _sums_of(tensor: Tensor) -> str:
+    """The sum and the norm, as text; `.data` writes show, and no tensor of its size is made."""
+    wide = torch.float64 if float64_device(tensor.device) == tensor.device else torch.float32
+    sums = [tensor.sum(dtype=None if tensor.is_complex() else wide).item()]
+    if tensor.is_floating_point():
+        sums.append(torch.linalg.vector_norm(tensor, dtype=wide).item())
+    return str(sums)
 
 
-def _warn_of_lost(pending: dict[str, int]) -> None:
-    if pending["lost"]:
+def _warn_of_lost(pending: list[int]) -> None:
+    if pending[0]:
         warn(
-            f"a GradAccumulator is gone with {pending['lost']} micro-batches that no step "
+            f"a GradAccumulator is gone with {pending[0]} micro-batches that no step "
             "took; call accumulator.flush() after the loop",
             errors.ForgottenStepWarning,
         )

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchbudget.checks import positive_number
-from torchbudget.dtensors import is_dtensor, local_part
+from torchbudget.dtensors import local_part
 from torchbudget.errors import OptionError, StateError
-from torchbudget.train.sharded_gradients import largest_share, total_norm
+from torchbudget.train.gradients import largest_share, total_norm
 
-SPARSE: Final = (
-    "sparse gradients cannot be clipped or summed over ranks: make the embedding with "
-    "sparse=False, or leave max_norm out on one rank"
-)
+SPARSE: Final = "sparse gradients cannot be clipped or summed over ranks: pass sparse=False"
 
 # A share of the largest number, less what float32 rounds.
 _OVERFLOWS: Final = 1 - 1e-6
 
 STEPS_IN_BACKWARD: Final = (
-    "an optimizer steps inside the backward, in a hook of a parameter: each micro-batch would be a "
-    "step of its own, on a part of the gradient; remove the hook, and let the accumulator step"
+    "an optimizer steps inside the backward of a micro-batch, in a hook of a parameter: remove it"
 )
 
 
@@ -44,6 +39,7 @@ class Optimizers:
         schedulers: of their learning rates.
         scaler: of their gradients.
         max_norm: that the gradients of all of them are clipped to.
+        skip_nonfinite: no optimizer steps where a gradient is not finite, without a scaler too.
 
     Raises:
         OptionError: no optimizer, a norm that is not positive, or an optimizer or scheduler that
@@ -54,6 +50,7 @@ class Optimizers:
     schedulers: Sequence[Any]
     scaler: torch.amp.GradScaler | None
     max_norm: float | None
+    skip_nonfinite: bool
 
     def __post_init__(self) -> None:
         if not self.optimizers:
@@ -64,22 +61,6 @@ class Optimizers:
             )
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise OptionError("ReduceLROnPlateau needs a metric: step it yourself, after evaluate")
-        # Not imported here, which reads the environment: none exists without it.
-        sharding: Any = sys.modules.get("torch.distributed.optim")
-        if sharding and any(
-            isinstance(one, sharding.ZeroRedundancyOptimizer) for one in self.optimizers
-        ):
-            raise OptionError(
-                "ZeroRedundancyOptimizer has the state of its own parameters only, so that "
-                "training_state() could not save it: shard the model with fully_shard instead"
-            )
-        if any(hasattr(p, "_in_backward_optimizers") for p in self.each_parameter()):
-            raise OptionError(STEPS_IN_BACKWARD)
-        if self.scaler is not None and any(map(_is_mixed, self.optimizers)):
-            raise OptionError(
-                "a GradScaler cannot unscale the gradients of DTensors and of plain parameters "
-                "together: give each kind an optimizer of its own, and pass both"
-            )
         each = [id(parameter) for parameter in self.each_parameter()]
         if self.scaler is not None and len(set(each)) < len(each):
             raise OptionError(
@@ -88,16 +69,6 @@ class Optimizers:
             )
         if self.max_norm is not None:
             positive_number("max_norm", self.max_norm)
-
-    def check_sparse(self, modules: Sequence[nn.Module], ranks: int) -> None:
-        """Raise an `OptionError` where gradients will be sparse, and are clipped or summed."""
-        if self.max_norm is None and ranks == 1:
-            return
-        mine = {id(parameter) for parameter in self.each_parameter()}
-        for part in (part for module in modules for part in module.modules()):
-            is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-            if is_sparse and id(part.weight) in mine:
-                raise OptionError(SPARSE)
 
     def each_parameter(self) -> Iterator[Tensor]:
         """All parameters; one that two optimizers share comes twice. O(1) up to the first."""
@@ -108,31 +79,17 @@ class Optimizers:
         """All parameters, each once."""
         return list({id(p): p for p in self.each_parameter()}.values())
 
-    def scale(self, divisor: float) -> float:
-        """What gradients are multiplied by before the step, where losses are divided by so much."""
-        return (1.0 if self.scaler is None else self.scaler.get_scale()) / divisor
-
-    @contextmanager
-    def unscaled(self) -> Iterator[Tensor | None]:
-        """Gradients are unscaled inside; `largest_share` of them, `None` without a scaler.
-
-        Where it ends in an error, the scaler forgets them.
-        """
-        scaler, scaled = self.scaler, self._scaled()
-        if scaler is None or not scaled:
-            yield None
-            return
-        gradients = [p.grad for one in scaled for p in _parameters_of(one) if p.grad is not None]
-        # Makes its scale, on a rank that had no backward yet.
-        scaler.scale(torch.ones((), device=gradients[0].device))
-        try:
+    def unscale(self) -> Tensor | None:
+        """Unscale the gradients; return their `largest_share`, `None` where nobody asks for it."""
+        scaled = self._scaled()
+        if not self._scales() and not self.skip_nonfinite:
+            return None
+        if self.scaler is not None and scaled:
+            # Makes its scale, on a rank that had no backward yet.
+            self.scaler.scale(torch.ones((), device=self.parameters()[0].device))
             for optimizer in scaled:
-                scaler.unscale_(optimizer)
-            yield largest_share(gradients)
-        except BaseException:
-            with suppress(RuntimeError):  # of a device that fails: the first error counts
-                _forget_unscaled(scaler)
-            raise
+                self.scaler.unscale_(optimizer)
+        return largest_share([p.grad for p in self.parameters() if p.grad is not None])
 
     def step(
         self, factor: float, divisors: Mapping[int, float], largest: float | None
@@ -140,13 +97,12 @@ class Optimizers:
         """Multiply the gradients, which were unscaled, clip them, step, and update the scale.
 
         Where a gradient is not finite, or would not be once it is multiplied, no optimizer steps: a
-        scaler would decide, and read, for each alone. The scale is lowered for the former only,
-        which a lower one can help.
+        scaler would decide, and read, for each alone.
 
         Args:
-            factor: of all gradients.
+            factor: of all gradients; 0: no optimizer steps.
             divisors: of the parameters with these ids, whose gradients were divided before.
-            largest: of the gradients, see `largest_share`; `None` without a scaler.
+            largest: of the gradients, see `largest_share`; `None`: they are not looked at.
 
         Returns:
             The norm before clipping, `None` without `max_norm`; and whether no optimizer stepped.
@@ -156,34 +112,32 @@ class Optimizers:
         """
         parameters = self.parameters()
         scaled = self._scaled()
-        if self.scaler is not None and self.scaler.is_enabled() and not scaled:
-            return None, True
-        self._multiply(parameters, factor, divisors)
-        norm = None if self.max_norm is None else self._clip(parameters)
-        if self.scaler is None or largest is None:
-            for optimizer in self.optimizers:
-                optimizer.step()
-            return norm, False
-        skipped = largest * factor * max(divisors.values(), default=1.0) > _OVERFLOWS
-        for optimizer in () if skipped else scaled:
-            if _decides_on_device(optimizer) or _steps_by_itself(self.scaler):
-                self.scaler.step(optimizer)
-            else:
-                optimizer.step()
-        if skipped and math.isfinite(largest):
-            _forget_unscaled(self.scaler)
+        if not factor or (self._scales() and not scaled):
+            norm, skipped = None, True
         else:
+            self._multiply(parameters, factor, divisors)
+            norm = None if self.max_norm is None else self._clip(parameters)
+            most = factor * max(divisors.values(), default=1.0)
+            skipped = largest is not None and largest * most > _OVERFLOWS
+        for optimizer in () if skipped else scaled or self.optimizers:
+            optimizer.step()
+        if self.scaler is not None and scaled:
             self.scaler.update()
         return norm, skipped
 
-    def leave_unscaled(self) -> None:
-        """No step is taken with gradients that were unscaled, and the scale stays as it is."""
-        if self.scaler is not None and self._scaled():
-            _forget_unscaled(self.scaler)
+    def abandon(self) -> None:
+        """Clear the gradients of a step that is not taken; the scaler forgets them, too."""
+        self.clear()
+        if self.scaler is not None and self._scales():
+            with suppress(AssertionError, RuntimeError):  # it has no scale yet, or its device fails
+                self.scaler.update(self.scaler.get_scale())
+
+    def _scales(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def _scaled(self) -> list[Optimizer]:
-        """Those whose gradients are scaled; a scaler fails on one that has no gradients at all."""
-        if self.scaler is None or not self.scaler.is_enabled():
+        """The optimizers whose gradients are scaled; a scaler fails on one without gradients."""
+        if not self._scales():
             return []
         return [
             one for one in self.optimizers if any(p.grad is not None for p in _parameters_of(one))
@@ -204,7 +158,9 @@ class Optimizers:
 
     def _clip(self, parameters: Sequence[Tensor]) -> Tensor:
         """Clip to `max_norm`, if there is one; the norm before."""
-        gradients = _gradients(parameters)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            raise OptionError(SPARSE)
         norm = total_norm(gradients)
         if self.max_norm is not None and self.max_norm < math.inf:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no DTensors beside plain ones.
@@ -213,34 +169,20 @@ class Optimizers:
                 torch._foreach_mul_(list(parts), factor.to(device))
         return norm
 
-    def train(self) -> None:
-        """Let those that train other weights than they return set the model to those they train."""
-        self._set_mode("train")
+    def set_mode(self, mode: str) -> None:
+        """Set the model to the weights that are trained ("train") or returned ("eval").
 
-    def eval(self) -> None:
-        """Let those, such as schedule-free ones, set the model to the weights that they return."""
-        self._set_mode("eval")
-
-    def _set_mode(self, mode: str) -> None:
+        For optimizers that have methods of these names, such as schedule-free ones.
+        """
         for optimizer in self.optimizers:
             set_mode = getattr(optimizer, mode, None)
             if callable(set_mode):
                 set_mode()
 
-    def clear(self) -> None:
-        """Set all gradients to `None`."""
+    def clear(self, *, set_to_none: bool = True) -> None:
+        """Set all gradients to `None`, or to 0, so that they take memory still."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def zero(self) -> None:
-        """Set all gradients to 0, so that they take memory still."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)
-
-    def schedule(self) -> None:
-        """Step the schedulers."""
-        for scheduler in self.schedulers:
-            scheduler.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of optimizers, schedulers and scaler."""
@@ -264,38 +206,6 @@ class Optimizers:
                 one.load_state_dict(its_state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def _decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether it skips by itself where a gradient is not finite, as fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _steps_by_itself(scaler: torch.amp.GradScaler) -> bool:
-    """Whether it has a step of its own, as those of other backends may."""
-    names = ("step", "_maybe_opt_step")
-    return any(
-        getattr(type(scaler), name, None) is not getattr(torch.amp.GradScaler, name, None)
-        for name in names
-    )
-
-
-def _forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """It would refuse to unscale the next ones otherwise; the scale is read from the device."""
-    scaler.update(scaler.get_scale())
-
-
-def _is_mixed(optimizer: Optimizer) -> bool:
-    """Whether it has DTensors as well as plain parameters."""
-    return len(set(map(is_dtensor, _parameters_of(optimizer)))) > 1
-
-
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that there are, of which the norm is asked for."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(gradient.layout is not torch.strided for gradient in gradients):
-        raise OptionError(SPARSE)
-    return gradients
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

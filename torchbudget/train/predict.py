@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
 from operator import length_hint
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader
 
-from torchbudget.distributed import failing_together
+from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError
 from torchbudget.progress import with_bar
 from torchbudget.protocols import HasNumSamples, IndexSource
-from torchbudget.train.agreement import on_host
 from torchbudget.train.batches import moved
-from torchbudget.train.gathered import Parcel, gathered
 from torchbudget.train.loop import evaluation_mode, modules_of
-from torchbudget.train.process_group import Ranks
+
+# Bytes that a rank sends in one collective: a few of them for many small outputs, while their
+# copies take little memory beside the outputs.
+_CHUNK_BYTES: Final = 64 * 2**20
+
+_MISSING: Final = object()
+_OTHER_PLANS: Final = "every rank must plan with the same sizes, cost, budget and epoch"
 
 Split: TypeAlias = Callable[[Any, Any], Sequence[Any]]
 
 
-@overload
-def predict(
-    model: Callable[[Any], Any],
-    loader: DataLoader[Any],
-    *,
-    split_outputs: Split | None = None,
-    gather: Literal["all"] = "all",
-    device: torch.device | str | None = None,
-    group: Any = None,
-    progress: bool = False,
-) -> list[Any]: ...
-@overload
-def predict(
-    model: Callable[[Any], Any],
-    loader: DataLoader[Any],
-    *,
-    split_outputs: Split | None = None,
-    gather: Literal["all", "first"],
-    device: torch.device | str | None = None,
-    group: Any = None,
-    progress: bool = False,
-) -> list[Any] | None: ...
 def predict(
     model: Callable[[Any], Any],
     loader: DataLoader[Any],
@@ -59,7 +39,7 @@ def predict(
     device: torch.device | str | None = None,
     group: Any = None,
     progress: bool = False,
-) -> list[Any] | None:
+) -> list[Any]:
     """The model's output for every sample, in the data set's order, on any number of ranks.
 
     The forward runs in evaluation mode and under `torch.no_grad()`. (The outputs of
@@ -80,15 +60,16 @@ def predict(
             sample of the batch. Default: row i of every tensor in the outputs, which may be a
             tensor or a tuple, list, dict or `ModelOutput` of tensors, all of shape `(n, …)`. Rows
             of shape `(L, …)` then keep the padding of their batch.
-        gather: "all": every rank returns the list; "first": the first rank only.
+        gather: "all": every rank returns the list; "first": the others return an empty one.
         device: that batches are moved to; `None`: they are not moved.
         group: of processes, those that the sampler deals to. Default: all. Not used where the
             sampler has `num_replicas=1`.
         progress: show a bar, where tqdm is installed and there is a terminal.
 
     Returns:
-        An output for each sample, shape `(N,)`; `None` on ranks that get none. Their tensors, in
-        any structure that `torch.utils._pytree` knows, are on the CPU, each in memory of its own.
+        An output for each sample, shape `(N,)`. Their tensors, in
+        any structure that `torch.utils._pytree` knows (a dataclass must be registered there), are
+        on the CPU, each in memory of its own.
         Where the step runs on the CPU too, leave room for them in the budget.
 
     Raises:
@@ -112,20 +93,14 @@ def predict(
         raise OptionError(f"gather must be 'all' or 'first', got {gather!r}")
     sampler = _checked_sampler(loader)
     host = None if sampler.num_replicas == 1 else _checked_ranks(sampler, group)
-    together = nullcontext if host is None else partial(failing_together, host.gather_objects)
+    together = nullcontext if host is None else host.together
     dataset: Any = loader.dataset
     with together():
         sampler.check_dataset(dataset)
         sampler.check_whole_epoch()
-    results = _Results(len(dataset))
-    parcels: list[Parcel] = []
-
-    def keep(indices: list[int], outputs: Sequence[Any]) -> None:
-        if host is None:
-            results.put(indices, [_own(one) for one in outputs])
-        else:
-            parcels.append(Parcel.of(indices, outputs))
-
+    rows = _rows if split_outputs is None else list
+    results: list[Any] = [_MISSING] * len(dataset)
+    kept: list[bytes] = []  # pickled here, where an error is that of all ranks
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
     with together(), sampler.unchanged(), closing(sampler.tracked(loader)) as run:
@@ -137,15 +112,21 @@ def predict(
             for batch in batches:
                 batch = moved(batch, device)  # the one on the host ends now
                 outputs = _outputs(model, batch, number, run.indices, split_outputs)
-                if not run.is_repeated:
-                    keep(run.indices, outputs)
+                if host is None:
+                    _enter(results, run.indices, rows(outputs))
+                elif not run.is_repeated:
+                    kept.append(pickle.dumps((run.indices, outputs)))
                 del batch, outputs  # before the next ones are made
                 number += 1  # noqa: SIM113  (enumerate would keep the batch)
-    if host is None:
-        return results.whole()
-    for parcel in gathered(parcels, host, first_only=gather == "first"):
-        results.put(parcel.indices, parcel.outputs())
-    return None if gather == "first" and host.rank else results.whole()
+    for indices, outputs in () if host is None else _gathered(kept, host):
+        if gather == "all" or (host is not None and not host.rank):
+            _enter(results, indices, rows(outputs))
+    if host is not None and host.rank and gather == "first":
+        return []
+    missing = [index for index, output in enumerate(results) if output is _MISSING]
+    if missing:
+        raise OptionError(f"index {missing[0]} did not come: {_OTHER_PLANS}")
+    return results
 
 
 def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
@@ -153,10 +134,9 @@ def _checked_sampler(loader: DataLoader[Any]) -> IndexSource:
     sampler: Any = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or not isinstance(sampler, IndexSource):
         raise OptionError(
-            "predict needs a DataLoader over a map-style data set with batch_sampler="
-            "MemoryBudgetBatchSampler(…, shuffle=False), which knows the samples of each batch (a "
-            f"stream does not): got {type(loader).__name__} with batch_sampler="
-            f"{type(sampler).__name__}"
+            "predict needs a DataLoader with batch_sampler=MemoryBudgetBatchSampler(…, "
+            "shuffle=False), which knows the samples of each batch: got "
+            f"{type(loader).__name__} with batch_sampler={type(sampler).__name__}"
         )
     return sampler
 
@@ -170,7 +150,7 @@ def _checked_ranks(sampler: IndexSource, group: Any) -> Ranks:
             f"{sampler.rank}, but the process group joins {len(ranks)}, of which this is number "
             f"{ranks.rank}: each rank would get only a part of the outputs"
         )
-    return on_host(ranks)
+    return ranks.on_host()
 
 
 def _outputs(
@@ -179,24 +159,27 @@ def _outputs(
     number: int,
     indices: list[int],
     split_outputs: Split | None,
-) -> list[Any]:
-    """Call the model on a batch; return what it returns for each sample."""
+) -> Any:
+    """Call the model on a batch; return its outputs on the host, in memory of their own."""
     n = len(indices)
-    called = f"batch {number}, of {n} samples with indices {_shown(indices)}"
+    called = f"batch {number}, of {n} samples, first of indices {indices[:4]}"
     if isinstance(batch, HasNumSamples) and batch.num_samples != n:
         raise OptionError(f"{called}, came from the loader with {batch.num_samples} samples")
     outputs = model(batch)
     if split_outputs is None:
-        return _rows(outputs, n, called)
-    outputs = list(split_outputs(outputs, batch))
-    if len(outputs) != n:
-        raise OptionError(f"{called}: split_outputs must return {n} outputs, got {len(outputs)}")
-    return outputs
+        _check_rows(outputs, n, called)
+    else:
+        outputs = list(split_outputs(outputs, batch))
+        if len(outputs) != n:
+            raise OptionError(
+                f"{called}: split_outputs must return {n} outputs, got {len(outputs)}"
+            )
+    # A view would keep all of its batch.
+    return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), outputs)
 
 
-def _rows(outputs: Any, n: int, called: str) -> list[Any]:
-    """Row i of every tensor of a batch's outputs, for each i."""
-    leaves, structure = tree_flatten(outputs)
+def _check_rows(outputs: Any, n: int, called: str) -> None:
+    leaves = tree_leaves(outputs)
     for leaf in leaves:
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n):
             shape = f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else ""
@@ -207,58 +190,37 @@ def _rows(outputs: Any, n: int, called: str) -> list[Any]:
             )
     if all(leaf is None for leaf in leaves):
         raise OptionError(f"{called}: the model returned no tensor, but {outputs!r}")
-    columns = [[None] * n if leaf is None else leaf.detach().cpu().unbind() for leaf in leaves]
+
+
+def _rows(outputs: Any) -> list[Any]:
+    """Row i of every tensor of a batch's outputs, for each i, in memory of its own."""
+    leaves, structure = tree_flatten(outputs)
+    n = next(len(leaf) for leaf in leaves if leaf is not None)
+    columns = [[None] * n if leaf is None else [row.clone() for row in leaf] for leaf in leaves]
     return [tree_unflatten(list(row), structure) for row in zip(*columns, strict=True)]
 
 
-def _own(output: Any) -> Any:
-    """The output with copies of its tensors, also in the fields of dataclasses."""
-    return tree_map(_own_leaf, output)
+def _gathered(kept: list[bytes], ranks: Ranks) -> Iterator[tuple[list[int], Any]]:
+    """The outputs of all ranks, batch by batch.
 
-
-def _own_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):  # its elements alone: a view would keep all of its batch
-        return leaf.detach().to("cpu", copy=True)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        found = copy.copy(leaf)
-        for one in dataclasses.fields(leaf):
-            object.__setattr__(found, one.name, _own(getattr(leaf, one.name)))
-        return found
-    return leaf
-
-
-def _shown(indices: list[int]) -> str:
-    few = ", ".join(map(str, indices[:4]))
-    return f"[{few}, …]" if len(indices) > 4 else f"[{few}]"
-
-
-class _Results:
-    """An output for each sample, as they come.
+    Collectives, each of at most 64 MiB of every rank, or of one batch. Exhaust the iterator.
 
     Args:
-        length: samples.
+        kept: the indices and the outputs of each batch of this rank, pickled; emptied.
+        ranks: joined by a process group on the host.
     """
+    while any(ranks.gather_objects(bool(kept))):
+        chunk: list[bytes] = []
+        room = _CHUNK_BYTES
+        while kept and (not chunk or len(kept[-1]) <= room):
+            chunk.append(kept.pop())
+            room -= len(chunk[-1])
+        for received in ranks.gather_objects(chunk):
+            yield from map(pickle.loads, received)
 
-    def __init__(self, length: int) -> None:
-        self._outputs: list[Any] = [None] * length
-        self._came = bytearray(length)
 
-    def put(self, indices: list[int], outputs: Sequence[Any]) -> None:
-        """Enter the outputs of some samples."""
-        for index, output in zip(indices, outputs, strict=True):
-            if index >= len(self._came) or self._came[index]:
-                raise self._mismatch(index)
-            self._outputs[index], self._came[index] = output, True
-
-    def whole(self) -> list[Any]:
-        """All outputs, once each has come."""
-        if not all(self._came):
-            raise self._mismatch(self._came.index(False))
-        return self._outputs
-
-    @staticmethod
-    def _mismatch(index: int) -> OptionError:
-        return OptionError(
-            f"index {index} came not once: every rank must plan with the same sizes, cost, budget "
-            "and epoch"
-        )
+def _enter(results: list[Any], indices: list[int], outputs: Sequence[Any]) -> None:
+    for index, output in zip(indices, outputs, strict=True):
+        if index >= len(results) or results[index] is not _MISSING:
+            raise OptionError(f"index {index} came more than once: {_OTHER_PLANS}")
+        results[index] = output

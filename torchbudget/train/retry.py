@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchbudget.errors import SampleTooLargeError, StepError, TorchBudgetError
+from torchbudget.errors import OptionError, SampleTooLargeError, StepError, TorchBudgetError
 from torchbudget.machine.out_of_memory import failed_allocations, is_out_of_memory
 from torchbudget.random_state import RandomState
-from torchbudget.train.batches import halves
-from torchbudget.train.process_group import Ranks
+from torchbudget.train.batches import Replayed, halves
 
 
 class Buffers:
@@ -95,7 +94,6 @@ class SplitRun:
         batch: to be run.
         parameters: that are trained.
         modules: whose buffers the forward may change.
-        ranks: that share the step.
 
     Attributes:
         attempt: the run of a part that has not succeeded yet, and can be undone.
@@ -104,20 +102,20 @@ class SplitRun:
     """
 
     def __init__(
-        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module], ranks: Ranks
+        self, batch: Any, parameters: Sequence[Tensor], modules: Sequence[nn.Module]
     ) -> None:
-        self._ranks = ranks
         self._parts = deque([batch])
         self._parameters = parameters
         self._modules = modules
+        self._replayed = Replayed(batch)
         self.attempt: Attempt | None = None
         self.whole: Attempt | None = None
-        self.gave_up: str | None = None
+        self.gave_up: TorchBudgetError | None = None
 
-    def give_up(self, reason: str) -> NoReturn:
-        """Raise `SampleTooLargeError`, which no other rank knows of."""
+    def give_up(self, reason: TorchBudgetError) -> NoReturn:
+        """Raise an error that no other rank knows of."""
         self.gave_up = reason
-        raise SampleTooLargeError(reason)
+        raise reason
 
     @property
     def parts_follow(self) -> bool:
@@ -126,9 +124,16 @@ class SplitRun:
 
     def succeed(self) -> None:
         """The micro-batch of the part that is being run has succeeded: its gradients count."""
+        self._check_batch()
         if self.attempt is not None:
             self.attempt.merge()
             self.attempt = None
+
+    def _check_batch(self) -> None:
+        try:
+            self._replayed.check()
+        except OptionError as error:
+            self.give_up(error)
 
     def failures(
         self, function: Callable[[Any], object], before_attempt: Callable[[], object]
@@ -141,28 +146,23 @@ class SplitRun:
 
         Raises:
             SampleTooLargeError: memory ran out after the micro-batch, in the optimizer's step.
-            StepError: the function opened no micro-batch; or memory ran out where other ranks were
-                met already, which could pair with other collectives of theirs.
+            OptionError: the function changed a tensor of the batch in place.
+            StepError: the function opened no micro-batch.
         """
         while self._parts:
             part = self._parts.popleft()
             before_attempt()
             self.attempt = attempt = Attempt(self._parameters, self._modules)
-            met = self._ranks.collectives()
-            failed = ran_out_of_memory(function, part)
+            self._replayed = Replayed(part)
+            failed = ran_out_of_memory(function, self._replayed.fresh())
             succeeded = self.attempt is not attempt  # its micro-batch has called `succeed`
             if failed and succeeded:
-                self.give_up("out of memory in the optimizer's step, after the micro-batches")
+                self.give_up(SampleTooLargeError("out of memory in the optimizer's step"))
             if not failed and not succeeded:
                 raise StepError("run_or_split's function opened no micro_batch")
             if succeeded:
                 continue
-            if self._ranks.collectives() != met:
-                raise StepError(
-                    "memory ran out in a micro-batch whose forward or backward has a collective, "
-                    "which one rank cannot repeat while the others wait in the next: let this rank "
-                    "end, so that they fail too, and give it more memory or a smaller budget"
-                )
+            self._check_batch()
             attempt.undo()
             if self.whole is None:
                 attempt.copy_gradients()

@@ -1,29 +1,26 @@
-"""A step: when it is complete, and its numbers, pending on one rank, in total and as reported."""
+"""A step: when it is complete, what is pending of it on one rank, and what it did."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torchbudget.checks import at_least_one, is_int, is_number, positive_number
-from torchbudget.dtensors import is_dtensor
-from torchbudget.errors import OptionError, StateError, StateMismatchError
+from torchbudget.errors import OptionError
 from torchbudget.protocols import StepSource
-from torchbudget.train.process_group import Ranks
 
 Number = TypeVar("Number")
 
-_VERSION: Final = 3  # of the state
 _WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
 class _Unread(Generic[Number]):
-    """A field whose number may still be on a device, which is read when it is first asked for."""
+    """A field whose number may still be on a device; all of an object are read together."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -31,8 +28,10 @@ class _Unread(Generic[Number]):
     def __get__(self, one: Any, owner: type | None = None) -> Number:
         if one is None:
             raise AttributeError(self._name)  # so that the field has no default
-        read_numbers([one])
-        return cast("Number", vars(one)[self._name])
+        values = vars(one)
+        unread = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        values.update(zip(unread, read_at_once([*unread.values()]), strict=True))
+        return cast("Number", values[self._name])
 
     def __set__(self, one: Any, value: Tensor | Number) -> None:
         vars(one)[self._name] = value
@@ -51,8 +50,8 @@ class Step:
         weight: Σ weight.
         gradient_norm: before clipping; `None` without `max_norm`.
         micro_batches: on all ranks.
-        skipped: whether an optimizer did not step: the gradient scaler found a gradient that is not
-            finite, or all weights were 0.
+        skipped: whether no optimizer stepped: a gradient was not finite, and the accumulator has a
+            scaler or `skip_nonfinite`; or all weights were 0.
     """
 
     number: int
@@ -63,22 +62,9 @@ class Step:
     skipped: bool
 
     def loss_sum(self) -> Tensor | float:
-        """Σ loss, which is not read here; 0 where all weights were 0."""
+        """Σ loss, which is not read here."""
         loss: Tensor | float = vars(self)["_loss"]
-        return loss * self.weight if self.weight else 0.0
-
-
-def read_numbers(steps: Iterable[Step]) -> None:
-    """Read what is still on a device of all these steps; it is waited for once."""
-    unread = [
-        (step, name, value)
-        for step in steps
-        for name, value in vars(step).items()
-        if isinstance(value, Tensor)
-    ]
-    numbers = read_at_once([value for _, _, value in unread])
-    for (step, name, _), number in zip(unread, numbers, strict=True):
-        vars(step)[name] = number
+        return loss * self.weight
 
 
 def read_at_once(tensors: Sequence[Tensor | None]) -> list[float | None]:
@@ -88,174 +74,80 @@ def read_at_once(tensors: Sequence[Tensor | None]) -> list[float | None]:
     return [None if one is None else numbers.pop(0) for one in tensors]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Pending:
-    """What was accumulated on this rank since the last step.
+    """What was accumulated on this rank: in the open micro-batch, or since the last step.
 
     Attributes:
-        micro_batches: of which the parts of one that was split count once.
+        micro_batches: parts of a micro-batch that was split count once.
         samples: in them.
         weight: Σ weight, where it is known.
-        unread: Σ weight of the tensors on a device, which are read at the step.
+        unread: Σ weight of the tensors on a device, which are read at the step; NaN where one of
+            them is below 0.
         loss: Σ loss, in float64.
+        backwards: number of backward calls.
     """
 
     micro_batches: int = 0
     samples: float = 0
-    weight: float = 0
+    weight: float = 0.0
     unread: Tensor | None = None
     loss: Tensor | float = 0.0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was accumulated."""
-        return not self.micro_batches and not self.weight and self.unread is None
-
-    def with_next(self, opened: OpenMicroBatch, samples: float, *, counts: bool) -> Pending:
-        """The same with a micro-batch that begins; `counts` is false for a part of another one."""
-        unread = [one for one in (self.unread, opened.unread) if one is not None]
-        return replace(
-            self,
-            micro_batches=self.micro_batches + counts,
-            samples=self.samples + samples,
-            weight=self.weight + opened.weight,
-            unread=sum(unread[1:], unread[0]) if unread else None,
-        )
-
-    def late_weight(self) -> Tensor | float:
-        """Σ weight of the tensors on a device, not read: NaN where it is below 0."""
-        if self.unread is None:
-            return 0.0
-        return torch.where(self.unread >= 0, self.unread, math.nan)
-
-    def read(self) -> Pending:
-        """The same with a known weight; waits for the device if there are tensors of weights on it.
-
-        Raises:
-            OptionError: the sum of the weights is no finite number of at least 0.
-        """
-        if self.unread is None:
-            return self
-        return replace(self, weight=self.weight + checked_weight(self.unread), unread=None)
-
-    def encode(
-        self, steps: int, parameters: Sequence[Tensor], scale: float, ranks: Ranks
-    ) -> dict[str, Any]:
-        """The state as plain types; the gradients of what is pending are copied.
-
-        Args:
-            steps: that were taken before.
-            parameters: that have the gradients.
-            scale: that the gradients are multiplied by.
-            ranks: that share the step, of which each has a part of its own pending.
-        """
-        gradients = [p.grad for p in parameters] if self.micro_batches else []
-        state = asdict(replace(self.read(), loss=float(self.loss)))
-        del state["unread"]
-        return {
-            "version": _VERSION,
-            "steps": steps,
-            **state,
-            "rank": [ranks.rank, len(ranks)],
-            "scale": scale,
-            "gradients": [None if g is None else g.detach().clone() for g in gradients],
-        }
-
-    @classmethod
-    def load(
-        cls, state: Mapping[str, Any], parameters: Sequence[Tensor], scale: float, ranks: Ranks
-    ) -> Pending:
-        """What was pending, after the parameters' gradients are set to those of the state.
-
-        Args:
-            state: that was encoded.
-            parameters: that get the gradients.
-            scale: that the gradients of the step are multiplied by here.
-            ranks: that share the step here.
-
-        Raises:
-            StateError: it is not the state of an accumulator, or of other parameters, or scale.
-            StateMismatchError: something was pending on another rank, or on one of another number.
-        """
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            raise StateError("expected what GradAccumulator.state_dict() returned")
-        gradients = state["gradients"] or [None] * len(parameters)
-        if len(gradients) != len(parameters) or any(
-            gradient is not None
-            and (gradient.shape, is_dtensor(gradient)) != (parameter.shape, is_dtensor(parameter))
-            for gradient, parameter in zip(gradients, parameters, strict=True)
-        ):
-            raise StateError(
-                "the state's gradients are of other parameters, or of others than are sharded here"
-            )
-        if state["gradients"] and state["scale"] != scale:
-            raise StateError(
-                f"the state is of the middle of a step, with gradients times {state['scale']:g}, "
-                f"but here they are multiplied by {scale:g}: use the same divisor=, and load the "
-                "scaler's state before, as load_training_state does"
-            )
-        rank, number = state["rank"]
-        if state["micro_batches"] and (rank, number) != (ranks.rank, len(ranks)):
-            raise StateMismatchError(
-                f"the state is of the middle of a step, and has the part of rank {rank} of "
-                f"{number}, but this is rank {ranks.rank} of {len(ranks)}: let each rank save and "
-                "load a state of its own, or save between steps, where accumulator.stepped is true"
-            )
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-        names = [field.name for field in fields(cls) if field.name != "unread"]
-        return cls(**{name: state[name] for name in names})
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpenMicroBatch:
-    """What has come so far in a micro-batch that is not over."""
-
-    weight: float
-    unread: Tensor | None = None
     backwards: int = 0
-    loss: Tensor | float = 0.0
 
     @classmethod
-    def of(cls, weight: float | Tensor, *, read: bool) -> OpenMicroBatch:
-        """One that begins.
+    def of(cls, weight: float | Tensor, samples: float = 0, *, read: bool) -> Pending:
+        """A micro-batch that begins.
 
         Args:
             weight: a number, or a tensor of one.
+            samples: in it.
             read: whether a tensor on a device must be read now.
 
         Raises:
             OptionError: the weight is no finite number of at least 0, nor a tensor of one.
         """
+        pending = cls(micro_batches=1, samples=samples)
         if isinstance(weight, Tensor) and weight.numel() == 1 and not read and waits(weight):
-            return cls(weight=0.0, unread=in_float64(weight))
-        return cls(weight=checked_weight(weight))
+            unread = in_float64(weight)
+            pending.unread = torch.where(unread >= 0, unread, math.nan)
+        else:
+            pending.weight = checked_weight(weight)
+        return pending
+
+    def __add__(self, other: Pending) -> Pending:
+        unread = [one for one in (self.unread, other.unread) if one is not None]
+        return Pending(
+            micro_batches=self.micro_batches + other.micro_batches,
+            samples=self.samples + other.samples,
+            weight=self.weight + other.weight,
+            unread=sum(unread[1:], unread[0]) if unread else None,
+            loss=self.loss + other.loss,
+            backwards=self.backwards + other.backwards,
+        )
+
+    def total_weight(self) -> float:
+        """Σ weight; waits for the device if there are tensors of weights on it.
+
+        Raises:
+            OptionError: it is no finite number of at least 0.
+        """
+        return self.weight + (0.0 if self.unread is None else checked_weight(self.unread))
 
 
-def checked_weight(weight: float | Tensor) -> float:
-    """The weight of a micro-batch as a number; reading it may wait for a device.
+def checked_weight(weight: float | Tensor | None) -> float:
+    """The weight of a micro-batch or a step as a number; reading it may wait for a device.
 
     Raises:
         OptionError: it is no finite number of at least 0, nor a tensor of one.
     """
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if not is_number(value) or not 0 <= value < math.inf:
-        raise OptionError(f"weight must be a number of at least 0, got {weight!r}")
-    return float(value)
-
-
-def checked_late_weight(weight: float) -> float:
-    """The sum of the weights that were on devices; NaN where one rank's was below 0.
-
-    Raises:
-        OptionError: it is no finite number of at least 0.
-    """
-    if not 0 <= weight < math.inf:
         raise OptionError(
-            "the weights of a step must be numbers of at least 0: those of tensors on a device, "
-            "summed over micro-batches and ranks, are negative on a rank, infinite or no number"
+            f"weight must be a number of at least 0, got {weight!r} (of weights on a device the "
+            "sum over the step, NaN where one was below 0)"
         )
-    return weight
+    return float(value)
 
 
 def check_scalar(loss: object) -> None:

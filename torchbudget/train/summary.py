@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from torchbudget.dtensors import local_part
 from torchbudget.tables import aligned
 from torchbudget.units import format_bytes
 
@@ -94,7 +94,7 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
                 parameters=sum(p.numel() for p in own),
                 learnable=sum(p.numel() for p in learnable),
                 weight_bytes=_new_bytes([*own, *buffers], counted),
-                gradient_bytes=sum(part.nbytes for part in _plain_parts(learnable)),
+                gradient_bytes=sum(local_part(p).nbytes for p in learnable),
                 optimizer_bytes=_new_bytes(tree_leaves([dict(one) for one in state]), counted),
             )
         )
@@ -105,20 +105,10 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
     )
 
 
-def _plain_parts(tensors: Iterable[object]) -> Iterator[Tensor]:
-    """What this process has of tensors: of DTensors and other wrappers, the tensors inside."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from _plain_parts(getattr(tensor, name) for name in names)
-        elif isinstance(tensor, Tensor):
-            yield tensor
-
-
 def _new_bytes(tensors: Iterable[object], counted: set[int]) -> int:
     """Bytes of the storages that were not counted yet: an expanded tensor has few, a view none."""
     total = 0
-    for part in _plain_parts(tensors):
+    for part in (local_part(one) for one in tensors if isinstance(one, Tensor)):
         if part.layout is not torch.strided:  # without a storage of its own
             total += part.nbytes
             continue

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbudget.distributed import is_distributed
 from torchbudget.dtensors import is_dtensor, mesh_ranks
 from torchbudget.errors import OptionError
+from torchbudget.restoring import is_compiled
 
 
 class DistributedModules:
@@ -52,64 +54,45 @@ class DistributedModules:
         self._roots = [one for one in self._shards if id(one) not in nested]
         self.modules: list[nn.Module] = [*self._replicated, *self._roots]
         self.sharded = bool(self._roots)
-        several = is_distributed() and dist.get_world_size() > 1
+        self._given = modules
+        self._several = is_distributed() and dist.get_world_size() > 1
         self.communicates = self.sharded or any(
-            (several and isinstance(part, nn.SyncBatchNorm))
+            (self._several and isinstance(part, nn.SyncBatchNorm))
             or any(map(is_dtensor, part.parameters(recurse=False)))
             for part in inner
         )
-        self._searched = False
         self.check_options()
 
     def check_options(self) -> None:
         """Raise an `OptionError` where DDP has an option that the accumulator would bypass."""
         for module in self._replicated:
-            bypassed = {
-                "static_graph=True": module.static_graph,
-                "a communication hook (register_comm_hook, mixed_precision=)": module._comm_hooks,
-                "delay_all_reduce_named_params=": module._delay_all_reduce_params,
-            }
-            for name, given in bypassed.items():
-                if given:
-                    raise OptionError(
-                        f"DistributedDataParallel has {name}, which acts in its own reduction of "
-                        "gradients; GradAccumulator sums them itself, once a step: leave it out"
-                    )
-
-    def group(self, given: Any) -> Any:
-        """The processes that share a step: as given, else those of the modules; `None`: all.
-
-        Raises:
-            OptionError: the modules are of different processes, or of others than given.
-        """
-        groups = {tuple(dist.get_process_group_ranks(group)): group for group in self._groups()}
-        if given is None and len(groups) > 1:
-            which = " and ".join(str(list(ranks)) for ranks in groups)
-            raise OptionError(
-                f"the modules are distributed over different ranks, {which}: pass group= of those "
-                "that share a step"
-            )
-        for ranks, group in groups.items():
-            if given is None and len(ranks) < dist.get_world_size():
-                given = group
-        number = dist.get_world_size(given) if self._roots else 1
-        for param_group in self._param_groups():
-            if _divisor(param_group.mesh_info) != number:
+            if module.static_graph or module._comm_hooks or module._delay_all_reduce_params:
                 raise OptionError(
-                    f"fully_shard reduces gradients over {_divisor(param_group.mesh_info)} ranks, "
-                    f"but {number} share a step: pass group= of the ranks of its mesh"
+                    "DistributedDataParallel has static_graph=True, a communication hook "
+                    "(register_comm_hook, mixed_precision=) or delay_all_reduce_named_params=, for "
+                    "its own reduction; GradAccumulator sums gradients itself: leave it out"
                 )
-        return given
 
-    def _groups(self) -> Iterator[Any]:
+    def check_group(self, group: Any) -> None:
+        """Raise an `OptionError` where modules are distributed over other ranks than share a step.
+
+        Args:
+            group: of the processes that share a step; `None`: all.
+        """
         for module in self._replicated:
-            yield module.process_group
+            own, shared = map(_ranks_of, (module.process_group, group))
+            if own != shared:
+                raise OptionError(
+                    f"DistributedDataParallel joins the ranks {own}, but {shared} share a step: "
+                    "pass its process_group as group="
+                )
         for param_group in self._param_groups():
-            mesh = param_group.mesh_info
-            for name in ("shard_process_group", "replicate_process_group"):
-                group = getattr(mesh, name, None)
-                if group is not None and group.size() == _divisor(mesh):  # else there are two
-                    yield group
+            number, sharing = _divisor(param_group.mesh_info), dist.get_world_size(group)
+            if number != sharing:
+                raise OptionError(
+                    f"fully_shard reduces gradients over {number} ranks, but {sharing} share a "
+                    "step: pass group= of the ranks of its mesh"
+                )
 
     def _param_groups(self) -> Iterator[Any]:
         """The groups of parameters that FSDP2 shards and reduces together."""
@@ -157,7 +140,7 @@ class DistributedModules:
         """
         if not is_distributed():
             return
-        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        ranks = set(_ranks_of(group))
         for parameter in self.summed(parameters):
             if mesh_ranks(parameter) & (ranks - {dist.get_rank()}):
                 raise OptionError(
@@ -166,24 +149,37 @@ class DistributedModules:
                     "that have the same part of it, such as mesh.get_group('data')"
                 )
 
-    def others_with(self, parameters: Iterable[Tensor]) -> list[nn.Module]:
-        """DDP modules of any of the parameters that are not among the given modules.
+    @contextmanager
+    def others_refused(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Refuse the forward of a DDP module of these parameters that is not among the modules.
 
-        torch keeps no list of them, but Python's garbage collector does: O(objects), at the first
-        call; none are found again. It shows nothing of what `gc.freeze` has put aside.
+        Raises:
+            OptionError: such a module runs inside.
         """
-        if self._searched or not is_distributed():
-            return []
-        self._searched = True
+        # A hook on all modules would be compiled into the graph of compiled ones.
+        if not self._several or any(map(is_compiled, self._given)):
+            yield
+            return
         mine = {id(parameter) for parameter in parameters}
-        known = set(map(id, self._replicated))
-        return [
-            one
-            for one in gc.get_objects()
-            if DistributedDataParallel in type(one).__mro__  # many times faster than issubclass
-            and id(one) not in known
-            and any(id(parameter) in mine for parameter in one.parameters())
-        ]
+
+        def refuse(module: nn.Module, _: Any) -> None:
+            if (
+                isinstance(module, DistributedDataParallel)
+                and module not in self._replicated
+                and torch.is_grad_enabled()
+                and any(id(parameter) in mine for parameter in module.parameters())
+            ):
+                raise OptionError(
+                    "a DistributedDataParallel runs that GradAccumulator does not know, and "
+                    "reduces gradients by itself in every backward: pass the wrapped one, "
+                    "GradAccumulator(optimizer, module=ddp)"
+                )
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
@@ -216,6 +212,10 @@ class DistributedModules:
             if module.broadcast_buffers:
                 for buffer in module.modules_buffers:
                     dist.broadcast(buffer, group_src=0, group=module.process_group)
+
+
+def _ranks_of(group: Any) -> list[int]:
+    return list(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def _divisor(mesh: Any) -> int:

@@ -1,17 +1,22 @@
-"""Gradients summed over ranks: in flat buffers, and allocated before any rank waits for another."""
+"""Gradients of all ranks: their sum, their norm, and the largest of them.
+
+Of a DTensor, as tensor parallelism and FSDP2 make them, this rank has a part.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _take_tensors
 
-from torchbudget.dtensors import local_part
-from torchbudget.train.process_group import Ranks
-from torchbudget.train.sharded_gradients import placed_as
+from torchbudget.distributed import Ranks
+from torchbudget.dtensors import is_dtensor, local_part
 
 # Gradients are copied into flat buffers of this size, with one collective each: few collectives,
 # while a copy of all gradients at once is never needed.
@@ -38,10 +43,8 @@ class GradientSums:
         self._ranks = ranks
         self._numbers = numbers
         self._parameters = list(parameters) if len(ranks) > 1 else []
-        self._missing = [p for p in self._parameters if p.grad is None]
         self._flat: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        missing = set(map(id, self._missing))
-        self.present = [float(id(parameter) not in missing) for parameter in self._parameters]
+        self.present = [float(parameter.grad is not None) for parameter in self._parameters]
         self.sparse = any(
             p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters
         )
@@ -53,14 +56,13 @@ class GradientSums:
         O(gradients) time; the gradients that are missing, and a buffer of 64 MiB for each device
         and dtype.
         """
-        for parameter in self._missing:
-            if parameter.requires_grad:
-                parameter.grad = _zeros(parameter)
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = placed_as(parameter.grad, parameter)
+                parameter.grad = _placed_as(parameter.grad, parameter)
+            elif parameter.requires_grad:
+                parameter.grad = _zeros(parameter)
         for kind, tensors in self._by_kind(self._parameters).items():
-            buckets = _buckets(tensors)
+            buckets = _take_tensors(tensors, _BUCKET_BYTES)
             most = max((_numel(bucket) for bucket in buckets if not _in_place(bucket)), default=0)
             self._flat[kind] = tensors[0].new_empty(most)
 
@@ -80,15 +82,14 @@ class GradientSums:
             if parameter.grad is None:  # it requires one on other ranks only
                 parameter.grad = _zeros(parameter)
         for kind, tensors in self._by_kind(kept).items():
-            for bucket in _buckets(tensors):
+            for bucket in _take_tensors(tensors, _BUCKET_BYTES):
                 self._sum(bucket, self._flat.get(kind))
         return self._numbers
 
     def drop(self, present: Sequence[float]) -> None:
         """Drop the zeros that stand for gradients which no rank has."""
-        missing = set(map(id, self._missing))
         for parameter, ranks in zip(self._parameters, present, strict=True):
-            if not ranks and id(parameter) in missing:
+            if not ranks:
                 parameter.grad = None
 
     def _sum(self, bucket: list[Tensor], flat: Tensor | None) -> None:
@@ -112,22 +113,24 @@ class GradientSums:
         return kinds
 
 
+def _placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with the placements of its parameter: parts of other ranks' sums add up then.
+
+    A collective of the parameter's mesh where they differ, as for the gradient of a replicated
+    weight that each rank has a summand of.
+    """
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    placed: Tensor = gradient.redistribute(placements=parameter.placements)
+    return placed
+
+
 def _zeros(parameter: Tensor) -> Tensor:
-    """What a gradient would be; since torch 2.10 a parameter may have those of another dtype."""
+    """A gradient of zeros; since torch 2.10 a parameter may have gradients of another dtype."""
     dtype = getattr(parameter, "grad_dtype", None)
     return torch.zeros_like(parameter, dtype=dtype or parameter.dtype)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        room -= tensor.nbytes
-        if room < 0 or not buckets:
-            buckets.append([])
-            room = _BUCKET_BYTES - tensor.nbytes
-        buckets[-1].append(tensor)
-    return buckets
 
 
 def _numel(bucket: Sequence[Tensor]) -> int:
@@ -136,3 +139,61 @@ def _numel(bucket: Sequence[Tensor]) -> int:
 
 def _in_place(bucket: Sequence[Tensor]) -> bool:
     return len(bucket) == 1 and bucket[0].is_contiguous()
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of plain gradients and DTensors together, whole on every rank, not read."""
+    norms = []
+    for kind in _by_mesh(gradients).values():
+        norm = nn.utils.get_total_norm(kind)
+        # The local part of a norm that is a DTensor is that of this rank's shards alone.
+        norms.append(norm.full_tensor() if is_dtensor(norm) else norm)
+    if len(norms) == 1:  # its bits stay as they are
+        return norms[0]
+    whole: Tensor = torch.linalg.vector_norm(
+        torch.stack([one.to(norms[0].device) for one in norms])
+    )
+    return whole
+
+
+def largest_share(gradients: Sequence[Tensor]) -> Tensor:
+    """The largest of all gradients, as a share of the largest number that its dtype has.
+
+    Of plain gradients and DTensors together, whole on every rank, and not read. It is infinite
+    where any of them is not finite. This rank's part of a DTensor may be empty.
+    """
+    found: list[Tensor] = []
+    for mesh, kind in _by_mesh(gradients).items():
+        share = _largest_share([_values(local_part(gradient)) for gradient in kind])
+        for group in () if mesh is None else mesh.get_all_groups():
+            dist.all_reduce(share, dist.ReduceOp.MAX, group=group)
+        found.append(share.to(found[0].device) if found else share)
+    return torch.stack(found).max() if found else torch.zeros(())
+
+
+def _by_mesh(gradients: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    kinds: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if is_dtensor(gradient) else None
+        kinds.setdefault(mesh, []).append(gradient)
+    return kinds
+
+
+def _largest_share(parts: Sequence[Tensor]) -> Tensor:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        if part.numel():  # nothing has no largest one
+            by_dtype.setdefault(part.dtype, []).append(part)
+    shares = [torch.zeros((), device=parts[0].device)]
+    for dtype, alike in by_dtype.items():
+        norm = nn.utils.get_total_norm(alike, math.inf)
+        # A share of float16 is not one of its numbers; of float64 it is divided there.
+        wide = norm if norm.dtype is torch.float64 else norm.float()
+        shares.append((wide / torch.finfo(dtype).max).float().to(shares[0].device))
+    share = torch.stack(shares).max()
+    return torch.where(share.isfinite(), share, math.inf)  # a maximum over ranks may leave out NaN
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The elements that are kept of a gradient, all of one that is not sparse."""
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
