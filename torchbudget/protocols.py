@@ -135,17 +135,14 @@ class IndexSource(Protocol):
     def rank(self) -> int:
         """Rank of this process."""
 
-    def unchanged(self) -> AbstractContextManager[object]:
-        """Iterate over a whole pass inside, without a change for a loop around it."""
+    def whole_pass(self) -> AbstractContextManager[object]:
+        """Iterate over every sample inside, without a change for a loop around it."""
 
     def tracked(self, loader: Any, /) -> Any:
         """Begin a loop over a loader, with the `indices` of its last batch and `is_repeated`."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""
-
-    def check_whole_epoch(self) -> None:
-        """Raise where an epoch has not every sample once."""
 
     def extremes(self) -> dict[str, Any]:
         """Indices of the "largest", the "longest" and the "shortest" batch of the coming epoch."""

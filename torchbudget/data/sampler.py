@@ -368,14 +368,30 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         return first is not None and bool((first.block.rounds > 1).any())
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Iterate over a whole pass inside, without a change for a loop around it: see `predict`.
+    def whole_pass(self) -> Iterator[None]:
+        """Iterate over every sample inside, without a change for a loop around it: see `predict`.
 
         Where samples cannot be dealt evenly to the ranks, some come again: see `Ranks.repeats`.
+
+        Raises:
+            OptionError: an epoch leaves samples out or repeats them.
         """
+        plan = self.plan
+        first = next(iter(plan.order.skipped.tolist()), None)
+        for name, given, instead in (
+            (f"oversize='skip' (at index {first} first)", first is not None, "use 'alone'"),
+            ("drop_last", plan.drop_last, "leave it out"),
+            ("weights", plan.order.weights is not None, "leave it out"),
+            ("batches_per_epoch", plan.batches_per_epoch is not None, "leave it out"),
+        ):
+            if given:
+                raise OptionError(
+                    f"{name} leaves samples out or repeats them, so that some would have no "
+                    f"output, or several: {instead}"
+                )
         before = vars(self).copy()
         self._begin_at(Cursor(epoch=self.epoch))
-        self._plan = self.plan.repeating()
+        self._plan = plan.repeating()
         try:
             yield
         finally:
@@ -491,31 +507,6 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """Raise an `OptionError` where a data set has not one sample for each size."""
         if isinstance(dataset, Sized):
             self._plan.order.check_length(len(dataset))
-
-    def check_whole_epoch(self) -> None:
-        """Check that an epoch has every sample once, so that results can be put in order.
-
-        Raises:
-            OptionError: it leaves samples out or repeats them.
-        """
-        plan = self.plan
-        skipped = plan.order.skipped
-        if len(skipped):
-            raise OptionError(
-                f"oversize='skip' leaves out {len(skipped):,} samples, the first at index "
-                f"{skipped[0]}, so that they would have no output: raise the budget, or use "
-                "oversize='alone'"
-            )
-        for name, given in (
-            ("drop_last", plan.drop_last),
-            ("weights", plan.order.weights is not None),
-            ("batches_per_epoch", plan.batches_per_epoch is not None),
-        ):
-            if given:
-                raise OptionError(
-                    f"{name} leaves samples out or repeats them, so that some would have no "
-                    f"output, or several: leave {name} out"
-                )
 
 
 class _Iteration(Iterator[list[int]]):

@@ -97,13 +97,12 @@ def predict(
     dataset: Any = loader.dataset
     with together():
         sampler.check_dataset(dataset)
-        sampler.check_whole_epoch()
     rows = _rows if split_outputs is None else list
     results: list[Any] = [_MISSING] * len(dataset)
     kept: list[bytes] = []  # pickled here, where an error is that of all ranks
     # Also where ranks have come to different places. A rank without a batch repeats one, so that
     # all take part in each collective of a model that is sharded.
-    with together(), sampler.unchanged(), closing(sampler.tracked(loader)) as run:
+    with together(), sampler.whole_pass(), closing(sampler.tracked(loader)) as run:
         batches: Iterator[Any] = run
         if progress and (host is None or host.rank == 0):
             batches = with_bar(batches, total=length_hint(loader), unit="batches", leave=False)
