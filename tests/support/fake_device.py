@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import torch
 
-from tests.support.caching_allocator import (
-    AllocatorOutOfMemoryError,
-    AllocatorSettings,
-    Block,
-    CachingAllocator,
-)
 from torchbudget.machine import device as device_module
 from torchbudget.machine.device import DeviceFigures
 
@@ -101,59 +94,7 @@ class FakeDevice:
         return self.graphs
 
 
-class ModelledDevice(FakeDevice):
-    """One whose allocator is the model of torch's, beside a process that has half of the device.
-
-    Args:
-        expandable: the kind of its segments.
-    """
-
-    def __init__(self, *, expandable: bool) -> None:
-        super().__init__()
-        self.model = CachingAllocator(AllocatorSettings(expandable=expandable))
-        kind = "expandable segments" if expandable else "segments of fixed sizes"
-        self.settings = f"native, {kind}"
-        self.outside_bytes = 600 * 2**20
-
-    def malloc(self, num_bytes: int) -> Block:
-        """A block; raises torch's own error where there is none."""
-        try:
-            return self.model.malloc(num_bytes)
-        except AllocatorOutOfMemoryError:
-            raise torch.OutOfMemoryError("CUDA out of memory.") from None
-
-    def load(self, num_bytes: int) -> None:
-        self.outside_bytes += num_bytes
-
-    def figures(self) -> DeviceFigures:
-        model, total = self.model, self.now.total_bytes
-        process = model.reserved_bytes + self.outside_bytes
-        return DeviceFigures(
-            total_bytes=total,
-            free_bytes=total // 2 - process,
-            process_bytes=process,
-            reserved_bytes=model.reserved_bytes,
-            peak_reserved_bytes=model.peak_reserved_bytes,
-            peak_allocated_bytes=model.peak_allocated_bytes,
-            fraction=1.0 if model.cap_bytes is None else model.cap_bytes / total,
-            retries=model.num_alloc_retries,
-            ooms=model.num_ooms,
-        )
-
-    def reset_peaks(self) -> None:
-        self.model.reset_peaks()
-
-    def empty_cache(self) -> None:
-        self.model.empty_cache()
-
-    def set_fraction(self, fraction: float) -> None:
-        self.model.cap_bytes = int(fraction * self.now.total_bytes)
-
-
-FakeDeviceT = TypeVar("FakeDeviceT", bound=FakeDevice)
-
-
-def put_in_place(monkeypatch: pytest.MonkeyPatch, fake: FakeDeviceT) -> FakeDeviceT:
+def put_in_place(monkeypatch: pytest.MonkeyPatch, fake: FakeDevice) -> FakeDevice:
     """Make every CUDA device this one."""
     monkeypatch.setattr(device_module, "TorchSource", lambda _: fake)
     monkeypatch.setattr(device_module, "_devices", {})

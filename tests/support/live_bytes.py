@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch
@@ -14,77 +12,44 @@ from torch.utils._pytree import tree_leaves
 
 # torch leaves the dispatch mode's class and constructor without types.
 class LiveBytes(TorchDispatchMode):
-    """The bytes of living storages, each counted once, after each operation inside the context.
+    """Bytes of living storages, each counted once, after each operation inside the context.
 
     Args:
-        device: the type of the device that tensors are counted on.
+        device: type of the device that tensors are counted on.
         block_bytes: a storage takes a multiple of it.
-        kind: of the tensors that are counted.
 
     Attributes:
-        num_bytes: living now.
-        history: living after each operation.
-        living: bytes of each living storage by its number, in the order of allocation.
-        events: the number of each storage that was allocated, with its bytes, or freed, with minus
-            its bytes.
+        num_bytes: bytes that live now.
+        history: bytes that live after each operation.
     """
 
-    def __init__(
-        self, device: str, *, block_bytes: int = 1, kind: type[torch.Tensor] = torch.Tensor
-    ) -> None:
+    def __init__(self, device: str, *, block_bytes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         self.num_bytes = 0
         self.history: list[int] = []
-        self.living: dict[int, int] = {}
-        self.events: list[tuple[int, int]] = []
-        self._numbers = count()
-        self._device = device
-        self._block_bytes = block_bytes
-        self._kind = kind
+        self._device, self._block_bytes = device, block_bytes
         self._ids: set[int] = set()
 
-    def count(self, tensor: torch.Tensor) -> int:
-        """Count a tensor's storage until it is freed.
-
-        Returns:
-            Its bytes; 0 if it is counted already, or on another device.
-        """
-        if tensor.device.type != self._device:
-            return 0
-        blocks = -(-tensor.untyped_storage().nbytes() // self._block_bytes)
-        return self.add(tensor, blocks * self._block_bytes)
-
-    def add(self, tensor: torch.Tensor, num_bytes: int) -> int:
-        """Count a tensor's storage as so many bytes; see `count`."""
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
-        if id(storage) in self._ids:
-            return 0
+        if tensor.device.type != self._device or id(storage) in self._ids:
+            return
+        num_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         self._ids.add(id(storage))
-        number = next(self._numbers)
         self.num_bytes += num_bytes
-        if num_bytes:
-            self.living[number] = num_bytes
-            self.events.append((number, num_bytes))
-        # By a weak reference: what is counted must not keep the counter, which may refer to it.
-        weakref.finalize(storage, _forget, weakref.ref(self), id(storage), number)
-        return num_bytes
+        weakref.finalize(storage, self._forget, id(storage), num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._ids.remove(key)
+        self.num_bytes -= num_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, self._kind):
+            if isinstance(leaf, torch.Tensor):
                 self.count(leaf)
         self.history.append(self.num_bytes)
         return result
-
-
-def _forget(reference: Callable[[], LiveBytes | None], key: int, number: int) -> None:
-    live = reference()
-    if live is not None:
-        live._ids.remove(key)
-        num_bytes = live.living.pop(number, 0)
-        live.num_bytes -= num_bytes
-        if num_bytes:
-            live.events.append((number, -num_bytes))

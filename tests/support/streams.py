@@ -83,10 +83,6 @@ def size_of(sample: Any) -> Any:
     return tuple(size) if isinstance(size, list) else size
 
 
-def always_one(sample: Any) -> int:
-    return 1
-
-
 def same(sample: Any) -> Any:
     return sample
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -157,14 +157,14 @@ def transformer(optimizer: MakeOptimizer = ADAMW, *, autocast: bool = False, **k
     return training(Transformer(**kw), next_token_loss, tokens, 512, optimizer, autocast=autocast)
 
 
-def translator(optimizer: MakeOptimizer = ADAMW) -> Training:
+def translator() -> Training:
     def make_batch(n: int, size: tuple[int, int]) -> Batch:
         return {k: tokens(n, length)["x"] for k, length in zip(("s", "t"), size, strict=True)}
 
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["s"], batch["t"]).flatten(0, 1), batch["t"].flatten())
 
-    return training(Translator(), loss_of, make_batch, (256, 256), optimizer)
+    return training(Translator(), loss_of, make_batch, (256, 256))
 
 
 # ---------------------------------------------------------------------- recurrent and convolutional
@@ -181,15 +181,15 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.embed(x))[0])
 
 
-def recurrent(kind: type[nn.RNNBase], optimizer: MakeOptimizer = ADAMW) -> Training:
-    return training(Recurrent(kind), next_token_loss, tokens, 128, optimizer)
+def recurrent(kind: type[nn.RNNBase]) -> Training:
+    return training(Recurrent(kind), next_token_loss, tokens, 128)
 
 
 def pooled_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def waves(optimizer: MakeOptimizer = ADAMW) -> Training:
+def waves() -> Training:
     """Convolutions along one axis, with strides, batch norm and a pooled output."""
     model = nn.Sequential(
         nn.Conv1d(1, 32, 9, stride=4, padding=4),
@@ -206,10 +206,10 @@ def waves(optimizer: MakeOptimizer = ADAMW) -> Training:
     def make_batch(n: int, length: int) -> Batch:
         return {"x": torch.randn(n, 1, length), "y": torch.randint(0, 10, (n,))}
 
-    return training(model, pooled_loss, make_batch, 16_000, optimizer)
+    return training(model, pooled_loss, make_batch, 16_000)
 
 
-def images(optimizer: MakeOptimizer = ADAMW) -> Training:
+def images() -> Training:
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -226,13 +226,13 @@ def images(optimizer: MakeOptimizer = ADAMW) -> Training:
     def make_batch(n: int, size: tuple[int, int]) -> Batch:
         return {"x": torch.randn(n, 3, *size), "y": torch.randint(0, 10, (n,))}
 
-    return training(model, pooled_loss, make_batch, (256, 256), optimizer)
+    return training(model, pooled_loss, make_batch, (256, 256))
 
 
 # ---------------------------------------------------------------------- others
 
 
-def heavy(optimizer: MakeOptimizer = ADAMW) -> Training:
+def heavy() -> Training:
     """Eight million parameters and next to no activations."""
     model = nn.Sequential(nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 4000), nn.ReLU())
     head = nn.Linear(4000, 10)
@@ -243,7 +243,7 @@ def heavy(optimizer: MakeOptimizer = ADAMW) -> Training:
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"].mean(1)), batch["y"])
 
-    return training(nn.Sequential(*model, head), loss_of, make_batch, 1000, optimizer)
+    return training(nn.Sequential(*model, head), loss_of, make_batch, 1000)
 
 
 class Graphs(nn.Module):
@@ -267,7 +267,7 @@ class Graphs(nn.Module):
         return self.head(x).unflatten(0, (n, nodes)).mean((1, 2))
 
 
-def graphs(optimizer: MakeOptimizer = ADAMW) -> Training:
+def graphs() -> Training:
     def make_batch(n: int, size: tuple[int, int]) -> Batch:
         nodes, edges = size
         return {
@@ -279,32 +279,16 @@ def graphs(optimizer: MakeOptimizer = ADAMW) -> Training:
     def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.mse_loss(model(batch["x"], batch["edges"]), batch["y"])
 
-    return training(Graphs(), loss_of, make_batch, (200, 800), optimizer)
+    return training(Graphs(), loss_of, make_batch, (200, 800))
 
 
 CASES: dict[str, Callable[[], Training]] = {
     "encoder, fused attention": transformer,
-    "encoder, SGD": partial(transformer, SGD),
     "encoder, momentum": partial(transformer, MOMENTUM),
     "encoder, foreach": partial(transformer, FOREACH),
     "encoder, bfloat16": partial(transformer, autocast=True),
     "encoder, checkpointed": partial(transformer, checkpointed=True),
     "decoder, scores kept": partial(transformer, materialised=True),
-    "decoder, checkpointed": partial(transformer, materialised=True, checkpointed=True),
-    "encoder and decoder": translator,
-    "LSTM": partial(recurrent, nn.LSTM),
-    "GRU": partial(recurrent, nn.GRU),
-    "waves": waves,
-    "images": images,
-    "heavy": heavy,
-    "heavy, foreach": partial(heavy, FOREACH),
-    "graphs": graphs,
-}
-
-# Every kind of model, and what each can be varied by.
-BASES: dict[str, Callable[..., Training]] = {
-    "encoder": transformer,
-    "decoder": partial(transformer, materialised=True),
     "encoder and decoder": translator,
     "LSTM": partial(recurrent, nn.LSTM),
     "GRU": partial(recurrent, nn.GRU),
@@ -312,33 +296,4 @@ BASES: dict[str, Callable[..., Training]] = {
     "images": images,
     "heavy": heavy,
     "graphs": graphs,
-}
-
-
-def whole_checkpointed(base: Callable[..., Training]) -> Training:
-    """The whole model's forward is run again in the backward."""
-    made = base()
-    made.model.forward = partial(checkpoint, made.model.forward, use_reentrant=False)
-    return made
-
-
-def in_bfloat16(base: Callable[..., Training]) -> Training:
-    """The step under autocast, its backward too."""
-    made = base()
-    whole = made.step
-
-    def step(batch: Batch) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return whole(batch)
-
-    return replace(made, step=step)
-
-
-VARIANTS: dict[str, Callable[[Callable[..., Training]], Training]] = {
-    "SGD": lambda base: base(optimizer=SGD),
-    "momentum": lambda base: base(optimizer=MOMENTUM),
-    "AdamW": lambda base: base(),
-    "foreach": lambda base: base(optimizer=FOREACH),
-    "bfloat16": in_bfloat16,
-    "checkpointed": whole_checkpointed,
 }
