@@ -62,11 +62,9 @@ class Options:
 class Fitted(Training):
     """A training with all of these options."""
 
-    def __init__(self, options: Options, *, place: str | None = None, workers: int = 0) -> None:
+    def __init__(self, options: Options, *, place: str | None = None) -> None:
         super().__init__(options.kind, options.end)
         self.options, self.place = options, place
-        if workers:
-            self.loader = with_workers(self.loader, workers)
         schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.8)
         self.accumulator = GradAccumulator(
             self.optimizer,
@@ -121,16 +119,6 @@ class Fitted(Training):
         """What must be as in the uninterrupted training, beside the tensors."""
         facts = [(e.number, e.loss, e.validation, e.steps, e.skipped) for e in epochs]
         return [facts, statistics(folder), self.plateau.scheduler.state_dict()]
-
-
-def with_workers(loader: Any, workers: int) -> Any:
-    """The same loader, whose batches are made in other processes."""
-    options = {name: getattr(loader, name) for name in ("collate_fn", "generator")}
-    if loader.batch_sampler is None:
-        options["batch_size"] = None
-    else:
-        options["batch_sampler"] = loader.batch_sampler
-    return type(loader)(loader.dataset, num_workers=workers, **options)
 
 
 @contextmanager

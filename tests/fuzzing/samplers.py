@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from tests.fuzzing.drawing import drawn
+from tests.fuzzing.faults import drawn
 from tests.support.oracles import stated_bytes
 from tests.support.refusals import Refused, accepted, reasons_of
 from tests.support.resuming import as_json

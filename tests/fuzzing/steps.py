@@ -13,13 +13,13 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,33 +32,28 @@ from tests.support.large_steps import (
     OPTIMIZERS,
     Data,
     large_step,
+    loss_sum,
     make_model,
 )
-from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget import GradAccumulator
 
 STEPS = 3
 SHARDED = ("fsdp", "inner fsdp")
 WRAPPINGS = ("plain", "plain", "checkpointed", "two optimizers", "ddp", *SHARDED)
-RULES = ("by hand", "steps", "samples", "weight", "sampler", "last")
+RULES = ("by hand", "steps", "samples", "weight", "last")
 
 
 class Scaled(nn.Module):
-    """A model, and a parameter beside it."""
+    """A model, and a parameter beside it; its activations may be computed again in the backward."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, checkpointed: bool = False) -> None:
         super().__init__()
-        self.inner = make_model(name)
+        self.inner, self.checkpointed = make_model(name), checkpointed
         self.scale = nn.Parameter(torch.full((CLASSES,), 1.5, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale
-
-
-class Checkpointed(Scaled):
-    """It computes the activations of the model again in the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False) * self.scale
+        inner = partial(checkpoint, self.inner, use_reentrant=False)
+        return (inner if self.checkpointed else self.inner)(x) * self.scale
 
 
 @contextmanager
@@ -100,8 +95,7 @@ class Accumulation:
         self.scales = wrapping != "two optimizers" and chance.random() < 0.2
         self.divisor = chance.choice([1, 1, 8, 3])
         self.fails = 0 if self.sharded or wrapping == "ddp" else chance.choice([0, 0.2, 0.5])
-        # The plan of a sampler, which is in the middle of an epoch then, has a state of its own.
-        self.saves = not self.sharded and self.rule != "sampler" and chance.random() < 0.4
+        self.saves = not self.sharded and chance.random() < 0.4
         self.large = Scaled(self.name)
         self.theirs = OPTIMIZERS[self.optimizer](self.large.parameters())
         self.data = [
@@ -112,10 +106,9 @@ class Accumulation:
 
     def make(self) -> tuple[nn.Module, list[torch.optim.Optimizer], GradAccumulator]:
         """What is called, what steps it, and what accumulates."""
-        model: nn.Module = (
-            Checkpointed(self.name) if self.wrapping == "checkpointed" else Scaled(self.name)
-        )
-        called = given = model
+        model = Scaled(self.name, checkpointed=self.wrapping == "checkpointed")
+        called: nn.Module = model
+        given: nn.Module = model
         optimize = OPTIMIZERS[self.optimizer]
         if self.wrapping == "ddp":
             called = given = DistributedDataParallel(model)
@@ -140,42 +133,25 @@ class Accumulation:
         if self.rule == "steps":
             self.parts = self.chance.randint(1, min(map(len, self.data)))
             return {"steps": self.parts}
-        if self.rule == "samples":
+        if self.rule in ("samples", "weight"):
             self.data = [self.data[0]] * STEPS
-            return {"samples": len(self.data[0])}
-        if self.rule == "weight":
-            self.data = [self.data[0]] * STEPS
-            return {"weight": self.data[0].weight}
-        if self.rule == "sampler":
-            return {"steps": self.sampler()}
+            first = self.data[0]
+            return {self.rule: len(first) if self.rule == "samples" else first.weight}
         return {}
-
-    def sampler(self) -> MemoryBudgetBatchSampler:
-        """A plan over all data, whose windows are the steps."""
-        each = len(self.data[0])
-        whole = Data.make(STEPS * each, self.chance.randrange(10**6))
-        sizes = (whole.y != -100).sum(1).numpy()
-        self.planned = MemoryBudgetBatchSampler(
-            sizes, PaddedCost(unit_bytes=1), 7 * self.chance.randint(1, 8), samples_per_step=each,
-            seed=self.chance.randrange(10**6),
-        )  # fmt: skip
-        self.whole = whole
-        return self.planned
 
     # ------------------------------------------------------------------ the steps
 
     def check(self) -> Counter[str]:
         """Each step against the large batch's."""
         self.called, self.optimizers, self.accumulator = self.make()
-        pieces = self.of_sampler() if self.rule == "sampler" else self.of_cuts()
-        for step in pieces:
+        for step in self.of_cuts():
+            if self.saves and self.chance.random() < 0.4:
+                self.go_on_from_a_state()
             data = Data(torch.cat([one.x for one in step]), torch.cat([one.y for one in step]))
             clips = self.max_norm is not None and self.max_norm < float("inf")
             if data.weight:
                 large_step(self.large, self.theirs, data, self.max_norm if clips else None)
             for place, piece in enumerate(step):
-                if self.saves and not self.accumulator.pending and self.chance.random() < 0.4:
-                    self.go_on_from_a_state()
                 assert not place or not self.accumulator.stepped, "a step ended early"
                 self.accumulate(piece, last=place == len(step) - 1)
             if self.rule == "by hand":
@@ -204,37 +180,33 @@ class Accumulation:
                 pieces.sort(key=lambda piece: piece.weight == 0, reverse=True)
             yield pieces
 
-    def of_sampler(self) -> Iterator[list[Data]]:
-        """The parts of each step as they are planned."""
-        batches = iter(self.planned)
-        for first in batches:
-            more = islice(batches, self.planned.steps[-1] - 1)
-            yield [self.whole[one] for one in (first, *more)]
-
     def accumulate(self, piece: Data, *, last: bool) -> None:
         """One micro-batch, in whose forward or backward memory may run out."""
-        left = [self.chance.random() < self.fails, self.chance.random() < 0.3]
+        fails, early = self.chance.random() < self.fails, self.chance.random() < 0.3
+        left = int(fails)  # failures to come
+
+        def fail(part: Data) -> None:
+            nonlocal left
+            if left and len(part) > 1:
+                left = 0
+                raise MemoryError
 
         def micro_batch(batch: Any) -> None:
             part = Data(*batch)
             options = {"samples": len(part)} if self.rule == "samples" else {}
             ends = self.rule == "last" and last
             with self.accumulator.micro_batch(part.weight, last=ends, **options):
-                loss = sum_of(self.called, part)
-                if left[0] and len(part) > 1 and left[1]:
-                    left[0] = False
-                    raise MemoryError
+                loss = loss_sum(self.called, part)
+                if early:
+                    fail(part)
                 self.accumulator.backward(loss / max(part.weight, 1) if self.mean else loss)
-                if left[0] and len(part) > 1:
-                    left[0] = False
-                    raise MemoryError
+                fail(part)
 
         batch = (piece.x, piece.y)
         if self.sharded or not (self.fails or self.chance.random() < 0.3):
-            left[0] = False
             micro_batch(batch)
         else:
-            self.told["out of memory"] += left[0]
+            self.told["out of memory"] += fails
             self.accumulator.run_or_split(micro_batch, batch)
 
     def go_on_from_a_state(self) -> None:
@@ -254,8 +226,3 @@ class Accumulation:
             norm = float(other.detach().norm()) + 1e-30
             worst = max(worst, float((whole - other).detach().norm()) / norm)
         return worst
-
-
-def sum_of(model: nn.Module, data: Data) -> Tensor:
-    logits = model(data.x).flatten(0, 1)
-    return F.cross_entropy(logits, data.y.flatten(), reduction="sum")

@@ -1,9 +1,9 @@
-"""Streams of any source under any transforms, whose reads fail, that are stopped and go on.
+"""Streams of any source under any transforms, which fail, are stopped and go on.
 
 What must hold: over all workers of all ranks each sample comes as often as its transforms make it;
 all ranks have as many batches; none is over the budget; what failed and was begun again from the
-last state yields the rest of what would have come; another epoch, or the rest after a window's
-boundary, is complete on any number of workers and ranks.
+last state yields the rest of what would have come; the rest after a window's boundary is complete
+on any number of workers and ranks.
 """
 
 from __future__ import annotations
@@ -12,27 +12,24 @@ import random
 from collections import Counter
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
 
-from tests.fuzzing.drawing import drawn
-from tests.fuzzing.faults import FUSE, Fault, Killed, check_is_made, fused
+from tests.fuzzing.faults import FUSE, Fault, Killed, check_is_made, drawn
 from tests.support.oracles import stated_bytes
 from tests.support.refusals import Refused, accepted
 from tests.support.resuming import as_json
 from tests.support.strategies import problems
-from tests.support.streams import KINDS, Indexed, OneProcess, size_of, source_of, workers_of
+from tests.support.streams import KINDS, OneProcess, size_of, source_of, workers_of
 from torchbudget import BudgetedIterableDataset, transforms
 from torchbudget.data.stream.cursor import WorkerSlot
 from torchbudget.errors import SampleError
 
 EPOCHS = 2
 STARTS = 8
-
-# ---------------------------------------------------------------------- transforms
 
 
 def thrice(sample: Any) -> list[Any]:
@@ -58,89 +55,43 @@ def broken(sample: Any) -> Any:
     return sample
 
 
-def same(sample: Any) -> Any:
-    return sample
-
-
 TRANSFORMS: dict[str, Any] = {
-    "same": same,
     "thrice": transforms.expand(thrice),
     "kept": transforms.keep_if(is_kept),
     "shrunk": shrunk,
     "sometimes shrunk": transforms.random_apply(0.5, shrunk),
     "broken": broken,
 }
+COPIES = {
+    "thrice": lambda number: number % 4,
+    "kept": lambda number: bool(number % 5),
+    "broken": lambda number: number % 7 != 3,
+}
 
 
-def copies(number: int, names: list[str]) -> int:
-    """How often a sample is to come."""
-    found = 1
-    if "thrice" in names:
-        found *= number % 4
-    if "kept" in names:
-        found *= bool(number % 5)
-    if "broken" in names:
-        found *= number % 7 != 3
-    return found
-
-
-# ---------------------------------------------------------------------- faults
-
-
-def fused_collate(samples: list[Any]) -> list[Any]:
+def fused(value: Any) -> Any:
+    """A transform or collate that may fail."""
     FUSE()
-    return list(samples)
-
-
-class FusedSource:
-    """An iterable that may fail before any of its samples."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __iter__(self) -> Any:
-        return map(fused, self.source)
-
-
-class FusedIndexed(Indexed):
-    def __getitem__(self, index: int) -> Any:
-        return fused(super().__getitem__(index))
-
-
-def with_fuse(source: Any) -> Any:
-    """The same samples, of which any may fail to be read."""
-    if isinstance(source, list):
-        return [FusedSource(shard) for shard in source]
-    if isinstance(source, Indexed):
-        return FusedIndexed(source.samples)
-    if isinstance(source, IterableDataset):  # it splits itself
-        return source
-    if callable(source):
-        return lambda shard, shards: map(fused, source(shard, shards))
-    return FusedSource(source)
-
-
-# ---------------------------------------------------------------------- a case
+    return value
 
 
 class StreamCase:
     """A stream's arguments, and what must come of it."""
 
-    def __init__(
-        self, chance: random.Random, *, samples: tuple[int, ...] = (10, 20, 40, 100)
-    ) -> None:
+    def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.oversize = chance.choice(["raise", "raise", "raise", "skip", "alone"])
-        most = chance.choice(samples)
-        sizes, cost, budget = drawn(problems(most=most, fits=self.oversize == "raise"), chance)
-        self.sizes, self.cost, self.budget = sizes, cost, max(budget, 1)
-        self.kind = chance.choice(KINDS)
+        strategy = problems(most=chance.choice([10, 20, 40, 100]), fits=self.oversize == "raise")
+        self.sizes, self.cost, budget = drawn(strategy, chance)
+        self.budget, self.kind = max(budget, 1), chance.choice(KINDS)
         self.cuts = [chance.randint(0, 200) for _ in range(chance.randint(0, 4))]
         self.ranks, self.workers = chance.choice([1, 1, 2, 3, 5]), chance.choice([1, 1, 2, 3])
-        if self.kind == "splits itself":
-            self.workers = 1
-        self.names = [name for name in TRANSFORMS if chance.random() < 0.25]
         self.apart = self.kind == "function" and self.ranks > 1
+        self.names = [name for name in TRANSFORMS if chance.random() < 0.25]
+        if self.ranks > 1 and not self.apart:  # on_error="skip" goes with ranks that read apart
+            self.names = [name for name in self.names if name != "broken"]
+        if self.oversize == "skip":  # a sample that is shrunk may fit
+            self.names = [name for name in self.names if "shrunk" not in name]
         self.options: dict[str, Any] = {
             "size": size_of,
             "window": chance.randint(4 * self.ranks, 60 + 4 * self.ranks),
@@ -152,40 +103,69 @@ class StreamCase:
             "uneven": self.apart,
         }
         if self.kind == "splits itself":
-            self.options["split"] = "workers"
+            self.workers, self.options["split"] = 1, "workers"
+        if "broken" in self.names:
+            self.options["on_error"] = "skip"
         if chance.random() < 0.3:
             self.options["look_ahead"] = chance.randint(2_000, 60_000)
         if chance.random() < 0.3:
             self.options["max_batch_size"] = chance.randint(1, 20)
         if chance.random() < 0.15:
             self.options["batches_per_epoch"] = chance.randint(1, 30)
-        if "broken" in self.names:
-            if self.ranks > 1 and not self.apart:
-                self.names.remove("broken")
-            else:
-                self.options["on_error"] = "skip"
-        if chance.random() < 0.1 and not {"shrunk", "sometimes shrunk"} & set(self.names):
-            self.options["threads"] = 2
-        # A sample that is shrunk may fit.
-        if self.oversize == "skip":
-            self.names = [name for name in self.names if "shrunk" not in name]
 
-    def make(self, *, fuse: str | None = None, **changed: Any) -> BudgetedIterableDataset:
-        """A stream, whose fuse is in its source, its transforms or its collate."""
-        source = source_of(self.kind, self.sizes, self.cuts)
-        if fuse == "source":
-            source = with_fuse(source)
+    def process(
+        self,
+        rank: int,
+        worker: int,
+        workers: int,
+        *,
+        epoch: int = 0,
+        state: Any = None,
+        fuse: str | None = None,
+        budget: int | None = None,
+        ranks: int | None = None,
+    ) -> Any:
+        """One process of a rank: the stream itself where the rank has no other."""
         functions = [TRANSFORMS[name] for name in self.names]
-        options = {
-            "num_replicas": self.ranks,
-            "rank": 0,
-            "collate_fn": fused_collate if fuse == "collate" else list,
-            "transforms": [*functions, fused] if fuse == "transform" else functions,
+        ranks = self.ranks if ranks is None else ranks
+        stream = process = BudgetedIterableDataset(
+            source_of(self.kind, self.sizes, self.cuts),
+            self.cost,
+            self.budget if budget is None else budget,
+            num_replicas=ranks,
+            rank=rank,
+            transforms=[*functions, fused] if fuse == "transform" else functions,
+            collate_fn=fused if fuse == "collate" else list,
             **self.options,
-            **changed,
-        }
-        budget = options.pop("budget", self.budget)
-        return BudgetedIterableDataset(source, self.cost, budget, **options)
+        )
+        if workers > 1:
+            slot = WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks)
+            process = OneProcess(stream, slot)
+        if state is None:
+            stream.set_epoch(epoch)
+        else:
+            process.load_state_dict(as_json(state))
+        return process
+
+    def batches(
+        self, ranks: int, workers: int, samples: int, **options: Any
+    ) -> list[list[list[Any]]]:
+        """The batches of each worker of each rank; all ranks refuse, or none."""
+        reasons, options = self.reasons(ranks, workers, samples), options | {"ranks": ranks}
+
+        def of_rank(rank: int) -> Any:
+            mine = [partial(self.process, rank, n, workers, **options) for n in range(workers)]
+            try:
+                return accepted(lambda: [list(make()) for make in mine], reasons)
+            except Refused as refused:
+                return refused
+
+        found = [of_rank(rank) for rank in range(ranks)]
+        refusals = [one for one in found if isinstance(one, Refused)]
+        if refusals:
+            assert len(refusals) == ranks or self.apart, "some ranks refuse, and others go on"
+            raise refusals[0]
+        return found
 
     def bytes_of(self, batch: list[Any]) -> float:
         """From the sizes of the samples as they are in it."""
@@ -215,7 +195,12 @@ class StreamCase:
     def expected(self) -> Counter[int]:
         """How often each sample is to come."""
         plain = np.asarray(self.sizes).tolist()
-        counts = Counter({n: copies(n, self.names) for n in range(len(plain))})
+        counts = Counter(
+            {
+                n: prod(COPIES[name](n) for name in self.names if name in COPIES)
+                for n in range(len(plain))
+            }
+        )
         if self.oversize == "skip":
             fits = [self.bytes_of([one]) <= self.budget for one in enumerate(plain)]
             counts = Counter({n: count for n, count in counts.items() if fits[n]})
@@ -249,90 +234,39 @@ class StreamCase:
 def check(chance: random.Random, folder: Path) -> Counter[str]:
     """Whole epochs; a process that fails and goes on; the rest in other processes."""
     case, told = StreamCase(chance), Counter[str]()
-    epochs = whole_epochs(case, case.ranks, case.workers)
-    for ranks in epochs:
+    for epoch in range(EPOCHS):
+        ranks = case.batches(case.ranks, case.workers, len(case.sizes), epoch=epoch)
         case.check_epoch(ranks)
         told["batches"] += sum(len(worker) for rank in ranks for worker in rank)
     rank, worker = chance.randrange(case.ranks), chance.randrange(case.workers)
-    told += faults(case, rank, worker, [ranks[rank][worker] for ranks in epochs])
+    told += faults(case, rank, worker, ranks[rank][worker])
     goes_on = "batches_per_epoch" not in case.options and case.kind in ("iterable", "map", "shards")
     if goes_on and case.expected():
         told += elsewhere(case)
     return told
 
 
-def process_of(case: StreamCase, rank: int, worker: int, workers: int, **changed: Any) -> Any:
-    """One process: a stream that is iterated as it is, where its rank has no other."""
-    ranks = changed.get("num_replicas", case.ranks)
-    if workers == 1:
-        return case.make(rank=rank, **changed)
-    slot = WorkerSlot(worker=worker, workers=workers, rank=rank, ranks=ranks)
-    return OneProcess(case.make(**changed), slot)
-
-
-def epochs_of(case: StreamCase, rank: int, worker: int, workers: int, **changed: Any) -> list[Any]:
-    """The batches of one process; epochs advance by themselves where it has the stream alone."""
-    process = process_of(case, rank, worker, workers, **changed)
-    found = []
-    for epoch in range(EPOCHS):
-        if workers > 1:
-            process = process_of(case, rank, worker, workers, **changed)
-            process.stream.set_epoch(epoch)
-        found.append(list(process))
-    return found
-
-
-def whole_epochs(case: StreamCase, ranks: int, workers: int, **changed: Any) -> list[Any]:
-    """Of each epoch, the batches of each worker of each rank; all of them refuse, or none."""
-    changed["num_replicas"], reasons = ranks, case.reasons(ranks, workers, len(case.sizes))
-    found, refusals = [], []
-    for rank in range(ranks):
-        mine = [partial(epochs_of, case, rank, n, workers, **changed) for n in range(workers)]
-        try:
-            found.append(accepted(lambda mine=mine: [one() for one in mine], reasons))
-        except Refused as refused:
-            refusals.append(refused)
-    if refusals:
-        assert not found or case.apart, "some ranks refuse, and others go on"
-        raise refusals[0]
-    return [[[worker[epoch] for worker in rank] for rank in found] for epoch in range(EPOCHS)]
-
-
-# ---------------------------------------------------------------------- faults and resuming
-
-
-def faults(case: StreamCase, rank: int, worker: int, epochs: list[Any]) -> Counter[str]:
-    """One process fails again and again; with what was saved, the rest is the rest."""
+def faults(case: StreamCase, rank: int, worker: int, whole: list[Any]) -> Counter[str]:
+    """One process of the last epoch fails again and again; with what was saved, it ends."""
     chance, told, state, done = case.chance, Counter[str](), None, 0
-    whole = epochs[0] if case.workers > 1 else [batch for epoch in epochs for batch in epoch]
-    skips, in_threads = "on_error" in case.options, "threads" in case.options
-    # A read or a transform that fails would be skipped, and none is killed alone in a thread.
-    places = ["collate"] if skips and in_threads else ["source", "transform", "collate"]
-    fuse = chance.choice(places)
-    FUSE.kind = Killed if skips else chance.choice([Fault, Killed])
-    if in_threads:
-        FUSE.kind = Fault
-    share = chance.choice([0.1, 0.5, 1])
+    fuse, share = chance.choice(["transform", "collate"]), chance.choice([0.1, 0.5, 1])
+    # A transform that fails would be skipped.
+    FUSE.kind = Killed if "on_error" in case.options else chance.choice([Fault, Killed])
     while done < len(whole):
         told["starts"] += 1
-        process = process_of(case, rank, worker, case.workers, fuse=fuse)
-        if state is not None:
-            process.load_state_dict(as_json(state))
+        FUSE.left = 0  # loading a state reads again
+        options = {"epoch": EPOCHS - 1, "state": state, "fuse": fuse}
+        process, taken = case.process(rank, worker, case.workers, **options), done
         FUSE.left = chance.randint(1, 40) if told["starts"] < STARTS else 0
-        taken = 0
         try:
-            while done + taken < len(whole):
-                batches = iter(process)
-                while (batch := next_of(batches, again=chance.random() < 0.5)) is not None:
-                    assert batch == whole[done + taken], "resumed is not as uninterrupted"
-                    taken += 1
-                    if chance.random() < share:
-                        state, done, taken = process.state_dict(), done + taken, 0
-                if case.workers == 1:  # the state is that of the next epoch's beginning
-                    state, done, taken = process.state_dict(), done + taken, 0
-                else:
-                    done, taken = done + taken, 0
-                    assert done == len(whole), "the rest is too short"
+            batches = iter(process)
+            while (batch := next_of(batches, again=chance.random() < 0.5)) is not None:
+                assert batch == whole[taken], "resumed is not as uninterrupted"
+                taken += 1
+                if chance.random() < share:
+                    state, done = process.state_dict(), taken
+            assert taken == len(whole), "the rest is too short"
+            done = taken
         except (Fault, Killed, SampleError) as error:
             check_is_made(error)
             told["faults"] += 1
@@ -352,10 +286,8 @@ def next_of(batches: Any, *, again: bool) -> Any:
 
 def elsewhere(case: StreamCase) -> Counter[str]:
     """What a single process has begun goes on in others, at any boundary of a window."""
-    chance = case.chance
-    one = {"num_replicas": 1}
-    stream = case.make(**one)
-    taken: list[list[Any]] = []
+    chance, taken = case.chance, list[list[Any]]()
+    stream = case.process(0, 0, 1, ranks=1)
     states = [(0, stream.state_dict())]
     for batch in stream:
         taken.append(batch)
@@ -369,23 +301,11 @@ def elsewhere(case: StreamCase) -> Counter[str]:
     if case.kind == "shards" and done:
         workers = 1
     budget = case.budget * (1 if case.oversize == "skip" else chance.choice([1, 2]))
-    changed = {"num_replicas": ranks, "budget": budget}
     left = len({n for batch in taken[done:] for n, _ in batch})
-    rest = []
-    for rank in range(ranks):
-        mine = [process_of(case, rank, n, workers, **changed) for n in range(workers)]
-        for process in mine:
-            process.load_state_dict(as_json(state))
-        try:
-            rest.append(
-                accepted(
-                    lambda mine=mine: [list(process) for process in mine],
-                    case.reasons(ranks, workers, left),
-                )
-            )
-        except Refused as refused:
-            assert not rest, "some ranks refuse, and others go on"
-            return Counter({f"refused elsewhere: {refused}": 1})
+    try:
+        rest = case.batches(ranks, workers, left, state=state, budget=budget)
+    except Refused as refused:
+        return Counter({f"refused elsewhere: {refused}": 1})
     assert len({tuple(map(len, rank)) for rank in rest}) == 1, "numbers of batches of the ranks"
     everything = [batch for rank in rest for worker in rank for batch in worker]
     case.check_batches(everything, budget)
