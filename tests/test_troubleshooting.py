@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import warnings
 from pathlib import Path
@@ -11,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import provocations
-from tests.support.provocations import PROVOCATIONS
+from tests.support.provocations import PROVOCATIONS, RANKS, collected
+from tests.support.rank_scripts import script
+from tests.support.ranks import run_ranks
 from torchbudget import errors
 
 ROOT = Path(__file__).parents[1]
@@ -63,16 +64,9 @@ def test_its_messages_are_those_of_the_code() -> None:
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    """What its provocation needs."""
-    found = []
-    provocation = PROVOCATIONS.get(name)
-    if provocation and provocation.ranks:
-        found.append(pytest.mark.distributed)
-    if provocation and provocation.package:
-        reason = f"{provocation.package} is not installed"
-        is_absent = importlib.util.find_spec(provocation.package) is None
-        found += [pytest.mark.peer, pytest.mark.skipif(is_absent, reason=reason)]
-    return found
+    """Markers of what its provocation needs."""
+    found = [pytest.mark.distributed] if name in RANKS else []
+    return [*found, pytest.mark.peer] if name == "ShardedTwiceError" else found
 
 
 def says(text: str, message: str) -> bool:
@@ -87,13 +81,19 @@ def says(text: str, message: str) -> bool:
 def test_what_a_user_does_meets_it(name: str, tmp_path: Path) -> None:
     """That class, none derived from it, and no other; in words that its section quotes."""
     assert name in PROVOCATIONS, f"tests/support/provocations.py provokes no {name}"
-    for found in PROVOCATIONS[name].met(tmp_path):
+    if name == "ShardedTwiceError":
+        pytest.importorskip("accelerate")
+    if name in RANKS:
+        met = run_ranks(script("provoking"), tmp_path, RANKS[name], name)
+    else:
+        met = [collected(name, tmp_path)]
+    for found in met:
         assert {kind for kind, _ in found} == {name}
         texts = [text for _, text in found]
         assert any(says(text, message) for text in texts for message in quoted(name)), texts
 
 
-HERE = {name for name, one in PROVOCATIONS.items() if name.endswith("Warning") and not one.ranks}
+HERE = {name for name in PROVOCATIONS if name.endswith("Warning") and name not in RANKS}
 # Found by a thread of the monitor's own, which nobody's line has called.
 IN_A_THREAD = {"MonitorWarning", "MemoryLimitWarning"}
 
@@ -103,6 +103,6 @@ def test_a_warning_points_at_the_users_line(name: str, tmp_path: Path) -> None:
     """However deep inside it is found: not at a line of the package, or of torch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        PROVOCATIONS[name].run(tmp_path)
+        PROVOCATIONS[name](tmp_path)
     places = [one.filename for one in caught if one.category.__name__ == name]
     assert set(places) == {provocations.__file__}
