@@ -48,6 +48,7 @@ def compared(*arguments, path=()):
     return run("benchmarks/train_text_compared", *arguments, path=path, options=("-W", "error"))
 
 
+TINY = ("--samples", 64, "--samples-per-step", 32, "--max-length", 256, "--budget", "500MiB")
 SMALL = ("--samples", "32", "--samples-per-step", "16", "--max-length", "512")
 
 
@@ -97,35 +98,24 @@ def test_both_runs_stay_within_the_budget_and_ours_pads_less(model_bytes, tmp_pa
         assert len(drawn) > 20_000
 
 
-def test_a_plot_without_matplotlib_names_the_extra(tmp_path):
-    """And it says so before the training rather than after it."""
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("--plot", "batches.png"), "pip install 'torchbudget[plot]'"),
+        (("--budget", "much"), "cannot read 'much' as bytes"),
+    ],
+)
+def test_wrong_use_is_refused_before_the_training(asked, told, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    done = compared(*SMALL, "--plot", "batches.png", path=[tmp_path])
+    done = compared(*SMALL, *asked, path=[tmp_path])
     assert done.returncode == 2
-    assert "pip install 'torchbudget[plot]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_budget_that_cannot_be_read_is_refused():
-    done = compared("--budget", "much")
-    assert done.returncode == 2
-    assert "cannot read 'much' as bytes" in done.stderr
+    assert told in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_text_is_learned_under_a_budget():
     """Two epochs of two steps; the real peak is within the budget."""
-    printed = example(
-        "train_text",
-        "--samples",
-        64,
-        "--samples-per-step",
-        32,
-        "--max-length",
-        256,
-        "--budget",
-        "500MiB",
-    )
+    printed = example("train_text", *TINY)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
@@ -172,36 +162,25 @@ def test_recordings_are_decoded_once():
     assert all(float(row[-2]) <= 40 for row in rows)
 
 
-def test_graphs_fit_and_fixed_numbers_of_them_do_not():
-    printed = example("graphs", "--molecules", 600, "--budget", "4MiB")
-    ours, fixed = (line.split() for line in printed.splitlines()[-2:])
+@pytest.mark.parametrize(
+    "asked",
+    [("graphs", "--molecules", 600, "--budget", "4MiB"), ("volumes", "--volumes", 120)],
+    ids=lambda asked: asked[0],
+)
+def test_ours_fit_and_pad_less_than_fixed_numbers(asked):
+    ours, fixed = (line.split() for line in example(*asked).splitlines()[-2:])
     assert float(ours[-1]) <= 1 < float(fixed[-1])
-
-
-def test_volumes_pad_less():
-    printed = example("volumes", "--volumes", 120)
-    ours, fixed = (line.split() for line in printed.splitlines()[-2:])
-    assert float(ours[-1]) <= 1 < float(fixed[-1])
-    assert float(ours[-3].rstrip("%")) < float(fixed[-3].rstrip("%"))
+    if asked[0] == "volumes":
+        assert float(ours[-3].rstrip("%")) < float(fixed[-3].rstrip("%"))
 
 
 @pytest.mark.distributed
 def test_ranks_train_and_go_on(tmp_path):
     """Two ranks take the planned steps; called again with more epochs, they go on."""
-    small = ("--samples", 64, "--samples-per-step", 32, "--max-length", 256, "--budget", "500MiB")
-    small += ("--folder", tmp_path)
-    first = example("train_ddp", *small, "--epochs", 1, ranks=2)
-    again = example("train_ddp", *small, "--epochs", 2, ranks=2)
-    assert re.findall(r"^(?:step|epoch) \d+", first, re.MULTILINE) == [
-        "step 1",
-        "step 2",
-        "epoch 0",
-    ]
-    assert re.findall(r"^(?:step|epoch) \d+", again, re.MULTILINE) == [
-        "step 3",
-        "step 4",
-        "epoch 1",
-    ]
+    small = (*TINY, "--folder", tmp_path)
+    for epochs, lines in ((1, "step 1, step 2, epoch 0"), (2, "step 3, step 4, epoch 1")):
+        printed = example("train_ddp", *small, "--epochs", epochs, ranks=2)
+        assert ", ".join(re.findall(r"^(?:step|epoch) \d+", printed, re.MULTILINE)) == lines
 
 
 def test_a_measured_model_keeps_its_budget(tmp_path):

@@ -1,39 +1,57 @@
-"""Tables of text."""
+"""Text: tables and the progress bar."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import builtins
+from typing import Any
 
+import pytest
+
+from torchbudget.progress import with_bar
 from torchbudget.tables import aligned
 
-cells = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
 
-
-@given(
-    st.integers(1, 5).flatmap(lambda n: st.lists(st.tuples(*[cells] * n), min_size=1)), st.data()
-)
-def test_cells_are_found_where_their_column_is(
-    rows: list[tuple[str, ...]], data: st.DataObject
-) -> None:
-    """Each column has one place in all lines, and as many characters as its longest cell."""
-    right = data.draw(st.integers(0, len(rows[0])) | st.none())
-    lines = aligned(rows, right=right)
-    first = 0
-    for column, found in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, found))
-        for line, cell in zip(lines, found, strict=True):
-            there = line[first : first + width]
-            at_right = right is not None and column >= right
-            assert there.ljust(width) == (cell.rjust(width) if at_right else cell.ljust(width))
-        first += width + 2
-
-
-def test_nothing_is_left_at_the_end_of_a_line() -> None:
-    assert aligned([("a", "long"), ("b", "")]) == ["a  long", "b"]
-
-
-def test_rows_of_unequal_numbers_of_cells_are_refused() -> None:
+def test_columns_are_aligned() -> None:
+    """To the left, or to the right from one column on; nothing is left at the end of a line."""
+    assert aligned([("a", "long"), ("bb", "")]) == ["a   long", "bb"]
+    assert aligned([("a", "1", "2"), ("bb", "10", "333")], right=1) == [
+        "a    1    2",
+        "bb  10  333",
+    ]
     with pytest.raises(ValueError, match="shorter"):
         aligned([("a", "b"), ("c",)])
+
+
+def test_without_tqdm_the_items_come_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("tqdm"):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert list(with_bar("abc", total=3, unit="letters")) == ["a", "b", "c"]
+
+
+def test_the_bar_advances_by_the_counts_after_each_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm_auto = pytest.importorskip("tqdm.auto", reason="the progress extra")
+    updates, closed = [], []
+
+    class Bar(tqdm_auto.tqdm):
+        def update(self, n: float = 1) -> None:
+            updates.append((n, self.total))
+
+        def close(self) -> None:
+            closed.append(True)
+            super().close()
+
+    monkeypatch.setattr(tqdm_auto, "tqdm", Bar)
+    words = ["one", "three", "seven"]
+    items = with_bar(words, total=15, unit="letters", description="words", count=len)
+    assert next(items) == "one"
+    assert not updates
+    assert next(items) == "three"
+    assert updates == [(3, 15)]
+    items.close()
+    assert closed
