@@ -1,59 +1,107 @@
-"""The command line as a whole: help, exit codes, streams, and the commands of its page."""
+"""The command line: help, wrong use, the commands of its page; `inspect` and `measure`."""
 
 from __future__ import annotations
 
+import json
 import re
+import resource
 import shlex
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command
-from torchbudget import __version__
-from torchbudget.commands import command_line
+from torchbudget import MemoryBudget, __version__, load_cost, parse_bytes
+from torchbudget.commands.command_line import main
+from torchbudget.machine.host import host_memory, usable_processors
 
 COMMANDS = ("inspect", "plan", "measure", "watch", "report")
+MODULE = "tests.support.measured_module"
+SIZES = np.random.default_rng(0).integers(10, 400, 2000)
 
 
-def test_help_names_every_command(tmp_path: Path) -> None:
-    done = run_command("--help", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    for command in COMMANDS:
-        assert f"    {command} " in done.stdout
-    assert "exit codes" in done.stdout
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_an_example(
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_names_every_command_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        command_line.main([command, "--help"])
-    assert ended.value.code == 0
+        main([*filter(None, [command]), "--help"])
     out, err = capsys.readouterr()
-    assert f"python -m torchbudget {command} " in out.replace("\n\n", " ").partition("options:")[0]
-    assert err == ""
+    assert (ended.value.code, err) == (0, "")
+    if command:
+        usage = out.replace("\n\n", " ").partition("options:")[0]
+        assert f"python -m torchbudget {command} " in usage
+    else:
+        assert all(f"    {one} " in out for one in COMMANDS)
+        assert "exit codes" in out
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"{__version__}\n")
+def test_the_version(folder: Path) -> None:
+    done = run_command("--version", folder=folder)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize(
     "arguments", [[], ["fly"], ["plan"], ["plan", "-", "--budget"], ["inspect", "--fraction", "a"]]
 )
-def test_wrong_use_is_2_and_says_so_on_stderr(
+def test_wrong_arguments_are_2_and_say_so_on_stderr(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        command_line.main(arguments)
-    assert ended.value.code == 2
+        main(arguments)
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (ended.value.code, out) == (2, "")
     assert err.startswith("usage: python -m torchbudget")
+
+
+PLAN = "plan sizes.npy --budget"
+WRONG = [
+    ("inspect --fraction 2", "fraction must be above 0 and at most 1"),
+    ("inspect --device abacus", "abacus"),
+    ("inspect --ranks-per-machine 0", "ranks_per_machine"),
+    ("measure train_step --max-size 16", "expected MODULE:FUNCTION"),
+    (f"measure {MODULE}:nothing --max-size 16", "must return the step and make_batch"),
+    (f"measure {MODULE}:to_measure --min-size 1", "give --max-size, or the --sizes"),
+    (f"measure {MODULE}:to_measure --sizes none.npy", "cannot read none.npy: No such file"),
+    (f"measure {MODULE}:to_measure --max-size 16 -o no/a.json", "cannot write no/"),
+    (f"{PLAN} lots --unit-bytes 1", "cannot read 'lots' as bytes"),
+    (f"{PLAN} 8GiB --cost none.json", "--cost none.json: .*No such file"),
+    (f"{PLAN} 8GiB --cost sizes.npy", "--cost sizes.npy: "),
+    (f"{PLAN} 8GiB --unit-bytes -1", "unit_bytes must be at least 0"),
+    (f"{PLAN} 8GiB --unit-bytes 1 2", "this cost has 2 axes|shape"),
+    (f"{PLAN} 8GiB --unit-bytes 1 --fixed-bytes x", "cannot read 'x' as bytes"),
+    (f"{PLAN} 8GiB --cost a.json --fixed-bytes 1", "goes with --unit-bytes"),
+    (f"{PLAN} 4000 --unit-bytes 1 --figure plan.bmp3", "cannot write plan.bmp3"),
+    ("watch --", "give a command to watch"),
+    ("watch --host much -- true", "host: cannot read 'much'"),
+    ("watch --interval 0 -- true", "interval_s must be a positive number"),
+    ("watch -o none/run.jsonl -- true", "cannot write none/run.jsonl"),
+    ("report none.jsonl", "cannot read none.jsonl: No such file"),
+    ("report notes", "no run of a MemoryMonitor"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WRONG, ids=[one for one, _ in WRONG])
+def test_wrong_use_is_2_and_one_line_on_stderr(
+    arguments: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found before anything is measured, planned or started."""
+    if "--figure" in arguments:
+        pytest.importorskip("matplotlib")
+    np.save("sizes.npy", SIZES)
+    Path("notes").write_text("not JSON\n", "utf-8")
+    assert main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" or "--figure" in arguments
+    assert re.search(f"torchbudget: .*{expected}", err), err
 
 
 PAGE = (ROOT / "docs" / "command-line.md").read_text("utf-8")
@@ -65,24 +113,92 @@ LINES = [
 
 
 @pytest.mark.slow
-def test_the_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_commands_run() -> None:
     """In a folder with the page's files: exit code 0, results on stdout, nothing on stderr."""
     pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
     sizes, module = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     Path("train.py").write_text(module, "utf-8")
     exec(sizes, {})  # noqa: S102  (the page's own)
     for line in LINES:
         command = line.replace("python -m torchbudget", shlex.join(COMMAND))
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", command],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        done = subprocess.run(shell, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         result, rest = done.stdout, done.stderr
         if " watch " in line:  # stdout is the command's
             result, rest = rest, result
         assert (bool(result), rest) == (True, ""), line
+
+
+# ---------------------------------------------------------------------- inspect
+
+
+def test_the_json_has_every_pool_and_the_budget(folder: Path) -> None:
+    done = run_command("inspect", "--device", "cpu", "--json", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    pools = {pool["name"]: pool for pool in found["pools"]}
+    for pool in host_memory():
+        assert pools[pool.name]["limit_bytes"] == pool.limit_bytes
+    hosts = [pool for pool in found["pools"] if pool["bounds"] == "host"]
+    least = min(hosts, key=lambda pool: pool["usable_bytes"])
+    assert found["host_limited_by"] == least["name"]
+    # What is usable differs a little between two readings.
+    assert found["budget"]["host"] == pytest.approx(0.9 * least["usable_bytes"], rel=0.05)
+    assert found["processors"] == usable_processors()
+    assert 0 < found["free_descriptors"] <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--device", "cpu", "--fraction", "0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["bounds", "limit", "in", "use", "usable"]
+    assert any(line.startswith("host ") and line.endswith(" machine") for line in lines)
+    shown = re.fullmatch(r"budget: device (.+?), host (.+?)(, shared .+)?", lines[-1])
+    assert shown
+    budget = MemoryBudget.detect("cpu", fraction=0.5)
+    assert parse_bytes(shown[2]) == pytest.approx(budget.host, rel=0.2)  # others run, too
+
+
+def test_a_limit_on_the_process_is_shown() -> None:
+    """A real RLIMIT_AS, set in the process before it runs the command."""
+    limit = 2**42
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if most != resource.RLIM_INFINITY and most < limit:
+        pytest.skip("the address space of this session is limited already")
+    shell = f'ulimit -v {limit // 1024} && exec "$@"'
+    command = ["sh", "-c", shell, "sh", *COMMAND, "inspect", "--device", "cpu"]
+    output = subprocess.check_output(command, env=ENVIRONMENT, text=True)
+    assert re.search(r"^process +4 TiB .* RLIMIT_AS$", output, re.MULTILINE)
+
+
+# ---------------------------------------------------------------------- measure
+
+
+@pytest.mark.slow
+def test_measured_saved_and_planned(folder: Path) -> None:
+    """Stdout is the cost's report alone, whatever the module prints; `plan` takes the file."""
+    np.save("sizes.npy", np.arange(1, 60))
+    for function, size, axes in (("to_measure", "64", 1), ("two_axes", "16x16", 2)):
+        arguments = ("measure", f"{MODULE}:{function}", "--max-size", size, "-o", f"{axes}.json")
+        done = run_command(*arguments, folder=folder)
+        assert (done.returncode, done.stderr) == (0, "the module is imported\n")
+        cost = load_cost(f"{axes}.json")
+        assert (done.stdout, cost.axes) == (f"{cost.report()}\n", axes)
+    assert main(["plan", "sizes.npy", "--budget", "1MiB", "--cost", "1.json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (f"{MODULE}:broken", "RuntimeError: of the user's own"),
+        ("not_installed_anywhere:step", "No module named 'not_installed_anywhere'"),
+        (f"{MODULE}:without_samples", "torchbudget: "),
+    ],
+)
+def test_steps_that_cannot_be_measured(function: str, expected: str, folder: Path) -> None:
+    """Exit code 1; errors of the user's own code keep their traceback."""
+    done = run_command("measure", function, "--max-size", "8", folder=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert expected in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) is not expected.startswith("torchbudget")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from functools import reduce
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MonitorWarning, OptionError
-from torchbudget.observe.recording import _NEAR_SHARE, _QUICK_SHARE, _WHOLE_SHARE, History, Pace
+from torchbudget.observe.recording import _QUICK_SHARE, _WHOLE_SHARE, History, Pace
 from torchbudget.observe.report import recorded_runs
 from torchbudget.observe.sample import MemorySample
 from torchbudget.units import GiB, MiB
@@ -32,11 +31,11 @@ class Run:
         self.pace, self.now_s = Pace(interval_s), 0.0
         self.wholes: list[float] = []
 
-    def until(self, end_s: float, resident: int, near: float = float("inf")) -> None:
+    def until(self, end_s: float, resident: int) -> None:
         while self.now_s < end_s:
             self.now_s += self.pace.wait_s()
             sample = MemorySample(time_s=self.now_s, resident_bytes=resident)
-            is_whole = self.pace.wants_whole(sample, near)
+            is_whole = self.pace.wants_whole(sample, float("inf"))
             if is_whole:
                 sample = replace(sample, host_bytes=resident)
                 self.wholes.append(self.now_s)
@@ -59,19 +58,6 @@ def test_readings_take_their_share_at_the_most(
     assert run.pace.spent_s <= share * run.now_s + 2 * (whole_s + quick_s)
     longest_s = (whole_s + quick_s) / _WHOLE_SHARE + 2 * run.pace.wait_s()
     assert np.diff([*run.wholes, run.now_s]).max() <= longest_s
-
-
-def test_near_the_limit_more_may_be_spent() -> None:
-    """An expensive reading beyond its share is made where the job may have come near its limit."""
-    run = Run(quick_s=0.0003, whole_s=1.0)
-    run.until(30.0, GiB(50))
-    run.until(30.2, GiB(58), near=GiB(60))
-    assert len(run.wholes) == 1
-    run.until(30.4, GiB(61), near=GiB(60))
-    assert len(run.wholes) == 2
-    for number in range(100):
-        run.until(run.now_s + 1.0, GiB(59 + 2 * (number % 2)), near=GiB(60))
-    assert run.whole_s * (len(run.wholes) - 2) <= _NEAR_SHARE * 100.0
 
 
 # ---------------------------------------------------------------------- history
@@ -157,16 +143,6 @@ def test_faults_of_a_writer_and_a_callback_end_nothing() -> None:
     assert [text.split()[2:4] for text in texts] == [["on_limit", "raised"], ["writer", "raised"]]
 
 
-def test_the_writer_of_tensorboard(tmp_path: Path) -> None:
-    """Its own class takes the scalars, and its file is written."""
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    writer = tensorboard.SummaryWriter(tmp_path)
-    with MemoryMonitor(writer=writer):
-        pass
-    writer.close()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 500
-
-
 def test_runs_of_one_file_are_told_apart(tmp_path: Path) -> None:
     """At the same time, as of several ranks, and after a line that an earlier writer left torn."""
     path = tmp_path / "run.jsonl"
@@ -183,24 +159,3 @@ def test_runs_of_one_file_are_told_apart(tmp_path: Path) -> None:
     path.write_text('{"event":"begin","run":"a","format":99}')
     with pytest.raises(OptionError, match="format 99 of a monitor's file"):
         recorded_runs(path)
-
-
-def test_a_run_that_was_killed_is_reported(tmp_path: Path) -> None:
-    """By its samples, its budget, and the limits that it came near."""
-    path = tmp_path / "run.jsonl"
-    limit = {"name": "cgroup", "used_bytes": 97, "limit_bytes": 100, "time_s": 1.0}
-    begin = {"format": 1, "pid": 1, "rank": 0, "budget": {"host": 10, "device": 8}, "on_cpu": False}
-    records = [
-        {"event": "begin", **begin},
-        {"event": "sample", "time_s": 1.0, "host_bytes": 9},
-        {"event": "limit", **limit},
-        {"event": "batch", "time_s": 1.5, "bytes": 6, "predicted_bytes": 5},
-        {"event": "snapshot", "name": "one", "time_s": 2.0, "host_bytes": 3},
-    ]
-    path.write_text("\n".join(json.dumps({"run": "a", **one}) for one in records))
-    [run] = recorded_runs(path)
-    assert (run.peak.host_bytes, run.peak.time_s, run.end) == (9, 2.0, {})
-    assert [(one.name, one.share) for one in run.limits] == [("host", 0.9), ("cgroup", 0.97)]
-    assert run.unread == ["device"]
-    for text in ("killed after 2.0 s", "at most 120.0% of", "device: nothing was read"):
-        assert text in str(run)
