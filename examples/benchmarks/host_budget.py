@@ -41,13 +41,13 @@ proportional set size of the tree and what `/dev/shm`, a mount of the row's own,
 is the anonymous memory of the tree, its libraries once, and all of that shared memory, mapped by a
 process or not; `pss` what the processes map: both as shares of the budget, and `predicted` as one
 of the peak. `one more` is what one more worker would need, by the prediction, where fewer were
-taken than may be. Loaders of the user's own, which torch shuffles or which batch given lists, are
-only predicted. For a stream the largest batch of the trial stands for all. Pages of the mapped
-data file do not count, since the kernel takes them back. Each worker collects its garbage once when
-it starts, as in a long run it does at some time: that copies what it had in common with its parent.
-The budget is what the process has before its loader is made and `MiB` for loading; what one more
-worker needs is what may be left of it, by a second trial, which differs from the first by about
-1 %. The search times every number of workers up to 4 over whole epochs, half a second each.
+taken than may be. Loaders of the user's own, which torch shuffles, are only predicted. For a stream
+the largest batch of the trial stands for all. Pages of the mapped data file do not count, since the
+kernel takes them back. Each worker collects its garbage once when it starts, as in a long run it
+does at some time: that copies what it had in common with its parent. The budget is what the process
+has before its loader is made and `MiB` for loading; what one more worker needs is what may be left
+of it, by a second trial, which differs from the first by about 1 %. The search times every number
+of workers up to 4 over whole epochs, half a second each.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from tests.support.host_cells import DATA, Cell, dataset_of, own_shared_memory, 
 MIB = {"fork": (400, 250, 800), "spawn": (900, 600, 1400)}
 WORKERS = {"fork": 8, "spawn": 4}
 KINDS = (*DATA, "stream")
-USERS = ("shuffle", "lists")  # loaders that the user made, which are only predicted
+USERS = ("shuffle",)  # loaders that the user made, which are only predicted
 SEARCHED = 4
 LITTLE = 0.2  # of the budget
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, reasons_of
 from tests.support.resuming import as_json, in_parts
 from tests.support.sampler_cases import (
-    batch_bytes,
     cases,
     check_limits,
     check_state_size,
@@ -291,7 +291,7 @@ def test_oversize_samples_are_skipped_or_stand_alone(case: Any, oversize: str) -
     options["drop_last"] = False
     multiple = options["size_multiple"]
     every = range(len(sizes))
-    over = {index for index in every if batch_bytes(sizes, cost, [index], multiple) > budget}
+    over = {index for index in every if bytes_of(sizes, cost, [index], multiple) > budget}
     skipped = over if oversize == "skip" else set()
     if len(sizes) - len(skipped) < ranks:
         return

@@ -57,7 +57,7 @@ def test_the_cut_is_the_greedy_one(
     rule = BatchRules(cost=cost, budget_bytes=budget, size_multiple=size_multiple, **options)
     most, multiple = options.get("max_batch_size"), options.get("batch_size_multiple", 1)
     for allowed in (budget, int(lowered * budget)):
-        expected = oracles.rule_cut(rounded, cost, allowed, most=most, multiple=multiple)
+        expected = oracles.greedy_cut(rounded, cost, allowed, most=most, multiple=multiple)
         assert cut_one(ordered, rule, allowed) == expected
         assert sum(expected) == len(sizes)
 
@@ -88,7 +88,7 @@ def test_the_short_run_is_where_padding_is_least(
     def padded(cut: list[int]) -> int:
         return int((np.diff(cut, append=len(sizes)) * rounded[cut]).sum())
 
-    ascending = oracles.rule_cut(rounded[::-1], cost, budget, most=most, multiple=1)
+    ascending = oracles.greedy_cut(rounded[::-1], cost, budget, most=most, multiple=1)
     assert len(ascending) == len(starts)
     from_end = (len(sizes) - np.cumsum(ascending))[::-1].tolist()
     every = [starts[:number] + from_end[number:] for number in range(1, len(starts) + 1)]
@@ -128,7 +128,7 @@ def test_lockstep_and_all_starts_are_alike(
             ways.append(cut_many(sizes, rule, budgets))
     assert ways[0] == ways[1]
     for window, allowed, runs in zip(sizes, budgets.tolist(), ways[0], strict=True):
-        assert runs == oracles.rule_cut(window, cost, allowed, most=most, multiple=multiple)
+        assert runs == oracles.greedy_cut(window, cost, allowed, most=most, multiple=multiple)
 
 
 # ---------------------------------------------------------------------- sorting

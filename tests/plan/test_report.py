@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals, reasons_of
 from tests.support.strategies import problems, rules
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
@@ -54,13 +55,6 @@ def reported(draw: st.DrawFn) -> Any:
 
 def rounded(sizes: Any, multiple: int) -> Any:
     return -(-sizes // multiple) * multiple
-
-
-def bytes_of(sizes: Any, cost: Any, batch: Any, multiple: int) -> int:
-    own = rounded(sizes[batch], multiple)
-    if hasattr(cost, "base_bytes"):
-        return int(cost.base_bytes + cost.item_bytes(own).sum())
-    return int(cost.batch_bytes(len(batch), own.max(axis=0)))
 
 
 def figures_of(

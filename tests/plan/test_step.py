@@ -9,20 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.oracles import bytes_of
 from tests.support.strategies import problems, rules
 from torchbudget import PackedCost, PaddedCost, plan_step
 from torchbudget.cost.protocol import AdditiveCost
 from torchbudget.errors import BudgetError, OptionError, OversizeError, SizesError, UnevenRanksError
 
 TOKENS = PaddedCost(unit_bytes=1)
-
-
-def bytes_of(batch: list[int], sizes: Any, cost: Any, multiple: int = 1) -> int:
-    """Predicted bytes of a micro-batch, computed one by one."""
-    padded = -(-np.asarray(sizes)[batch].astype(np.int64) // multiple) * multiple
-    if isinstance(cost, AdditiveCost):
-        return cost.base_bytes + int(cost.item_bytes(padded).sum())
-    return int(cost.batch_bytes(len(batch), padded.max(axis=0)))
 
 
 @given(
@@ -43,7 +36,7 @@ def test_laws_of_a_step(
     sizes, cost, budget = problem
     options = data.draw(rules(packed=isinstance(cost, AdditiveCost)))
     largest = -(-sizes.astype(np.int64).max(axis=0) // size_multiple) * size_multiple
-    budget = max(budget, bytes_of([0], largest[None], cost))
+    budget = max(budget, bytes_of(largest[None], cost, [0]))
     options |= {
         "num_replicas": ranks,
         "micro_batches_multiple": multiple,
@@ -64,7 +57,7 @@ def test_laws_of_a_step(
     assert np.array(joined)[step.inverse].tolist() == list(range(len(sizes)))
     most = options.get("max_batch_size")
     for batch in (batch for mine in micro_batches for batch in mine):
-        assert bytes_of(batch, sizes, cost, size_multiple) <= budget
+        assert bytes_of(sizes, cost, batch, size_multiple) <= budget
         assert most is None or len(batch) <= most
     again = plan_step(sizes, cost, budget, **options)
     assert again.micro_batches == micro_batches
@@ -74,7 +67,7 @@ def test_laws_of_a_step(
 def test_oversize_samples_are_skipped_or_alone(problem: Any, ranks: int) -> None:
     """Skipped: named, and in no micro-batch. Alone: a micro-batch each. Otherwise an error."""
     sizes, cost, budget = problem
-    over = [i for i in range(len(sizes)) if bytes_of([i], sizes, cost) > budget]
+    over = [i for i in range(len(sizes)) if bytes_of(sizes, cost, [i]) > budget]
     if not over or len(over) == len(sizes):
         return
     with pytest.raises(OversizeError, match=f"the first at index {over[0]}"):
@@ -114,9 +107,9 @@ def test_ranks_do_the_same_work(
     sizes = np.clip(np.random.default_rng(seed).lognormal(5, 1, 4096), 16, 4096).astype(np.int64)
     step = plan_step(sizes, cost, budget, num_replicas=ranks)
     sums = np.array(
-        [sum(bytes_of(batch, sizes, cost) for batch in mine) for mine in step.micro_batches]
+        [sum(bytes_of(sizes, cost, batch) for batch in mine) for mine in step.micro_batches]
     )
-    largest = bytes_of([int(sizes.argmax())], sizes, cost)
+    largest = bytes_of(sizes, cost, [int(sizes.argmax())])
     assert sums.max() / sums.mean() <= max(1, largest / sums.mean()) + bound[ranks]
 
 

@@ -43,8 +43,8 @@ class Cell:
         epochs: that are read.
         plain: `num_workers` and `prefetch_factor` of a loader that nobody budgeted; they are used
             as they are.
-        order: of such a loader: "ours", the sampler's or the stream's; "shuffle", torch's own, or
-            "lists", of a sampler that the user wrote. What it needs is asked of `host_bytes`.
+        order: of such a loader: "ours", the sampler's or the stream's, or "shuffle", torch's own.
+            What it needs is asked of `host_bytes`.
         host_mib: the whole budget, instead of `mib`.
         batch_mib: padded bytes of a batch on the host.
         pause_s: of the loop after each batch.
@@ -116,6 +116,10 @@ class Arrays:
         values = self.values[start : self.ends[index]]
         return {"x": torch.from_numpy(values * np.float32(2)), "label": index}
 
+    def __call__(self, shard: int, num_shards: int) -> Any:
+        """The samples of a shard, as a stream reads them."""
+        return map(self.__getitem__, range(shard, len(self), num_shards))
+
 
 class Mapped(Arrays):
     """The same in a file that is mapped."""
@@ -131,59 +135,29 @@ class Files:
     """A file for each sample."""
 
     def __init__(self, cell: Cell) -> None:
-        self.folder = Path(cell.folder)
-        self.sizes = lengths(cell.samples)
-        for index, size in enumerate(self.sizes.tolist()):
-            np.save(self.folder / f"{index}.npy", np.ones((size, CHANNELS), np.float32))
+        self.paths = [f"{cell.folder}/{index}.npy" for index in range(cell.samples)]
+        for path, size in zip(self.paths, lengths(cell.samples).tolist(), strict=True):
+            np.save(path, np.ones((size, CHANNELS), np.float32))
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self.paths)
 
     def __getitem__(self, index: int) -> Any:
-        return {"x": torch.from_numpy(np.load(self.folder / f"{index}.npy")), "label": index}
+        return {"x": torch.from_numpy(np.load(self.paths[index])), "label": index}
 
 
-class Objects:
+class Objects(list[Any]):
     """Python objects: a list of dicts of lists of numbers, whose references are counted."""
 
     def __init__(self, cell: Cell) -> None:
-        self.rows = [
+        super().__init__(
             {"x": [[float(index + j)] * 4 for j in range(size)], "label": index}
             for index, size in enumerate(lengths(cell.samples).tolist())
-        ]
+        )
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        row = self.rows[index]
-        x = torch.tensor(row["x"]).repeat(1, CHANNELS // 4)
-        return {"x": x, "label": row["label"]}
-
-
-class Shards:
-    """The samples of a data set, as a stream reads them."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.samples = Arrays(cell)
-
-    def __call__(self, shard: int, num_shards: int) -> Any:
-        for index in range(shard, len(self.samples), num_shards):
-            yield self.samples[index]
-
-
-class Lists:
-    """A sampler that knows nothing of bytes: 8 samples a batch, in an order of its own."""
-
-    def __init__(self, cell: Cell) -> None:
-        order = np.random.default_rng(1).permutation(cell.samples).tolist()
-        self.batches = [order[start : start + 8] for start in range(0, cell.samples, 8)]
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+    def __getitem__(self, index: Any) -> Any:
+        row = super().__getitem__(index)
+        return row | {"x": torch.tensor(row["x"]).repeat(1, CHANNELS // 4)}
 
 
 def collect(worker: int) -> None:
@@ -194,12 +168,8 @@ def collect(worker: int) -> None:
 @contextmanager
 def peaks_of_this_tree(found: dict[str, int]) -> Any:
     """Fill in the peaks of this process and its descendants, as another process reads them."""
-    command = [
-        sys.executable,
-        "-S",
-        str(Path(__file__).parent / "tree_reader.py"),
-        str(os.getpid()),
-    ]
+    script = str(Path(__file__).parent / "tree_reader.py")
+    command = [sys.executable, "-S", script, str(os.getpid())]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as reader:
@@ -222,12 +192,7 @@ def loop(loader: Any, cell: Cell) -> list[int]:
 
 
 def dataset_of(cell: Cell) -> Any:
-    kinds: dict[str, Any] = {
-        "arrays": Arrays,
-        "files": Files,
-        "objects": Objects,
-        "mapped": Mapped,
-    }
+    kinds: Any = {"arrays": Arrays, "files": Files, "objects": Objects, "mapped": Mapped}
     return kinds[cell.data](cell)
 
 
@@ -240,7 +205,7 @@ def sampler_of(cell: Cell) -> tb.MemoryBudgetBatchSampler:
 
 def stream_of(cell: Cell) -> tb.BudgetedIterableDataset:
     return tb.BudgetedIterableDataset(
-        Shards(cell),
+        Arrays(cell),
         tb.PaddedCost(unit_bytes=4 * CHANNELS),
         int(cell.batch_mib * 2**20),
         size="x",
@@ -255,7 +220,7 @@ def loader_arguments(cell: Cell, dataset: Any, order: Any) -> dict[str, Any]:
     given = {"dataset": dataset, "collate_fn": tb.PadCollate()}
     if cell.order == "shuffle":
         return given | {"batch_size": 8, "shuffle": True}
-    return given | {"batch_sampler": Lists(cell) if cell.order == "lists" else order}
+    return given | {"batch_sampler": order}
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -19,19 +19,31 @@ def capacity(cost: Any, padded_size: Any, budget: int, most: int) -> int:
     return n
 
 
-def greedy_cut(ordered: npt.NDArray[Any], cost: Any, budget: int) -> list[int]:
-    """Numbers of samples of the longest runs that fit, one sample after the other."""
+def greedy_cut(
+    ordered: npt.NDArray[Any],
+    cost: Any,
+    budget: int,
+    *,
+    most: int | None = None,
+    multiple: int = 1,
+) -> list[int]:
+    """Numbers of samples of the longest runs that fit, one sample after the other.
+
+    With at most `most` samples in a run, and multiples where a run reaches one.
+    """
     runs: list[int] = []
     start = 0
     while start < len(ordered):
-        stop = start + 1
-        while stop < len(ordered):
-            padded = ordered[start : stop + 1].max(axis=0)
-            if int(cost.batch_bytes(stop + 1 - start, padded)) > budget:
+        longest = 1
+        while start + longest < len(ordered) and longest + 1 <= (most or len(ordered)):
+            padded = ordered[start : start + longest + 1].max(axis=0)
+            if int(cost.batch_bytes(longest + 1, padded)) > budget:
                 break
-            stop += 1
-        runs.append(stop - start)
-        start = stop
+            longest += 1
+        if longest >= multiple:
+            longest -= longest % multiple
+        runs.append(longest)
+        start += longest
     return runs
 
 
@@ -52,23 +64,6 @@ def best_fit_decreasing(items: list[int], room: int) -> list[list[int]]:
     return bins
 
 
-def rule_cut(
-    ordered: npt.NDArray[Any], cost: Any, budget: int, *, most: int | None, multiple: int
-) -> list[int]:
-    """`greedy_cut` with at most `most` samples in a run, and multiples where a run reaches one."""
-    runs: list[int] = []
-    start = 0
-    while start < len(ordered):
-        longest = greedy_cut(ordered[start:], cost, budget)[0]
-        if most is not None:
-            longest = min(longest, most)
-        if longest >= multiple:
-            longest -= longest % multiple
-        runs.append(longest)
-        start += longest
-    return runs
-
-
 def chi_square(counts: Any, expected: Any) -> float:
     """Pearson's chi-square of counts, as the normal deviate of Wilson and Hilferty (1931).
 
@@ -84,6 +79,21 @@ def deviate(statistic: float, freedom: int) -> float:
     """The normal deviate of a chi-square statistic with that many degrees of freedom."""
     slack = 2 / (9 * freedom)
     return float(((statistic / freedom) ** (1 / 3) - (1 - slack)) / np.sqrt(slack))
+
+
+def bytes_of(sizes: Any, cost: Any, batch: Any = slice(None), multiple: int = 1) -> int:
+    """Predicted bytes of a micro-batch, from the definition of its cost.
+
+    Args:
+        sizes: of all samples, shape `(N,)` or `(N, d)`.
+        cost: a cost model.
+        batch: indices of the micro-batch; by default all.
+        multiple: sizes are rounded up to it.
+    """
+    own = -(-np.asarray(sizes)[batch].astype(np.int64) // multiple) * multiple
+    if hasattr(cost, "base_bytes"):
+        return int(cost.base_bytes + cost.item_bytes(own).sum())
+    return int(cost.batch_bytes(len(own), own.max(axis=0)))
 
 
 def stated_bytes(cost: Any, sizes: npt.NDArray[Any]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.support.oracles import bytes_of
 from tests.support.strategies import StairCost, formulas, problems, rules
 from torchbudget import MemoryBudgetBatchSampler
 
@@ -98,15 +99,7 @@ def check_limits(batches: Any, sizes: Any, cost: Any, budget: int, options: Any)
         assert batch
         assert len(batch) <= options.get("max_batch_size", len(batch))
         for model, limit in [(cost, budget), *options.get("limits", ())]:
-            assert batch_bytes(sizes, model, batch, multiple) <= limit
-
-
-def batch_bytes(sizes: Any, cost: Any, batch: Any, multiple: int) -> int:
-    """Bytes of a batch from the definition of its cost."""
-    own = -(-sizes[batch].astype(np.int64) // multiple) * multiple
-    if hasattr(cost, "base_bytes"):
-        return int(cost.base_bytes + cost.item_bytes(own).sum())
-    return int(cost.batch_bytes(len(batch), own.max(axis=0)))
+            assert bytes_of(sizes, model, batch, multiple) <= limit
 
 
 def check_state_size(text: str, state: Any) -> None:

@@ -87,7 +87,8 @@ def costs(draw: st.DrawFn, axes: int = 1, *, packed: bool | None = None) -> Any:
     margin = draw(st.sampled_from([0.0, 0.01, 0.3]))
     if kind == "table":
         return draw(tables(axes))
-    return measured(draw(formulas(axes, packed=False)), margin=margin)
+    formula = draw(formulas(axes, packed=False))
+    return measured(formula, margin=margin, largest=(20_000,) * axes)  # beyond all that is drawn
 
 
 @st.composite

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from torchbudget import BudgetedIterableDataset, CostModel, PaddedCost
-from torchbudget.cost.protocol import AdditiveCost
+from torchbudget import BudgetedIterableDataset, PaddedCost
 from torchbudget.data.stream.cursor import StreamCursor, WorkerSlot
 from torchbudget.data.stream.epoch_reader import EpochReader
 
@@ -93,13 +92,6 @@ def same(sample: Any) -> Any:
 def numbers(batches: list[list[Any]]) -> list[int]:
     """The samples' numbers, sorted."""
     return sorted(number for batch in batches for number, _ in batch)
-
-
-def bytes_of(cost: CostModel, sizes: list[Any]) -> int:
-    """The cost of a batch from its definition."""
-    if isinstance(cost, AdditiveCost):
-        return int(cost.base_bytes + cost.item_bytes(np.array(sizes)).sum())
-    return int(cost.batch_bytes(len(sizes), np.max(sizes, axis=0)))
 
 
 class OneProcess:

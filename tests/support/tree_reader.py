@@ -68,7 +68,7 @@ def used_shared() -> int:
 ROOT = int(sys.argv[1])
 libraries = library_bytes(ROOT)
 before = used_shared()
-peaks = {"total": 0, "pss": 0, "shared": 0, "processes": 0, "readings": 0}
+peaks = {"total": 0, "pss": 0, "shared": 0, "processes": 0}
 ended = threading.Event()
 
 
@@ -83,7 +83,6 @@ def read_all() -> None:
         peaks["pss"] = max(peaks["pss"], anonymous + mapped + files)
         peaks["shared"] = max(peaks["shared"], shared)
         peaks["processes"] = max(peaks["processes"], len(processes))
-        peaks["readings"] += 1
 
 
 thread = threading.Thread(target=read_all)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.oracles import bytes_of
 from tests.support.refusals import Refusals
 from tests.support.resuming import in_parts
 from tests.support.strategies import problems
@@ -23,7 +24,6 @@ from tests.support.streams import (
     TOKENS,
     Numbered,
     OneProcess,
-    bytes_of,
     numbers,
     processes_of,
     same,
@@ -82,7 +82,7 @@ def reasons_of(made: Any) -> dict[str, bool]:
     """
     sizes, options, source = made
     ranks = options["num_replicas"]
-    pair = bytes_of(options["cost"], [np.max(sizes, axis=0).tolist()] * 2)
+    pair = bytes_of([np.max(sizes, axis=0)] * 2, options["cost"])
     whole = not isinstance(source, list) and "look_ahead" not in options
     even = pair <= options["budget"] and whole and len(sizes) >= ranks
     return {f"{ranks} ranks": ranks > 1 and not even}
@@ -108,7 +108,7 @@ def test_exactly_once_equal_numbers_and_never_over(made: Any, workers: int) -> N
     assert numbers(everything) == list(range(len(sizes)))
     assert len({tuple(map(len, rank or [])) for rank in batches}) == 1
     for batch in everything:
-        assert bytes_of(cost, [size for _, size in batch]) <= options["budget"]
+        assert bytes_of([size for _, size in batch], cost) <= options["budget"]
 
 
 @given(streams(most_ranks=3), st.integers(1, 3), st.data())
