@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.epoch import epoch
+from tests.support.commands import printed_by
 from torchbudget import MemoryBudget, limit_device_memory, peak_memory
 from torchbudget.cost.as_on_cuda import CONTEXT_BYTES, WORKSPACE_BYTES
 from torchbudget.machine.device import cuda_memory, device_memory
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
-ROOT = Path(__file__).parents[2]
 # A case, and the least share that is filled; less of it where nothing could be traced.
 LEAST = {
     "decoder, scores kept": 0.9,
@@ -28,20 +26,6 @@ LEAST = {
     "images": 0.9,
     "LSTM": 0.7,
 }
-
-
-def printed_by(arguments: list[str], **environment: str) -> str:
-    """What another process of Python prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("budget_mib", [1500, 4000])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.gpu.test_budgets import printed_by
+from tests.support.commands import printed_by
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""`python -m torchbudget …` in a process of its own."""
+"""`python -m torchbudget …`, and Python, in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,3 +36,17 @@ def start_command(
     return subprocess.Popen(
         [*COMMAND, *map(str, arguments)], cwd=folder, env=ENVIRONMENT, text=True, **options
     )
+
+
+def printed_by(arguments: list[str], **environment: str) -> str:
+    """What another process of Python prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
