@@ -36,11 +36,6 @@ class MemoryGroup:
     folder: Path
 
     @property
-    def charged_bytes(self) -> int:
-        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
-        return int((self.folder / name).read_text())
-
-    @property
     def kills(self) -> int:
         """How many processes of the group the kernel has killed for memory."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
