@@ -28,8 +28,8 @@ from torchbudget import (
     configure_allocators,
     format_bytes,
     joint_backward,
-    peak_memory,
 )
+from torchbudget.machine.peaks import peak_memory
 
 
 class Encoder(nn.Module):

@@ -27,9 +27,9 @@ from torchbudget import (
     configure_allocators,
     memory_summary,
     parse_bytes,
-    peak_memory,
     sizes_of,
 )
+from torchbudget.machine.peaks import peak_memory
 
 HEADER = "step  samples    bytes  micro-batches    loss    norm  seconds  peak / budget"
 

@@ -37,8 +37,8 @@ from torchbudget import (
     format_bytes,
     measure_cost,
     parse_bytes,
-    peak_memory,
 )
+from torchbudget.machine.peaks import peak_memory
 
 KINDS = (ast.Module, ast.ClassDef, (ast.FunctionDef, ast.AsyncFunctionDef))
 

@@ -37,9 +37,9 @@ from torchbudget import (
     limit_device_memory,
     measure_cost,
     parse_bytes,
-    peak_memory,
     sizes_of,
 )
+from torchbudget.machine.peaks import peak_memory
 
 # ---------------------------------------------------------------------- data
 

@@ -137,11 +137,6 @@ def test_the_drawn_tree_is_that_of_the_classes() -> None:
     assert {name.split()[-1] for name, _ in found} == set(error_names())
 
 
-def test_the_errors_on_top_are_those_that_most_callers_catch() -> None:
-    on_top = {"OversizeError", "StateMismatchError", "TorchBudgetError"}
-    assert on_top == set(torchbudget.__all__) & set(error_names())
-
-
 def test_a_missing_extra_names_the_extra() -> None:
     error = errors.MissingExtraError.of("matplotlib", "plot")
     assert isinstance(error, ImportError)

@@ -4,10 +4,10 @@ from torchbudget import errors, readers, transforms
 from torchbudget.budget import MemoryBudget, limit_device_memory
 from torchbudget.cost.agree import agree
 from torchbudget.cost.dense import DenseCost
-from torchbudget.cost.measure import describe_step, measure_cost
+from torchbudget.cost.measure import measure_cost
 from torchbudget.cost.measured import MeasuredCost, load_cost
 from torchbudget.cost.padded import PackedCost, PaddedCost, TableCost
-from torchbudget.cost.protocol import AdditiveCost, CostModel
+from torchbudget.cost.protocol import CostModel
 from torchbudget.cost.tracing import trace_peak_bytes
 from torchbudget.data.cache.sample_cache import SampleCache
 from torchbudget.data.collate.batch import PackedBatch, PaddedBatch
@@ -15,40 +15,32 @@ from torchbudget.data.collate.collates import PackCollate, PadCollate
 from torchbudget.data.sampler import MemoryBudgetBatchSampler
 from torchbudget.data.sizes.sizes_of import sizes_of
 from torchbudget.data.stream.dataset import BudgetedIterableDataset
-from torchbudget.data.stream.run import stop_together
-from torchbudget.errors import OversizeError, StateMismatchError, TorchBudgetError
-from torchbudget.host.model import HostBytes
-from torchbudget.host.options import LoaderOptions, host_bytes, loader_options
-from torchbudget.machine.allocators import configure_allocators, trim_malloc
-from torchbudget.machine.peaks import peak_memory
+from torchbudget.errors import TorchBudgetError
+from torchbudget.host.options import loader_options
+from torchbudget.machine.allocators import configure_allocators
 from torchbudget.observe.monitor import MemoryMonitor
 from torchbudget.plan.step import plan_step
 from torchbudget.train.accumulator import GradAccumulator
 from torchbudget.train.fit import fit
 from torchbudget.train.joint import joint_backward
-from torchbudget.train.loop import evaluate, train_epoch, warm_up
+from torchbudget.train.loop import evaluate, warm_up
 from torchbudget.train.predict import predict
 from torchbudget.train.summary import memory_summary
-from torchbudget.units import GiB, KiB, MiB, format_bytes, parse_bytes
+from torchbudget.units import GiB, MiB, format_bytes, parse_bytes
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "AdditiveCost",
     "BudgetedIterableDataset",
     "CostModel",
     "DenseCost",
     "GiB",
     "GradAccumulator",
-    "HostBytes",
-    "KiB",
-    "LoaderOptions",
     "MeasuredCost",
     "MemoryBudget",
     "MemoryBudgetBatchSampler",
     "MemoryMonitor",
     "MiB",
-    "OversizeError",
     "PackCollate",
     "PackedBatch",
     "PackedCost",
@@ -56,18 +48,15 @@ __all__ = [
     "PaddedBatch",
     "PaddedCost",
     "SampleCache",
-    "StateMismatchError",
     "TableCost",
     "TorchBudgetError",
     "__version__",
     "agree",
     "configure_allocators",
-    "describe_step",
     "errors",
     "evaluate",
     "fit",
     "format_bytes",
-    "host_bytes",
     "joint_backward",
     "limit_device_memory",
     "load_cost",
@@ -75,15 +64,11 @@ __all__ = [
     "measure_cost",
     "memory_summary",
     "parse_bytes",
-    "peak_memory",
     "plan_step",
     "predict",
     "readers",
     "sizes_of",
-    "stop_together",
     "trace_peak_bytes",
-    "train_epoch",
     "transforms",
-    "trim_malloc",
     "warm_up",
 ]

@@ -76,10 +76,10 @@ from torchbudget import (
     PaddedBatch,
     configure_allocators,
     measure_cost,
-    peak_memory,
     predict,
     sizes_of,
 )
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import process_memory
 
 sys.path.append(str(Path(__file__).parent.parent))

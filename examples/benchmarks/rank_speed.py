@@ -99,9 +99,9 @@ from torchbudget import (
     PadCollate,
     configure_allocators,
     measure_cost,
-    peak_memory,
     trace_peak_bytes,
 )
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import process_memory
 
 sys.path.append(str(Path(__file__).parent.parent))

@@ -41,7 +41,8 @@ import torch.multiprocessing as mp
 from _common import Results, alternate, median, options, ratio
 from torch.utils.data import DataLoader
 
-from torchbudget import BudgetedIterableDataset, PaddedCost, stop_together
+from torchbudget import BudgetedIterableDataset, PaddedCost
+from torchbudget.data.stream.run import stop_together
 
 RANKS = 2
 WIDTHS = (0, 128, 256, 512)

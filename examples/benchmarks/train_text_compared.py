@@ -65,11 +65,11 @@ from torchbudget import (
     evaluate,
     format_bytes,
     parse_bytes,
-    peak_memory,
     sizes_of,
-    train_epoch,
 )
 from torchbudget.errors import MissingExtraError, OptionError
+from torchbudget.machine.peaks import peak_memory
+from torchbudget.train.loop import train_epoch
 
 sys.path.append(str(Path(__file__).parent.parent))
 

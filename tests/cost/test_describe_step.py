@@ -11,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.support.costs import measured
 from tests.support.training_cases import CASES
-from torchbudget import describe_step, load_cost
+from torchbudget import load_cost
+from torchbudget.cost.measure import describe_step
 from torchbudget.errors import MeasureWarning
 
 NAMES = {"model", "checkpointing", "attention", "optimizer", "dtype", "device", "torch"}

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import torchbudget as tb
+from torchbudget.machine.allocators import trim_malloc
 from tests.support.training_cases import CASES
 from torchbudget.machine.high_water import reset_peak_memory
 from torchbudget.machine.process_tree import process_memory
@@ -32,7 +33,7 @@ number = 1200 if name == "graphs" else 400  # several batches of each
 sizes = np.clip(ends * rng.lognormal(-2, 0.8, (number, len(ends))), 1, ends).astype(int)
 probes = ()
 if how.isdecimal():  # that many samples in each batch
-    tb.trim_malloc()
+    trim_malloc()
     batches = np.split(rng.permutation(len(sizes)), range(int(how), len(sizes), int(how)))
 else:
     cost = tb.measure_cost(

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchbudget import AdditiveCost, MemoryBudgetBatchSampler
+from torchbudget import MemoryBudgetBatchSampler
+from torchbudget.cost.protocol import AdditiveCost
 
 
 class Tokens:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.resuming import as_json, as_pickle, check_every_stop
 from tests.support.samplers import LENGTHS, Numbers, as_list, counted, forks, loader_of, sampler_of
 from tests.support.tracked_streams import SIZES, make
-from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost, stop_together
+from torchbudget import GradAccumulator, MemoryBudgetBatchSampler, PaddedCost
+from torchbudget.data.stream.run import stop_together
 from torchbudget.errors import OptionError, StateError
 
 pytestmark = forks

@@ -19,12 +19,11 @@ from tests.support.samplers import LENGTHS, TOKENS, sampler_of
 from torchbudget import (
     MemoryBudget,
     MemoryBudgetBatchSampler,
-    OversizeError,
     PackedCost,
     PaddedCost,
     TorchBudgetError,
 )
-from torchbudget.errors import BudgetError, CostError, OptionError, SizesError
+from torchbudget.errors import BudgetError, CostError, OptionError, OversizeError, SizesError
 
 SIZES = [3, 9, 4, 8, 1]
 TWO_AXES = PaddedCost(unit_bytes=(1, 1))

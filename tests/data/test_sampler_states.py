@@ -19,8 +19,8 @@ import pytest
 from tests.support.resuming import as_json, check_every_stop, in_parts
 from tests.support.sampler_cases import check_state_size
 from tests.support.samplers import LENGTHS, counted, sampler_of
-from torchbudget import PackedCost, PaddedCost, StateMismatchError
-from torchbudget.errors import SizesError, StateError
+from torchbudget import PackedCost, PaddedCost
+from torchbudget.errors import SizesError, StateError, StateMismatchError
 
 
 def saved_after(batches: int, **options: Any) -> Any:

@@ -23,9 +23,9 @@ from torchbudget import (
     limit_device_memory,
     measure_cost,
     parse_bytes,
-    peak_memory,
 )
 from torchbudget.machine.device import device_memory
+from torchbudget.machine.peaks import peak_memory
 
 MIB = 2**20
 

@@ -12,9 +12,10 @@ import torch
 
 from tests.gpu.epoch import epoch
 from tests.support.commands import printed_by
-from torchbudget import MemoryBudget, limit_device_memory, peak_memory
+from torchbudget import MemoryBudget, limit_device_memory
 from torchbudget.cost.as_on_cuda import CONTEXT_BYTES, WORKSPACE_BYTES
 from torchbudget.machine.device import cuda_memory, device_memory
+from torchbudget.machine.peaks import peak_memory
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30

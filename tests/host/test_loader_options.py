@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import torchbudget as tb
 from tests.support.memory_groups import SHM
 from torchbudget.errors import BudgetError, OptionError
+from torchbudget.host.options import LoaderOptions, host_bytes
 from torchbudget.random_state import RandomState
 
 SIZES = np.random.default_rng(0).integers(5, 400, 600)
@@ -59,7 +60,7 @@ def stream(budget: Any = 4000) -> tb.BudgetedIterableDataset:
     )
 
 
-def options(budget: Any = ROOMY, given: Any = None, **others: Any) -> tb.LoaderOptions:
+def options(budget: Any = ROOMY, given: Any = None, **others: Any) -> LoaderOptions:
     chosen = {"dataset": Counted(), "collate_fn": tb.PadCollate(), "max_workers": 2} | others
     return tb.loader_options(sampler() if given is None else given, budget, **chosen)
 
@@ -173,16 +174,16 @@ def test_any_loader_can_be_asked_about() -> None:
     for given in (None, generator):
         loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=2, generator=given)
         before, own = torch.get_rng_state(), generator.get_state()
-        needs = tb.host_bytes(loader)
+        needs = host_bytes(loader)
         assert before.equal(torch.get_rng_state())
         assert own.equal(generator.get_state())
         # Six batches of eight rows in whole pages, by the largest that was read.
         assert needs.shared_bytes == 6 * 32768
         assert "total" in str(needs)
-    assert tb.host_bytes(DataLoader(Endless(), batch_size=8, num_workers=2)).shared_bytes > 0
+    assert host_bytes(DataLoader(Endless(), batch_size=8, num_workers=2)).shared_bytes > 0
     for wrong in (DataLoader(dataset, batch_size=None), dataset):
         with pytest.raises(OptionError, match=r"batch_size|expected a DataLoader"):
-            tb.host_bytes(wrong)
+            host_bytes(wrong)
 
 
 @pytest.mark.parametrize(
@@ -225,14 +226,14 @@ def test_a_cache_counts_as_if_it_is_full() -> None:
     dataset.reads_here = True
     cache = tb.SampleCache(dataset, tb.MiB(256))
     loader = DataLoader(cache, batch_sampler=sampler(), collate_fn=tb.PadCollate())
-    empty = tb.host_bytes(loader)
+    empty = host_bytes(loader)
     assert dict(empty.parts)[full] == pytest.approx(tb.MiB(256), abs=tb.MiB(1))
     for index in range(len(cache)):
         cache[index]
-    kept = dict(empty.parts)[full] - dict(tb.host_bytes(loader).parts)[full]
+    kept = dict(empty.parts)[full] - dict(host_bytes(loader).parts)[full]
     assert kept == pytest.approx(cache.nbytes, abs=tb.MiB(1))  # it is here by now
     little = tb.MemoryBudget(host=empty.total_bytes - tb.MiB(128))
     with pytest.raises(BudgetError, match=full):
         options(little, dataset=cache)
     del cache, loader
-    assert full not in dict(tb.host_bytes(DataLoader(dataset)).parts)
+    assert full not in dict(host_bytes(DataLoader(dataset)).parts)

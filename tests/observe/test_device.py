@@ -12,6 +12,7 @@ from tests.support.costs import measured
 from tests.support.fake_device import FakeDevice, put_in_place
 from torchbudget.errors import MeasureWarning, MemoryLimitWarning
 from torchbudget.machine import device as device_module
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.observe.sample import MemoryReader
 from torchbudget.units import GiB, MiB
 
@@ -32,7 +33,7 @@ def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> 
         fake.take(GiB(9), reserving=GiB(1))
         fake.free(GiB(9))
         fake.empty_cache()
-        with tb.peak_memory("cuda") as outer:
+        with peak_memory("cuda") as outer:
             fake.take(GiB(4))
             fake.free(GiB(4))
             fake.empty_cache()

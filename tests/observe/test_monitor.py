@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from torchbudget import MemoryBudget, MemoryMonitor, peak_memory
+from torchbudget import MemoryBudget, MemoryMonitor
 from torchbudget.errors import MachineError, MemoryLimitWarning, OptionError
 from torchbudget.machine.high_water import reset_peak_memory
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.observe.report import MemoryLimit, limits_of
 from torchbudget.observe.sample import MemorySample

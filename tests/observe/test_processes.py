@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.support.dying_workers import DEATHS, no_signals_of_workers
 from tests.support.memory_groups import HOLD, memory_group
-from torchbudget import MemoryMonitor, peak_memory
+from torchbudget import MemoryMonitor
 from torchbudget.errors import OptionError
 from torchbudget.machine.host import cgroup_memory
+from torchbudget.machine.peaks import peak_memory
 from torchbudget.observe.report import MemoryLimit, read_records
 from torchbudget.units import GiB, MiB
 

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchbudget as tb
+from torchbudget.host.options import host_bytes
 
 ROOT = Path(__file__).parents[2]
 CHANNELS = 16
@@ -254,7 +255,7 @@ def run(cell: Cell) -> dict[str, Any]:
         }
         if cell.order:
             asked: Any = DataLoader(**plain, **options, worker_init_fn=collect)
-            needs = tb.host_bytes(asked)
+            needs = host_bytes(asked)
     assert state.equal(torch.get_rng_state())
     warnings.filterwarnings("ignore", "This DataLoader will create")
     peaks: dict[str, int] = {}
@@ -280,7 +281,7 @@ def bytes_of_one_more(cell: Cell, plain: dict[str, Any], options: dict[str, Any]
         "prefetch_factor": 1,
         "multiprocessing_context": cell.start,
     }
-    needs = tb.host_bytes(DataLoader(**plain, **more, worker_init_fn=collect))
+    needs = host_bytes(DataLoader(**plain, **more, worker_init_fn=collect))
     return needs.total_bytes
 
 

@@ -15,15 +15,12 @@ from tests.support.trainings import (
     assert_equal,
     loss_of,
 )
-from torchbudget import (
-    GradAccumulator,
-    MemoryMonitor,
-    train_epoch,
-)
+from torchbudget import GradAccumulator, MemoryMonitor
 from torchbudget.errors import OptionError
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.observe.report import read_records, recorded_runs
 from torchbudget.random_state import RandomState
+from torchbudget.train.loop import train_epoch
 from torchbudget.units import MiB
 
 

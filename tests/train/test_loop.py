@@ -31,12 +31,12 @@ from torchbudget import (
     PaddedCost,
     evaluate,
     fit,
-    train_epoch,
     warm_up,
 )
 from torchbudget.errors import OptionError, PaddedSizeWarning, SampleError
 from torchbudget.restoring import TrainingState
 from torchbudget.train.fit import _EpochLoader as EpochLoader
+from torchbudget.train.loop import train_epoch
 
 
 def test_an_evaluation_is_that_of_the_whole() -> None:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from tests.support.large_steps import Data, loss_sum, make_model
 from tests.support.reads import Reads, sgd
-from torchbudget import GradAccumulator, evaluate, fit, train_epoch
+from torchbudget import GradAccumulator, evaluate, fit
 from torchbudget.train import loop as loop_module
 from torchbudget.train import step as step_module
+from torchbudget.train.loop import train_epoch
 from torchbudget.train.step import Step
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from tests.support.resuming import as_pickle, check_every_stop
 from tests.support.streams import TOKENS, same, tracked_loop, workers_of
-from torchbudget import BudgetedIterableDataset, StateMismatchError, transforms
-from torchbudget.errors import StateError
+from torchbudget import BudgetedIterableDataset, transforms
+from torchbudget.errors import StateError, StateMismatchError
 
 N = 60
 ROOM = [[n] * (n * 7 % 23 + 1) for n in range(N)]

@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 
 from tests.support.tracked_streams import make
-from torchbudget import BudgetedIterableDataset, StateMismatchError
-from torchbudget.errors import StateError
+from torchbudget import BudgetedIterableDataset
+from torchbudget.errors import StateError, StateMismatchError
 
 
 def of_rank(rank: int, ranks: int = 2) -> BudgetedIterableDataset:

@@ -31,14 +31,15 @@ from tests.support.streams import (
     size_of,
     workers_of,
 )
-from torchbudget import (
-    BudgetedIterableDataset,
-    MemoryBudget,
+from torchbudget import BudgetedIterableDataset, MemoryBudget, PaddedCost
+from torchbudget.errors import (
+    BudgetError,
+    OptionError,
     OversizeError,
-    PaddedCost,
+    StateError,
     StateMismatchError,
+    UnevenRanksError,
 )
-from torchbudget.errors import BudgetError, OptionError, StateError, UnevenRanksError
 
 
 @st.composite

@@ -21,8 +21,8 @@ from tests.support.streams import (
     tracked_loop,
 )
 from tests.support.tracked_streams import SIZES, begun_at, make
-from torchbudget import BudgetedIterableDataset, StateMismatchError
-from torchbudget.errors import OptionError, StateError
+from torchbudget import BudgetedIterableDataset
+from torchbudget.errors import OptionError, StateError, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",

@@ -11,7 +11,7 @@ import pytest
 from tests.support.resuming import as_json
 from tests.support.streams import loader_of, tracked_loop, workers_of
 from tests.support.tracked_streams import SIZES, epochs_of, joined, make, samples_of
-from torchbudget import StateMismatchError
+from torchbudget.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",

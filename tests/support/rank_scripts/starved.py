@@ -15,8 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from tests.support.large_steps import difference
-from torchbudget import GradAccumulator, trim_malloc
+from torchbudget import GradAccumulator
 from torchbudget.errors import BatchNormWarning, SampleTooLargeError
+from torchbudget.machine.allocators import trim_malloc
 from torchbudget.train import retry
 
 trim_malloc()  # or else the heap has blocks of before
