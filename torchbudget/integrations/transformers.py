@@ -79,7 +79,8 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         self._shifts_labels = bool(causal & kinds) or self._loss_shifts_labels
         self._items = items = _Items(self, self.budget_loader())
         _warn_of_parts(self)
-        self.loss_is_scaled_for_ga = False  # the Trainer divides losses that are means
+        self.loss_is_scaled_for_ga = False  # the Trainer divides losses that are means,
+        self.args.average_tokens_across_devices = False  # and multiplies them by no number of ranks
         loader: Any = DataLoader(items, batch_size=None, collate_fn=list)
         loader.set_epoch = items.choose  # the Trainer calls it
         return loader  # type: ignore[no-any-return]
