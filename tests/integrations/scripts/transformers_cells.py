@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.integrations.cells import EPOCHS, LENGTHS, each_cell, loader_of, name_of
-from torchbudget.errors import OptionError, ShardedTwiceError, StateError
+from torchbudget.errors import OptionError, RankError, ShardedTwiceError, StateError
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -145,7 +145,7 @@ def check_epochs_of_a_given_length(source: str, workers: int) -> None:
 
 
 def refused(made: Any, *bases: type, **options: Any) -> Any:
-    with pytest.raises((OptionError, StateError, ShardedTwiceError)) as raised:
+    with pytest.raises((OptionError, RankError, StateError, ShardedTwiceError)) as raised:
         train(made, *bases, **options)
     return raised.typename, str(raised.value)
 
