@@ -73,8 +73,9 @@ def trainer_of(loader: Any, steps: Any, *bases: type, **options: Any) -> Any:
 
     class Plain(*bases, Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return loader
+            return self.accelerator.prepare(loader) if prepared else loader
 
+    prepared = options.pop("prepared", False)
     function = {"compute_loss_func": options.pop("compute_loss_func", None)}
     kind = Plain if options.pop("plain", False) else Budget
     arguments = TrainingArguments(
@@ -225,17 +226,12 @@ def check_refusals() -> None:
         trainer.evaluate()
 
 
-class Prepared:
-    def get_train_dataloader(self) -> Any:
-        return self.accelerator.prepare(super().get_train_dataloader())  # type: ignore[misc,attr-defined]
-
-
-def by_itself(source: str, workers: int, *bases: type) -> Any:
+def by_itself(source: str, workers: int, **options: Any) -> Any:
     """Without the mixin, from the first batch on."""
     whole = epochs_of(source, workers) if source == "stream" else []
     steps = {"max_steps": sum(map(len, whole))} if whole else {}
     try:
-        batches, _ = train(loader(source, workers), *bases, plain=True, **steps)
+        batches, _ = train(loader(source, workers), plain=True, **steps, **options)
     except (OptionError, ShardedTwiceError) as error:
         return type(error).__name__, str(error)
     assert batches == [*chain(*whole)]
@@ -258,7 +254,7 @@ cells = {
     "with the mixin": run,
     "StatefulDataLoader": lambda *cell: run(*cell, StatefulDataLoader),
     "by itself": by_itself,
-    "by itself, prepared": lambda *cell: by_itself(*cell, Prepared),
+    "by itself, prepared": lambda *cell: by_itself(*cell, prepared=True),
     "resumed": resumed_without_the_mixin,
 }
 results = {
