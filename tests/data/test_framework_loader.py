@@ -1,6 +1,6 @@
 """Batches that are dealt to ranks, under loaders of Accelerate that deal them again.
 
-Its other settings are rows of `tests/integrations/test_accelerate.py`.
+Its other settings are rows of `tests/integrations/test_frameworks.py`.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from torchbudget.distributed import gathered, is_distributed, ranks_of
-from torchbudget.errors import OptionError, StateError
-from torchbudget.protocols import DealsToRanks, ResumableSource
+from torchbudget.errors import OptionError
+from torchbudget.protocols import ResumableSource
 from torchbudget.train.loop import read_as_plain
 
-Position: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -26,6 +25,9 @@ class HostedLoader:
     Args:
         loader: over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`. A
             `StatefulDataLoader` is read as a `DataLoader` of the same settings.
+        num_replicas: the framework's groups of processes that take batches of their own. Processes
+            of one model, under tensor, context or sequence parallelism, take the same batches.
+        rank: of this process's group.
 
     Attributes:
         loader: a `DataLoader`.
@@ -34,11 +36,24 @@ class HostedLoader:
         reads: the epoch that an open loop reads.
 
     Raises:
-        OptionError: it is another loader.
+        OptionError: it is another loader, or its source deals to other ranks.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.source: Any = source_of(loader)
+    def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
+        source: Any = find_source(loader)
+        if source is None:
+            raise OptionError(
+                "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or "
+                f"whose data set is a BudgetedIterableDataset, got {type(loader).__name__}"
+            )
+        if (source.num_replicas, source.rank) != (num_replicas, rank):
+            raise OptionError(
+                f"the {type(source).__name__} has the batches of rank {source.rank} of "
+                f"{source.num_replicas}, and to the framework this process is rank {rank} of "
+                f"{num_replicas} that take batches of their own: pass "
+                f"num_replicas={num_replicas}, rank={rank}"
+            )
+        self.source = source
         self.loader: DataLoader[Any] = read_as_plain(loader)
         self.run: Any = None
         self.reads: int | None = None
@@ -59,16 +74,12 @@ class HostedLoader:
         """Choose the epoch of the next loop."""
         for run in {*self.source._runs} - {self.run}:  # of a loop that another host has left open
             run.start_over()
-        if self.reads == epoch:  # the loop is cut within this epoch, which begins anew
-            self.source.set_epoch(epoch + 1)
         self.run = self.reads = None
         self.source.set_epoch(epoch)
 
-    def position(self, back: int = 0) -> Position:
+    def position(self, back: int = 0) -> dict[str, Any]:
         """Return the position after the last batch that came, or `back` batches before it."""
-        position: Position
-        position = self.source.state_dict() if self.run is None else self.run.position(back)
-        return position
+        return dict(self.source.state_dict() if self.run is None else self.run.position(back))
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Begin the next loop at a position.
@@ -80,13 +91,6 @@ class HostedLoader:
         self.run = self.reads = None
         self.source.load_state_dict(position)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the adapter saves the position."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load nothing."""
-
 
 def find_source(loader: Any) -> ResumableSource | None:
     """Return the sampler or the stream of a loader, if it has one."""
@@ -97,54 +101,11 @@ def find_source(loader: Any) -> ResumableSource | None:
     return None
 
 
-def source_of(loader: Any) -> ResumableSource:
-    """Return the sampler or the stream of a loader.
-
-    Raises:
-        OptionError: it has none.
-    """
-    source = find_source(loader)
-    if source is None:
-        raise OptionError(
-            "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or whose "
-            f"data set is a BudgetedIterableDataset, got {type(loader).__name__}"
-        )
-    return source
-
-
-def check_dealt(loader: Any, *, num_replicas: int, rank: int) -> None:
-    """Raise an `OptionError` unless the source deals as the framework shares out its processes.
-
-    Processes of one model, under tensor, context or sequence parallelism, take the same batches.
-
-    Args:
-        loader: see `source_of`.
-        num_replicas: the framework's groups of processes that take batches of their own.
-        rank: of this process's group.
-    """
-    source = source_of(loader)
-    if not isinstance(source, DealsToRanks):
-        return
-    if (source.num_replicas, source.rank) != (num_replicas, rank):
-        raise OptionError(
-            f"the {type(source).__name__} has the batches of rank {source.rank} of "
-            f"{source.num_replicas}, and to the framework this process is rank {rank} of "
-            f"{num_replicas} that take batches of their own: pass "
-            f"num_replicas={num_replicas}, rank={rank}"
-        )
-
-
 def of_each_rank(value: T) -> list[T]:
     """Return the value of each rank; a collective."""
     return gathered(value) if is_distributed() else [value]
 
 
-def of_this_rank(positions: list[T]) -> T:
-    """Return this rank's position; where there are more ranks than saved them, ranks share one.
-
-    Raises:
-        StateError: there are none.
-    """
-    if not positions:
-        raise StateError("the checkpoint has no position of any rank")
+def of_this_rank(positions: Sequence[T]) -> T:
+    """Return this rank's position; where there are more ranks than saved them, ranks share one."""
     return positions[ranks_of(None, None)[1] % len(positions)]

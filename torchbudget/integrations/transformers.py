@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice, repeat
-from math import inf
+from math import inf, isinf, nan
+from operator import length_hint
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchbudget.data.collate.collates import TransformersBatch
-from torchbudget.data.sampler import MemoryBudgetBatchSampler
+from torchbudget.data.collate.collates import IDS, TransformersBatch
 from torchbudget.distributed import failing_together
 from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning
-from torchbudget.integrations.checks import check_kept_apart, check_weights, halves
-from torchbudget.integrations.hosted import (
-    HostedLoader,
-    check_dealt,
-    find_source,
-    of_each_rank,
-    of_this_rank,
-)
-from torchbudget.train.batches import num_samples
+from torchbudget.integrations.hosted import HostedLoader, find_source, of_each_rank, of_this_rank
+from torchbudget.random_state import RandomState
+from torchbudget.train.batches import halves, num_samples
+from torchbudget.train.loop import evaluation_mode
 from torchbudget.warn import warn
 
 _Trainer: Any = object  # the Trainer comes after the mixin
 _KEY: Final = "torchbudget"  # in trainer_state.json
-_IGNORED: Final = -100  # a label that does not count
+_COMPARED: Final = 16  # positions: a row of logits may be as large as the model
+# Losses of 23 heads in float32, with weights three times as large as their first ones, were off by
+# 1.6 times the precision, and once by 30 times.
+_ROUNDING: Final = 64
 
 
 class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -38,16 +38,15 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     Each item of the loader that the Trainer sees is a list of micro-batches. With a sampler it is
     one step of the plan, so that `samples_per_step` is needed, and `gradient_accumulation_steps`
-    stays 1. With a stream it is one micro-batch, of which `gradient_accumulation_steps` make a
-    step; a stream without `batches_per_epoch` needs `max_steps`, and is read epoch after epoch.
+    stays 1. With `batches_per_epoch` it is one micro-batch, of which `gradient_accumulation_steps`
+    make a step.
 
     The loss of each micro-batch is a mean: it is multiplied by the micro-batch's share of the
     step's weight on all ranks. `micro_batch_weight` returns the weight; `num_items_in_batch` is
     passed to a `compute_loss_func` only, as the micro-batch's own weight. Before the first step
     `check_weights` is called, unless `checks_weights` is false, and with rows of packed samples
     `check_kept_apart`, unless `checks_rows` is false. The loader's position is in
-    `trainer_state.json`. Rates in samples are right with a sampler; with a stream, whose samples
-    are not known in advance, they count micro-batches.
+    `trainer_state.json`.
 
     >>> class BudgetTrainer(BudgetTrainerMixin):  # and Trainer
     ...     def budget_loader(self):
@@ -56,11 +55,10 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
 
     checks_rows = True
     checks_weights = True
-    compute_loss_func: Any  # the Trainer's, as the next one
-    loss_is_scaled_for_ga: bool | None
-    _items: _Items | None = None
+    compute_loss_func: Any  # the Trainer's
+    _items: _Items
     _shifts_labels = False
-    _step_weight = 0.0  # of all micro-batches of the step, on all ranks
+    _rank_weight = 0.0  # of all micro-batches of the step, on the average rank
 
     def budget_loader(self) -> DataLoader[Any]:
         """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
@@ -75,19 +73,17 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        loader = self.budget_loader()
         # The Trainer overlooks that GPT-2, say, shifts labels. FSDP2 derives a class of its own.
         causal = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
         kinds = {kind.__name__ for kind in type(self.accelerator.unwrap_model(self.model)).__mro__}
         self._shifts_labels = bool(causal & kinds) or self._loss_shifts_labels
-        self._items = _Items(self, HostedLoader(loader))
-        shared_by = self.get_tp_size()
-        check_dealt(
-            loader,
-            num_replicas=self.args.world_size // shared_by,
-            rank=self.args.process_index // shared_by,
-        )
-        return _ItemLoader(self._items, batch_size=None, collate_fn=list)
+        self._items = items = _Items(self, self.budget_loader())
+        _warn_of_parts(self)
+        self.loss_is_scaled_for_ga = False  # the Trainer divides losses that are means,
+        self.args.average_tokens_across_devices = False  # and multiplies them by no number of ranks
+        loader: Any = DataLoader(items, batch_size=None, collate_fn=list)
+        loader.set_epoch = items.choose  # the Trainer calls it
+        return loader  # type: ignore[no-any-return]
 
     def micro_batch_weight(self, batch: Any) -> float:
         """Return the number that the mean loss of a micro-batch is the mean over.
@@ -107,7 +103,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                 return num_samples(batch)
             if self._shifts_labels and "shift_labels" not in batch:
                 labels = labels[..., 1:]
-            return int(labels.ne(_IGNORED).sum())
+            return int(labels.ne(-100).sum())
         except (AttributeError, TypeError, OptionError) as error:
             raise OptionError(
                 f"{type(self).__name__} cannot count the labels or samples of a micro-batch: "
@@ -115,102 +111,60 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"the mean over ({error})"
             ) from error
 
-    def num_examples(self, dataloader: Any) -> int:
-        """Return the samples of an epoch, from which rates are computed."""
-        if isinstance(dataloader, _ItemLoader):
-            return dataloader.dataset.num_samples
-        return int(super().num_examples(dataloader))
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the samples of a step, on all ranks."""
-        if self._items is None or self._items.sampler is None:
-            return int(super().get_total_train_batch_size(args))
-        return self._items.sampler.plan.window
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the items of one step, and no number: losses are weighted here."""
         items = list(islice(epoch_iterator, num_batches))
-        own = sum(self._weight(batch) for item in items for batch in item)
-        self._step_weight = sum(of_each_rank(own))
+        weights = [self.micro_batch_weight(batch) for item in items for batch in item]
+        if not all(0 <= weight < inf for weight in weights):
+            raise OptionError(f"micro_batch_weight must return 0 or more, got {weights}")
+        of_ranks = of_each_rank(sum(weights))
+        self._rank_weight = sum(of_ranks) / len(of_ranks)
         return items, None
 
     def training_step(self, model: nn.Module, inputs: list[Any], *_: Any) -> Tensor:
         """Run forward and backward of each micro-batch of an item; return the summed loss."""
         self._check_item(model, inputs)
         losses = []
-        ranks = self.accelerator.num_processes  # over which gradients are averaged
         # Chosen under FSDP, where gradients that wait to be reduced are kept whole.
         syncs_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         for number, batch in enumerate(inputs, 1):
-            weight = self._weight(batch)
-            # The Trainer divides the loss by this number.
-            self.current_gradient_accumulation_steps = (
-                self._step_weight / (weight * ranks) if weight else inf
-            )
+            weight = self.micro_batch_weight(batch)
+            # The Trainer divides the loss by this number, and averages gradients over the ranks.
+            self.current_gradient_accumulation_steps = self._rank_weight / weight if weight else inf
             syncs = syncs_each or number == len(inputs)
-            with (
-                self._mean_of(weight),
-                nullcontext() if syncs else self.accelerator.no_sync(model=model),
-            ):
-                losses.append(super().training_step(model, batch if weight else _counted(batch)))
+            with nullcontext() if syncs else self.accelerator.no_sync(model=model):
+                counted = batch if weight else _counted(batch)
+                losses.append(super().training_step(model, counted, self._number(weight)))
         return torch.stack(losses).sum()
 
-    def _weight(self, batch: Any) -> float:
-        weight = self.micro_batch_weight(batch)
-        if not 0 <= weight < inf:
-            raise OptionError(
-                f"micro_batch_weight must return a number of at least 0, got {weight}"
-            )
-        return weight
-
-    @contextmanager
-    def _mean_of(self, weight: float) -> Iterator[None]:
-        """Losses inside are means over a weight, whoever computes them."""
-        given, scaled = self.compute_loss_func, self.loss_is_scaled_for_ga
-        self.loss_is_scaled_for_ga = False
-        if given is not None:
-            number = torch.tensor(weight or 1, device=self.args.device)
-            self.compute_loss_func = lambda outputs, labels, **_: given(
-                outputs, labels, num_items_in_batch=number
-            )
-        try:
-            yield
-        finally:
-            self.compute_loss_func, self.loss_is_scaled_for_ga = given, scaled
+    def _number(self, weight: float) -> Tensor | None:
+        """Return the number of items that a `compute_loss_func` divides by."""
+        number = torch.tensor(weight or 1, device=self.args.device)
+        return None if self.compute_loss_func is None else number
 
     def _check_item(self, model: nn.Module, batches: list[Any]) -> None:
         """Run the checks that are on, on all ranks together, until they could tell."""
         if not (self.checks_rows or self.checks_weights):
             return
-        rows = [one for one in batches if self.checks_rows and isinstance(one, TransformersBatch)]
-        compared = batches if self.checks_weights else rows
-        if not any(of_each_rank(any(map(halves, compared)))):
-            return
 
         def loss(batch: Any) -> Tensor:
-            with self._mean_of(self._weight(batch)):
-                inputs = self._prepare_inputs(batch)
-                found: Tensor = self.compute_loss(model, {**inputs, **self._no_router_loss})
-                return found
+            number = self._number(self.micro_batch_weight(batch))
+            inputs = self._prepare_inputs(batch)
+            found: Tensor = self.compute_loss(model, inputs, num_items_in_batch=number)
+            return found
 
         is_exact = self.accelerator.mixed_precision == "no" and not self.args.tf32
-        could_tell = True
         with failing_together(of_each_rank), self.compute_loss_context_manager():
-            if rows:
-                check_kept_apart(model, self._prepare_inputs(max(rows, key=num_samples)))
+            batch = max(batches, key=num_samples)
+            could_tell = num_samples(batch) > 1
+            if self.checks_rows and isinstance(batch, TransformersBatch):
+                check_kept_apart(model, self._prepare_inputs(batch))
             if self.checks_weights and is_exact:
-                could_tell = check_weights(model, batches, loss=loss, weight=self._weight)
-        self.checks_rows = False
-        self.checks_weights = self.checks_weights and not any(of_each_rank(could_tell))
-
-    @property
-    def _no_router_loss(self) -> dict[str, bool]:
-        """Return the argument that turns the loss of the experts' balance off, where it is on."""
-        configs = [getattr(part, "config", None) for part in self.model.modules()]
-        is_on = any(getattr(config, "output_router_logits", False) for config in configs)
-        return {"output_router_logits": False} if is_on else {}
+                could_tell = check_weights(model, batch, loss=loss, weight=self.micro_batch_weight)
+        if any(of_each_rank(could_tell)):
+            self.checks_rows = self.checks_weights = False
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
         """Evaluate like the Trainer.
@@ -220,144 +174,105 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         if self.args.world_size > 1 and find_source(dataloader) is not None:
             raise OptionError(
-                "the Trainer evaluates batches of as many samples on each process, and a sampler "
-                "or stream deals unequal ones: leave get_eval_dataloader and get_test_dataloader "
-                "as they are, or evaluate with torchbudget.predict"
+                "the Trainer gathers batches of equal sizes, and this loader has unequal ones: "
+                "leave get_eval_dataloader as it is, or evaluate with torchbudget.predict"
             )
         return super().evaluation_loop(dataloader, *more, **options)
 
-    def floating_point_ops(self, inputs: Any) -> Any:
-        """Count the operations of all micro-batches of an item."""
-        each = super().floating_point_ops
-        return sum(map(each, inputs)) if isinstance(inputs, list) else each(inputs)
-
-    def _track_num_input_tokens(self, inputs: list[Any]) -> None:
-        for batch in inputs:
-            super()._track_num_input_tokens(batch)
-
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        if self._items is not None:
-            positions = of_each_rank(self._items.loader.position())
-            self.state.stateful_callbacks[_KEY] = {"ranks": positions}
+        positions = of_each_rank(self._items.position())
+        self.state.stateful_callbacks[_KEY] = {"ranks": positions}
         super()._save_checkpoint(*arguments, **options)
 
 
-class _Items(IterableDataset[list[Any]]):
+class _Items(HostedLoader, IterableDataset[list[Any]]):
     """Lists of micro-batches, in the process that trains.
 
     Args:
         trainer: the Trainer, whose arguments and state are read.
         loader: a loader of micro-batches.
 
-    Attributes:
-        sampler: the sampler whose steps the items are; `None`: each item is one micro-batch.
-
     Raises:
         OptionError: they do not go together.
     """
 
-    def __init__(self, trainer: Any, loader: HostedLoader) -> None:
-        source = loader.source
-        is_sampler = isinstance(source, MemoryBudgetBatchSampler)
-        is_planned = is_sampler and source.plan.batches_per_epoch is None
-        self.loader, self._trainer = loader, trainer
-        self.sampler: MemoryBudgetBatchSampler | None = source if is_planned else None
-        _check(trainer, self.sampler)
+    def __init__(self, trainer: Any, loader: DataLoader[Any]) -> None:
+        shared_by = trainer.get_tp_size()
+        super().__init__(
+            loader,
+            num_replicas=trainer.args.world_size // shared_by,
+            rank=trainer.args.process_index // shared_by,
+        )
+        self._trainer, self._has_begun = trainer, False
+        plan = getattr(self.source, "plan", None)
+        self._is_planned = plan is not None and plan.ranks.even_sums
         self._length = self._left()
-        self._has_begun = False
+        is_even = self._is_planned or (self._length and getattr(plan, "batches_per_epoch", True))
+        args = trainer.args
+        refused = {
+            "a Trainer that does not read loss_is_scaled_for_ga, and would divide the loss again: "
+            "update transformers": not hasattr(trainer, "loss_is_scaled_for_ga"),
+            "a loader of unequal epochs, as the Trainer needs as many steps in each: pass "
+            "batches_per_epoch, or samples_per_step to a sampler": not is_even,
+            "gradient_accumulation_steps with a sampler, whose plan has the steps: leave it at 1": (
+                self._is_planned and args.gradient_accumulation_steps != 1
+            ),
+            "context or sequence parallelism: the mean of a shard has no share of the step": (
+                trainer.get_cp_size() * trainer.get_sp_size() > 1
+            ),
+            "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
+            "DataParallel: start one process for each GPU": args.n_gpu > 1,
+            "DeepSpeed: it counts the micro-batches itself": trainer.is_deepspeed_enabled,
+        }
+        for what, is_so in refused.items():
+            if is_so:
+                raise OptionError(f"BudgetTrainerMixin refuses {what}")
 
     def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("the length of a stream is known with batches_per_epoch only")
         return self._length
 
-    @property
-    def num_samples(self) -> int:
-        """The samples of an epoch on all ranks; micro-batches where that is not planned."""
-        return len(self) if self.sampler is None else len(self.sampler.plan.order)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch; a stream of unknown length is one epoch."""
-        if self._length is not None:
-            self.loader.choose(epoch)
-
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield what is left of the epoch; of a stream of unknown length, of all epochs.
+        """Yield what is left of the epoch.
 
         The Trainer passes over as many items as were done before its checkpoint: they are empty.
-        """
-        done = self._go_on()
-        yield from repeat([], done)
-        if self._length is not None:
-            yield from self._epoch(self._length - done)
-            return
-        came = True
-        while came:
-            came = False
-            for batch in self.loader:
-                came = True
-                yield [batch]
 
-    def _epoch(self, left: int) -> Iterator[list[Any]]:
-        """Yield the items that the Trainer still takes in the epoch."""
-        if self.sampler is not None and self._left() != left:
+        Raises:
+            OptionError: it has other steps than the Trainer counts on.
+            StateError: the Trainer's checkpoint has no position.
+        """
+        has_begun, self._has_begun = self._has_begun, True
+        args, state, done = self._trainer.args, self._trainer.state, 0
+        if state.global_step and not (has_begun or args.ignore_data_skip):
+            saved = state.stateful_callbacks.get(_KEY)
+            if saved is None:
+                raise StateError(
+                    "trainer_state.json has no position to go on from: resume from a checkpoint "
+                    "that was saved with BudgetTrainerMixin, or pass ignore_data_skip=True"
+                )
+            self.go_to(of_this_rank(saved["ranks"]))
+            each = args.gradient_accumulation_steps
+            done = state.global_step % -(-self._length // each) * each
+        yield from repeat([], done)
+        left = self._length - done
+        if self._is_planned and self._left() != left:
             raise OptionError(
-                f"epoch {self.sampler.epoch} has {self._left()} steps left, and the Trainer counts "
+                f"epoch {self.source.epoch} has {self._left()} steps left, and the Trainer counts "
                 f"on {left}, by the first epoch's"
             )
         item: list[Any] = []
-        batches = iter(self.loader)
+        batches = super().__iter__()
         for batch in batches:
             item.append(batch)
-            if self.sampler is None or self.loader.run.ends_step:
+            if not self._is_planned or self.run.ends_step:
                 left -= 1
                 if not left:
                     list(batches)  # ends the loop: the Trainer asks for no item after the last
                 yield item
                 item = []
 
-    def _left(self) -> int | None:
-        """Return the number of items of the coming epoch; `None`: unknown."""
-        if self.sampler is not None:
-            return self.sampler.steps_left
-        try:
-            return len(self.loader.loader)
-        except TypeError:
-            return None
-
-    def _go_on(self) -> int:
-        """Go to the position of the Trainer's checkpoint, if it has loaded one.
-
-        Returns:
-            How many items the Trainer passes over.
-
-        Raises:
-            StateError: the checkpoint has no position.
-        """
-        has_begun, self._has_begun = self._has_begun, True
-        args, state = self._trainer.args, self._trainer.state
-        if has_begun or not state.global_step or args.ignore_data_skip:
-            return 0
-        saved = state.stateful_callbacks.get(_KEY)
-        if saved is None:
-            raise StateError(
-                "trainer_state.json has no position to go on from: resume from a checkpoint that "
-                "was saved with BudgetTrainerMixin, or pass ignore_data_skip=True"
-            )
-        self.loader.go_to(of_this_rank(saved["ranks"]))
-        each = args.gradient_accumulation_steps
-        steps = args.max_steps if self._length is None else -(-self._length // each)
-        return int(state.global_step % steps * each)
-
-
-class _ItemLoader(DataLoader[list[Any]]):
-    """A loader that passes on the epoch that the Trainer chooses."""
-
-    dataset: _Items
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch."""
-        self.dataset.set_epoch(epoch)
+    def _left(self) -> int:
+        """Return the number of items of the coming epoch; 0: unknown."""
+        return self.source.steps_left if self._is_planned else length_hint(self.loader)
 
 
 def _counted(batch: Any) -> Any:
@@ -369,36 +284,153 @@ def _counted(batch: Any) -> Any:
     return {**batch, "labels": torch.zeros_like(labels)} if isinstance(labels, Tensor) else batch
 
 
-def _check(trainer: Any, sampler: MemoryBudgetBatchSampler | None) -> None:
-    """Raise an `OptionError` that names settings that do not go together, or warn."""
-    args = trainer.args
-    refused = {
-        "a Trainer that does not read loss_is_scaled_for_ga, and would divide the loss again: "
-        "update transformers": not hasattr(trainer, "loss_is_scaled_for_ga"),
-        "a sampler without samples_per_step or batches_per_epoch: the Trainer needs as many steps "
-        "in each epoch": sampler is not None and not sampler.plan.ranks.even_sums,
-        "gradient_accumulation_steps with a sampler, whose plan has the steps: leave it at 1": (
-            sampler is not None and args.gradient_accumulation_steps != 1
-        ),
-        "context or sequence parallelism: the mean of a shard has no share of the step": (
-            trainer.get_cp_size() * trainer.get_sp_size() > 1
-        ),
-        "auto_find_batch_size=True: the sampler's budget decides": args.auto_find_batch_size,
-        "DataParallel: start one process for each GPU": args.n_gpu > 1,
-        "DeepSpeed: it counts the micro-batches of a step itself": trainer.is_deepspeed_enabled,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise OptionError(f"BudgetTrainerMixin refuses {what}")
-    if trainer._no_router_loss:
+def _warn_of_parts(trainer: Any) -> None:
+    """Warn of parts whose gradient is not the large batch's."""
+    if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
+        trainer.checks_weights = False
         warn(
             "config.output_router_logits adds a loss of the experts' balance, which is no sum over "
-            "micro-batches: the mean of theirs, by weight, counts once in each step",
+            "micro-batches: the mean of theirs, by weight, counts once in each step. The check of "
+            "weights is left out",
             TorchBudgetWarning,
         )
     if any(isinstance(part, _BatchNorm) for part in trainer.model.modules()):
         warn(
-            "batch normalisation takes its statistics from each micro-batch, so that the step is "
-            "not the large batch's; use group or layer normalisation",
+            "batch normalisation takes its statistics from each micro-batch, not the whole step; "
+            "use group or layer normalisation",
             BatchNormWarning,
         )
+
+
+def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
+    """Raise where a model's outputs for one sample depend on another sample of its row.
+
+    The model's class and its attention decide that, and the loss falls either way. The batch is
+    run twice, in evaluation mode and without gradients and labels, the second time with other
+    tokens in its first sample. If the model is sharded, every rank must call the function. A row
+    of one sample passes, and so does a model that returns nothing for each position.
+
+    Args:
+        model: the model as it is called, on the batch's device.
+        batch: a batch of `PackCollate(layout="transformers")`.
+
+    Raises:
+        OptionError: outputs after the first sample, of shape `(1, total, …)`, have changed.
+
+    >>> class OfEach(torch.nn.Module):
+    ...     def forward(self, input_ids, **_):
+    ...         return input_ids[..., None].float()
+    >>> class OfAll(torch.nn.Module):
+    ...     def forward(self, input_ids, **_):
+    ...         return input_ids.float().mean().expand(*input_ids.shape, 1)
+    >>> batch = PackCollate(layout="transformers")([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    >>> check_kept_apart(OfEach(), batch)
+    >>> check_kept_apart(OfAll(), batch)
+    Traceback (most recent call last):
+    torchbudget.errors.OptionError: OfAll lets the samples of a row see each other: ...
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    ids, end = batch[IDS], int(batch["cu_seq_lens_q"][1])
+    changed = ids.clone()
+    changed[0, :end] = ids.min() if ids[0, 0] == ids.max() else ids.max()
+    found = []
+    with _evaluated(model):
+        for row in (ids, changed):
+            output = tree_leaves(model(**{**inputs, IDS: row}))[0]
+            of_each = output.is_floating_point() and output.shape[:2] == ids.shape
+            found.append(output[0, end : end + _COMPARED].clone() if of_each else ids[:0])
+    one, other = found
+    if not one.numel():
+        return
+    # Models that keep samples apart change by 0 in float32 and bfloat16, on the CPU. Experts of
+    # other sizes may round otherwise; a BERT with its first weights changes by 6e-4.
+    allowed = max(1e-5, torch.finfo(one.dtype).eps / 4) * one.abs().max()
+    if (one - other).abs().max() > allowed:
+        raise OptionError(
+            f"{_name(model)} lets the samples of a row see each other: its outputs for one sample "
+            "have changed with the tokens of another. Use flash attention, a block mask in flex "
+            "attention, a decoder that makes its mask from position_ids, or PadCollate. Where "
+            "positions are to mix, BudgetTrainerMixin takes checks_rows = False"
+        )
+
+
+def check_weights(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor],
+    weight: Callable[[Any], float],
+) -> bool:
+    """Raise where the loss of a micro-batch is no mean over its weight.
+
+    It is run as a whole and in halves, in evaluation mode and without gradients: the three losses
+    imply the share of each half. If the model is sharded, every rank must call the function.
+
+    Args:
+        model: the model.
+        batch: a batch of a torchbudget collate, or a structure of tensors with one first axis.
+        loss: `loss(batch)` calls the model and returns the mean loss.
+        weight: `weight(batch)` returns the number that the loss is the mean over.
+
+    Returns:
+        True once the losses could tell; false if there is one sample, or halves whose losses
+        differ by little more than rounding. In half precision nothing is compared.
+
+    Raises:
+        OptionError: the loss is another mean, or none; or the micro-batch cannot be cut.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> batch = {"x": torch.tensor([[1.0], [2.0], [4.0]])}
+    >>> check_weights(model, batch, loss=lambda part: model(part["x"]).mean(),
+    ...     weight=lambda part: len(part["x"]))
+    True
+    >>> check_weights(model, batch, loss=lambda part: model(part["x"]).sum(),
+    ...     weight=lambda part: len(part["x"]))
+    Traceback (most recent call last):
+    torchbudget.errors.OptionError: the loss of Linear is no mean over micro_batch_weight: ...
+    """
+    dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    if dtypes & {torch.float16, torch.bfloat16}:
+        return True
+    is_cut = num_samples(batch) > 1
+    parts = [batch, *(halves(batch) if is_cut else [batch, batch])]
+    with _evaluated(model):
+        losses = [loss(part) for part in parts]
+    precision = max(torch.finfo(dtype).eps for dtype in {losses[0].dtype, *dtypes})
+    if losses[0].is_cuda and any(isinstance(part, _ConvNd) for part in model.modules()):
+        precision = max(precision, 2**-11)  # TF32, torch's default for convolutions
+    whole, first, second = found = [float(part) for part in losses]
+    total, *weights = map(weight, parts)
+    if not (is_cut and total) or any(map(isinf, found)):
+        return False
+    rounding = _ROUNDING * precision * max(map(abs, found))
+    # The mean of nothing is NaN, and weighs nothing.
+    summed = sum(own * part for own, part in zip(weights, found[1:], strict=True) if own)
+    if not abs(summed - total * whole) <= total * rounding:
+        share = (whole - second) / ((first - second) or nan)
+        raise OptionError(
+            f"the loss of {_name(model)} is no mean over micro_batch_weight: of a micro-batch "
+            f"with the loss {whole:g}, its halves have {first:g} and {second:g}, and the first "
+            f"half a share of {weights[0] / total:.6g} by weight, of {share:.6g} by loss. "
+            "Override micro_batch_weight(self, batch) to return the number that the loss is the "
+            "mean over: of samples, or of labels that the model does not ignore. Make a sum a mean "
+            '(config.ctc_loss_reduction = "mean"). No weight is right for a loss with several '
+            "denominators, or if samples see each other or the padding. checks_weights = False "
+            "leaves this check out"
+        )
+    return abs(first - second) > rounding
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """A model is in evaluation mode inside, eager and without gradients; random states stay."""
+    state = RandomState.take()
+    try:
+        with torch.no_grad(), evaluation_mode([model]), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        state.restore()
+
+
+def _name(model: nn.Module) -> str:
+    return type(getattr(model, "module", model)).__name__  # without DistributedDataParallel

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from tests.support.sample_strategies import same as bitwise
 from torchbudget import MemoryBudgetBatchSampler, PackCollate, PackedCost, PadCollate, PaddedCost
 from torchbudget.errors import OptionError
-from torchbudget.integrations.checks import check_kept_apart
-from torchbudget.integrations.transformers import BudgetTrainerMixin
+from torchbudget.integrations.transformers import BudgetTrainerMixin, check_kept_apart
 
 hf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peer

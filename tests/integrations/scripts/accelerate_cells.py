@@ -1,0 +1,106 @@
+"""A rank that trains under Accelerate, with the adapter and without it."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.integrations.cells import EPOCHS, LENGTHS, each_cell, ids, loader_of, name_of, story
+from torchbudget.errors import OptionError, ShardedTwiceError
+from torchbudget.integrations.accelerate import prepare
+
+dist.init_process_group("gloo")
+folder, numbers = Path(sys.argv[1]), itertools.count()
+rank, ranks = dist.get_rank(), dist.get_world_size()
+STATEFUL = {"use_stateful_dataloader": True}
+OTHERS = {"even_batches": False, "split_batches": True, "dispatch_batches": True, "data_seed": 1}
+OTHERS |= {"use_seedable_sampler": True, "non_blocking": True}
+
+
+def accelerator_of(**options: Any) -> Any:
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+
+
+def run(source: str, workers: int, kind: Any = DataLoader, **options: Any) -> Any:
+    """Save in the loop and after it is broken off, and, without workers, between epochs."""
+
+    def part(state: Any, stop: int | None) -> Any:
+        accelerator = accelerator_of(**options)
+        loader = prepare(accelerator, loader_of(source, workers, kind))
+        assert accelerator.prepare(loader) is loader
+        if state is not None:
+            accelerator.load_state(state)
+        epochs: list[Any] = []
+        left = stop
+        while loader.iteration < EPOCHS and left != 0:
+            epochs.append([])
+            for batch in ids(loader):
+                epochs[-1].append(batch)
+                left = left and left - 1
+                if left == 0 and (workers or not loader.end_of_dataloader):
+                    break
+        path = folder / str(next(numbers))
+        accelerator.save_state(path)
+        accelerator.wait_for_everyone()
+        return epochs, path
+
+    return story(part)
+
+
+def by_itself(source: str, workers: int, **options: Any) -> Any:
+    try:
+        loader = accelerator_of(**options).prepare(loader_of(source, workers))
+        return {"whole": [[*ids(loader)] for _ in range(EPOCHS)]}
+    except (OptionError, ShardedTwiceError) as error:
+        return type(error).__name__, str(error)
+
+
+def check_a_loop_that_is_broken_off() -> None:
+    """The next one starts the epoch over, unless another epoch was chosen."""
+    loader = prepare(accelerator_of(), loader_of("sampler", 2))
+    first = next(ids(loader))
+    whole = [*ids(loader)]
+    assert whole[0] == first
+    assert whole == [*ids(prepare(accelerator_of(), loader_of("sampler", 0)))]
+    next(ids(loader))
+    loader.set_epoch(0)
+    assert [*ids(loader)] == whole
+
+
+def check_refusals() -> None:
+    """Skipping what a loaded position has passed already; batches that are dealt otherwise."""
+    accelerator = accelerator_of()
+    for source in ("sampler", "stream"):
+        with pytest.raises(AttributeError, match="If skip_first_batches asks for"):
+            accelerator.skip_first_batches(prepare(accelerator, loader_of(source, 0)), 1)
+        with pytest.raises(OptionError, match=f"pass num_replicas={ranks}, rank={rank}"):
+            prepare(accelerator, loader_of(source, 0, num_replicas=ranks + 1, rank=0))
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=ranks)  # it needs GPUs itself
+    whole = prepare(accelerator, loader_of("sampler", 0, num_replicas=1, rank=0))
+    assert sorted(itertools.chain(*ids(whole))) == [*range(len(LENGTHS))]
+
+
+check_a_loop_that_is_broken_off()
+cells = {
+    "default": run,
+    "others": lambda *cell: run(*cell, **OTHERS),
+    "stateful": lambda *cell: run(*cell, StatefulDataLoader, **STATEFUL),
+    "by itself": by_itself,
+    "by itself, stateful": lambda *cell: by_itself(*cell, **STATEFUL),
+}
+results = {
+    name_of(name, setting): result
+    for setting, cell in cells.items()
+    for name, result in each_cell(cell).items()
+}
+check_refusals()
+(folder / f"{rank}.json").write_text(json.dumps(results))

@@ -1,0 +1,218 @@
+"""A rank that trains under Lightning, with the data module's mixin and without it."""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from contextlib import suppress
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+os.environ |= {"TORCHELASTIC_RUN_ID": "one", "GROUP_RANK": "0"}  # as torchrun does
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
+
+from tests.integrations.cells import EPOCHS, each_cell, loader_of, name_of, story  # noqa: E402
+from torchbudget.errors import DiscardedStateWarning, OptionError, StateError  # noqa: E402
+from torchbudget.integrations.lightning import BudgetDataMixin  # noqa: E402
+
+folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+warnings.simplefilter("ignore")
+warnings.simplefilter("error", DiscardedStateWarning)
+numbers = count()
+# Resumed twice at ends of epochs, Lightning itself counts an epoch too few, of any loader.
+ONCE: list[list[int | None]] = [[5], [None, 2]]
+BY_ITSELF = {"use_distributed_sampler": False}
+
+
+class Data(BudgetDataMixin, LightningDataModule):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def budget_loader(self) -> Any:
+        return self.make()
+
+
+class Plain(Data):
+    train_dataloader = Data.budget_loader
+
+
+class Model(LightningModule):
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.linear, self.fails_at = torch.nn.Linear(1, 1), fails_at
+        self.epochs: dict[int, list[Any]] = {}
+        self.lr = 0.0
+
+    def training_step(self, batch: Any) -> Any:
+        if self.global_step == self.fails_at:
+            raise ZeroDivisionError  # it has its batch
+        self.epochs.setdefault(self.current_epoch, []).append(batch["ids"].tolist())
+        return self.linear(torch.ones(1, 1)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def configure_model(self) -> None:
+        pass
+
+
+class Iterating(Model):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        raise AssertionError("it would read ahead")
+
+
+class Save(Callback):
+    """After a number of batches of this process, where the run stops, and in a step that fails."""
+
+    def __init__(self, path: str, batches: int | None) -> None:
+        self.path, self.left = path, batches or 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            trainer.should_stop = True
+            trainer.save_checkpoint(self.path)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if isinstance(exception, ZeroDivisionError):
+            trainer.save_checkpoint(self.path)
+
+
+def trainer_of(*callbacks: Any, strategy: Any = "ddp" if ranks > 1 else "auto", **more: Any) -> Any:
+    return Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, callbacks=[*callbacks],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **{"max_epochs": EPOCHS} | more,
+    )  # fmt: skip
+
+
+def fit(
+    data: Any, *callbacks: Any, model: Any = None, ckpt_path: Any = None, saves: Any = None,
+    **options: Any,
+) -> list[Any]:  # fmt: skip
+    model, trainer = model or Model(), trainer_of(*callbacks, **options)
+    with suppress(ZeroDivisionError):
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    if saves is not None:
+        trainer.save_checkpoint(saves)
+    return [batches for _, batches in sorted(model.epochs.items())]
+
+
+def parts_of(make: Any, by: str = "batch", **options: Any) -> Any:
+    """Runs that stop and are saved: after a batch, in a step that fails, or after `fit`."""
+
+    def part(state: Any, stop: int | None) -> Any:
+        path, done = state or (None, 0)
+        to, limits = f"{folder}/{next(numbers)}", {}
+        callbacks = [Save(to, stop)] if by == "batch" or stop is None else []
+        if by == "max_steps":  # Lightning counts the epoch that it ends
+            limits = {"max_epochs": -1, "max_steps": total if stop is None else done + stop}
+            limits["saves"] = to
+        elif by == "error" and stop is not None:
+            callbacks, limits = [Save(to, None)], {"model": Model(done + stop)}
+        epochs = fit(Data(make), *callbacks, ckpt_path=path, **options | limits)
+        return epochs, (to, done + sum(map(len, epochs)))
+
+    total = sum(map(len, fit(Data(make)))) if by == "max_steps" else 0
+    return part
+
+
+def run(source: str, workers: int, by: str = "batch", kind: Any = DataLoader) -> Any:
+    return story(parts_of(lambda: loader_of(source, workers, kind), by), ONCE)
+
+
+def check_that_a_step_that_fails_comes_again(source: str, workers: int) -> None:
+    told = run(source, workers, "error")
+    assert told["in_parts"] == [[*chain(*told["whole"])]] * len(ONCE)
+
+
+def check_a_limit(source: str) -> None:
+    """It ends epochs, which do not go on."""
+
+    def make() -> Any:
+        return loader_of(source, 0)
+
+    told = story(parts_of(make, limit_train_batches=6), [[6], [4]])
+    assert told["in_parts"] == [[*chain(*told["whole"])]] * 2
+    assert told["whole"] == [epoch[:6] for epoch in fit(Data(make))]
+
+
+def by_itself(source: str, workers: int, **options: Any) -> Any:
+    try:
+        return {"whole": fit(Plain(lambda: loader_of(source, workers)), **options)}
+    except (OptionError, TypeError) as error:
+        return type(error).__name__, str(error)
+
+
+def resumed_without_the_mixin(source: str, workers: int) -> Any:
+    """Lightning would begin with other batches than those that are left."""
+    path, sized = f"{folder}/plain", loader_of("sampler", 0, shuffle=False)
+    fit(Plain(lambda: sized), Save(path, 5), **BY_ITSELF)
+    with pytest.raises(StateError) as raised:
+        fit(Plain(lambda: loader_of(source, workers)), ckpt_path=path, **BY_ITSELF)
+    return raised.typename, str(raised.value)
+
+
+def check_refused(error: type[Exception], text: str, data: Any, **options: Any) -> None:
+    with pytest.raises(error, match=text):
+        fit(data, **options)
+
+
+def check_refusals() -> None:
+    data = Data(lambda: loader_of("sampler", 0))
+    check_refused(OptionError, "overfit_batches", data, overfit_batches=2)
+    check_refused(OptionError, "take batch", data, model=Iterating())
+    check_refused(OptionError, "got dict", Data(lambda: {"one": loader_of("sampler", 0)}))
+    others = Data(lambda: loader_of("stream", 0, num_replicas=ranks + 1, rank=0))
+    check_refused(OptionError, f"pass num_replicas={ranks}, rank={rank}", others)
+    path, plain = f"{folder}/without", Plain(lambda: loader_of("sampler", 0, shuffle=False))
+    plain.state_dict = dict
+    fit(plain, Save(path, 5), **BY_ITSELF)
+    check_refused(StateError, "no position of a Data", data, ckpt_path=path)
+    if ranks > 1:  # processes of one model
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=ranks)
+        check_refused(OptionError, "pass num_replicas=1, rank=0", data, strategy=strategy)
+
+
+def check_the_search_of_a_learning_rate() -> None:
+    """It trains on a few batches; the training begins with the first epoch all the same."""
+    loader = loader_of("sampler", 0)
+    trainer, model = trainer_of(), Model()
+    options = {"num_training": 5, "early_stop_threshold": None}
+    Tuner(trainer).lr_find(model, datamodule=Data(lambda: loader), **options)
+    assert len(model.epochs.pop(0)) >= 5
+    trainer.fit(model, datamodule=Data(lambda: loader))
+    assert [*model.epochs.values()] == fit(Data(lambda: loader_of("sampler", 0)))
+
+
+check_refusals()
+if ranks == 1:
+    check_the_search_of_a_learning_rate()
+for source in ("sampler", "stream"):
+    check_that_a_step_that_fails_comes_again(source, 2)
+    check_a_limit(source)
+cells = {
+    "DataLoader": run,
+    "StatefulDataLoader": lambda *cell: run(*cell, kind=StatefulDataLoader),
+    "max_steps": lambda *cell: run(*cell, "max_steps"),
+    "by itself": lambda *cell: by_itself(*cell, **BY_ITSELF),
+    "by itself, use_distributed_sampler": by_itself,
+    "without": resumed_without_the_mixin,
+}
+results = {
+    name_of(name, setting): result
+    for setting, cell in cells.items()
+    for name, result in each_cell(cell).items()
+}
+(folder / f"{rank}.json").write_text(json.dumps(results))
