@@ -1,12 +1,14 @@
-"""Lightning: a data module's loader that it neither rebuilds, nor cuts short, nor forgets."""
+"""Lightning: a data module's loaders that it neither rebuilds, nor cuts short, nor forgets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from math import inf
 from typing import Any, Final
 
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from torchbudget.errors import OptionError, StateError
@@ -20,89 +22,125 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
     """A base class to put before `LightningDataModule`: override `budget_loader`.
 
     Lightning sees no `DataLoader`, so that it rebuilds none, whatever `use_distributed_sampler`
-    says; and no `len`, since it would read it once and cut longer epochs short. The position of
-    each rank is in Lightning's checkpoints, within an epoch too.
+    says; and no `len`, since it would read it once and cut longer epochs short. The positions of
+    all loaders are in Lightning's checkpoints, of each rank, within an epoch too.
 
     An epoch that `max_steps` or a callback has ended goes on in the resumed run; one that
-    `limit_train_batches` has ended does not.
+    `limit_train_batches` has ended does not. Of several loaders, the shorter ones start over as
+    Lightning's `CombinedLoader` has them, and all begin each of Lightning's epochs anew.
 
     >>> class Data(BudgetDataMixin):  # and LightningDataModule
     ...     def budget_loader(self):
     ...         return DataLoader(samples, batch_sampler=sampler, collate_fn=PadCollate())
     """
 
-    _loader: _Loader | None = None
-    _loaded: list[Any] | None = None  # the position of each rank
-    _began = 0  # Lightning's count of batches when the loader was made
+    _loaders: list[_Loader] | None = None
+    _loaded: list[list[dict[str, Any]]] | None = None
+    _began = 0  # Lightning's count of batches when the loaders were made
 
-    def budget_loader(self) -> DataLoader[Any]:
-        """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`."""
+    def budget_loader(self) -> Any:
+        """Return a loader over a `MemoryBudgetBatchSampler` or a `BudgetedIterableDataset`.
+
+        It may be several: a dict, a list or a `CombinedLoader` of them.
+        """
         raise NotImplementedError(f"{type(self).__name__} must override budget_loader")
 
     def train_dataloader(self) -> Any:
-        """Make the loader, at the position of the checkpoint.
+        """Make the loaders, at the positions of the checkpoint.
 
         Raises:
             OptionError: `overfit_batches` is set; `training_step` takes a `dataloader_iter`; or the
                 batches are dealt to other ranks than the strategy's data-parallel ones.
-            StateError: the checkpoint is from within an epoch, and has no position.
+            StateError: the checkpoint is from within an epoch, and has no position; or it has
+                positions of another number of loaders.
         """
-        trainer = self.trainer
-        if trainer.overfit_batches:
+        if self.trainer.overfit_batches:
             raise OptionError(
-                "overfit_batches would train on the first batches of each epoch, others in every "
-                "epoch: have budget_loader make a loader over a few samples instead"
+                "overfit_batches would train on the first batches of each epoch, and they are "
+                "others in every epoch here: leave it out, and have budget_loader make a loader "
+                "over a few samples"
             )
-        if "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters:
+        if "dataloader_iter" in signature(self.trainer.lightning_module.training_step).parameters:
             raise OptionError(
                 "a training_step with dataloader_iter reads batches ahead by itself, so that it is "
                 "unknown which of them were trained on: take batch instead"
             )
+        made = copy.copy(self.budget_loader())
+        is_combined = hasattr(made, "flattened")  # a CombinedLoader
+        leaves, structure = tree_flatten(made)
+        leaves = made.flattened if is_combined else leaves
         of_one = {"num_replicas": 1, "rank": 0}
-        ranks = getattr(trainer.strategy, "distributed_sampler_kwargs", of_one)
-        self._loader = loader = _Loader(self.budget_loader(), **ranks)
-        loop = trainer.fit_loop
-        progress = loop.epoch_loop.batch_progress
-        self._began, saved, self._loaded = progress.total.ready, self._loaded, None
-        if saved is not None:
-            loader.go_to(of_this_rank(saved))
-        elif loop.restarting and progress.current.processed:
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", of_one)
+        self._loaders = loaders = [_Loader(leaf, **ranks) for leaf in leaves]
+        self._go_on(loaders)
+        if not is_combined:
+            return tree_unflatten(loaders, structure)
+        made.flattened = loaders
+        return made
+
+    def _go_on(self, loaders: list[_Loader]) -> None:
+        """Begin Lightning's epoch, or go to the positions of the checkpoint."""
+        loop = self.trainer.fit_loop
+        progress, saved = loop.epoch_loop.batch_progress, self._loaded
+        self._began, self._loaded = progress.total.ready, None
+        if saved is None:
+            if loop.restarting and progress.current.processed:
+                raise StateError(
+                    f"the checkpoint has no position of a {type(self).__name__} to go on from "
+                    "within an epoch: resume from one that was saved with this data module, or "
+                    "load the weights alone"
+                )
+            for loader in loaders:
+                loader.choose(loop.epoch_progress.current.processed)
+            return
+        states = of_this_rank(saved)
+        if len(states) != len(loaders):
             raise StateError(
-                f"the checkpoint has no position of a {type(self).__name__} to go on from within "
-                "an epoch: resume from one that was saved with this data module, or load the "
-                "weights alone"
+                f"the checkpoint has the positions of {len(states)} loaders, and budget_loader "
+                f"returned {len(loaders)}: return those that it was saved with"
             )
-        else:
-            loader.choose(loop.epoch_progress.current.processed)
-        return loader
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data module and the positions of each rank; a collective."""
         others: dict[str, Any] = super().state_dict()
-        loader = self._loader
-        if loader is None:
+        if self._loaders is None:
             return others if self._loaded is None else {**others, _KEY: self._loaded}
         loop = self.trainer.fit_loop
         progress = loop.epoch_loop.batch_progress
         in_step = progress.current.ready - progress.current.processed
         is_over = progress.is_last_batch and not in_step and progress.total.ready > self._began
-        if is_over and loader.reads is not None:  # limit_train_batches has ended the epoch
-            loader.choose(loader.reads + 1)
-        # Without a limit Lightning reads one batch ahead, to find the end.
-        ahead = loop.max_batches == inf and loader.reads is not None
-        return {**others, _KEY: of_each_rank(loader.position(in_step + ahead))}
+        ahead = loop.max_batches == inf  # else Lightning needs no batch to find the end
+        states = [loader.save(in_step, is_over=is_over, ahead=ahead) for loader in self._loaders]
+        return {**others, _KEY: of_each_rank(states)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the data module; the loader is made later."""
+        """Load the state of the data module; the loaders are made later."""
         state = dict(state_dict)
-        self._loaded, self._loader = state.pop(_KEY, None), None
+        self._loaded, self._loaders = state.pop(_KEY, None), None
         super().load_state_dict(state)
 
 
 class _Loader(HostedLoader):
-    """A loader that Lightning iterates over."""
+    """A loader that Lightning iterates over.
 
-    _epoch: int | None = None  # Lightning's number, which may be ahead of the source's
+    Attributes:
+        has_ended: a loop over it has ended in the present one of Lightning's epochs.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
+        super().__init__(loader, num_replicas=num_replicas, rank=rank)
+        self.has_ended = self._ends_again = False
+        self._epoch: int | None = None  # Lightning's number, which may be ahead of the source's
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the epoch's batches."""
+        if self._ends_again:  # a `CombinedLoader` of a resumed run learns it this way
+            self._ends_again = False
+            return
+        yield from super().__iter__()
+        self.has_ended = True
 
     @property
     def sampler(self) -> _Loader:
@@ -111,9 +149,36 @@ class _Loader(HostedLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin one of Lightning's epochs, unless the loader is in it."""
-        if self._epoch not in (None, epoch) and self.reads is not None:  # the last was cut short
-            self.choose(self.reads + 1)
+        if self._epoch not in (None, epoch):
+            self.has_ended = False
+            if self.reads is not None:  # the last one was cut short
+                self.choose(self.reads + 1)
         self._epoch = epoch
+
+    def save(self, in_step: int, *, is_over: bool, ahead: bool) -> dict[str, Any]:
+        """Return the position after the last batch that was trained on.
+
+        Args:
+            in_step: 1 while Lightning trains on a batch.
+            is_over: Lightning's epoch is over.
+            ahead: Lightning reads one ahead.
+        """
+        if is_over and self.reads is not None:
+            return {"begins": self.reads + 1, "has_ended": False}
+        is_open = self.reads is not None
+        before_end = is_over or (in_step and not is_open)
+        return {
+            "position": self.position(in_step + (ahead and is_open)),
+            "has_ended": self.has_ended and not before_end,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `save` returned."""
+        if "begins" in state:
+            self.choose(state["begins"])
+        else:
+            self.go_to(state["position"])
+        self.has_ended = self._ends_again = state["has_ended"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: Lightning warns of a loader without it, and the mixin saves."""

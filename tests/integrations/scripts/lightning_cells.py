@@ -20,8 +20,16 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
-from tests.integrations.cells import EPOCHS, each_cell, loader_of, name_of, story  # noqa: E402
+from tests.integrations.cells import (  # noqa: E402
+    BUDGET,
+    EPOCHS,
+    each_cell,
+    loader_of,
+    name_of,
+    story,
+)
 from torchbudget.errors import DiscardedStateWarning, OptionError, StateError  # noqa: E402
 from torchbudget.integrations.lightning import BudgetDataMixin  # noqa: E402
 
@@ -31,6 +39,7 @@ warnings.simplefilter("error", DiscardedStateWarning)
 numbers = count()
 # Resumed twice at ends of epochs, Lightning itself counts an epoch too few, of any loader.
 ONCE: list[list[int | None]] = [[5], [None, 2]]
+MODES = ("min_size", "max_size", "max_size_cycle")
 BY_ITSELF = {"use_distributed_sampler": False}
 
 
@@ -47,6 +56,13 @@ class Plain(Data):
     train_dataloader = Data.budget_loader
 
 
+def ids(batch: Any) -> Any:
+    """The ids of a batch; of those of several loaders, in their order."""
+    if batch is None or (isinstance(batch, dict) and set(batch) == {"a", "b"}):
+        return batch if batch is None else [*map(ids, batch.values())]
+    return [*map(ids, batch)] if isinstance(batch, (list, tuple)) else batch["ids"].tolist()
+
+
 class Model(LightningModule):
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
@@ -57,7 +73,7 @@ class Model(LightningModule):
     def training_step(self, batch: Any) -> Any:
         if self.global_step == self.fails_at:
             raise ZeroDivisionError  # it has its batch
-        self.epochs.setdefault(self.current_epoch, []).append(batch["ids"].tolist())
+        self.epochs.setdefault(self.current_epoch, []).append(ids(batch))
         return self.linear(torch.ones(1, 1)).mean()
 
     def configure_optimizers(self) -> Any:
@@ -148,6 +164,22 @@ def check_a_limit(source: str) -> None:
     assert told["whole"] == [epoch[:6] for epoch in fit(Data(make))]
 
 
+def check_several_loaders(source: str) -> None:
+    """Each keeps its own position; the shorter ones start over as Lightning has them."""
+
+    def pair() -> dict[str, Any]:
+        long = loader_of(source, 0, shuffle=False)
+        return {"a": long, "b": loader_of(source, 0, seed=7, budget=4 * BUDGET)}
+
+    for make in (pair, *(lambda mode=mode: CombinedLoader(pair(), mode) for mode in MODES)):
+        told = story(parts_of(make), [[7, None, 4], [16]])
+        assert told["in_parts"] == [[*chain(*told["whole"])]] * 2
+    path = f"{folder}/several"
+    fit(Data(pair), Save(path, 3))
+    data = Data(lambda: loader_of(source, 0))
+    check_refused(StateError, "return those that it was saved with", data, ckpt_path=path)
+
+
 def by_itself(source: str, workers: int, **options: Any) -> Any:
     try:
         return {"whole": fit(Plain(lambda: loader_of(source, workers)), **options)}
@@ -173,7 +205,6 @@ def check_refusals() -> None:
     data = Data(lambda: loader_of("sampler", 0))
     check_refused(OptionError, "overfit_batches", data, overfit_batches=2)
     check_refused(OptionError, "take batch", data, model=Iterating())
-    check_refused(OptionError, "got dict", Data(lambda: {"one": loader_of("sampler", 0)}))
     others = Data(lambda: loader_of("stream", 0, num_replicas=ranks + 1, rank=0))
     check_refused(OptionError, f"pass num_replicas={ranks}, rank={rank}", others)
     path, plain = f"{folder}/without", Plain(lambda: loader_of("sampler", 0, shuffle=False))
@@ -202,6 +233,7 @@ if ranks == 1:
 for source in ("sampler", "stream"):
     check_that_a_step_that_fails_comes_again(source, 2)
     check_a_limit(source)
+    check_several_loaders(source)
 cells = {
     "DataLoader": run,
     "StatefulDataLoader": lambda *cell: run(*cell, kind=StatefulDataLoader),
