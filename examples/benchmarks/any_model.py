@@ -13,8 +13,8 @@ samples as it holds; the corners n = 1 at the smallest and the largest size, and
 `traced` is the largest error of `traced_bytes` where it is called exact; `frontier` and `elsewhere`
 are the least and the largest error of `batch_bytes` against the running maximum of the truth;
 `steps` is what real steps allocated beyond the trace of their shape: buffers inside kernels.
-`traces` is the time of measuring in concrete traces of one of the shapes. A cost without a grid is
-measured once, under the middle budget, and asked under all of them.
+`traces` is the time of measuring in concrete traces of one of the shapes. A cost without a grid, or
+one that took over 40 s, is measured once, under the middle budget, and asked under all of them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ Shape: TypeAlias = tuple[int, ...]
 TIMES = (20, 4, 100)  # the longest sample
 ON_FRONTIER, STEPS = 6, 5
 BATCH_BYTES = 2**28
-MOST_S = 150.0  # of the truth under one budget
-CLASS_S = 900
+MOST_S = 60.0  # of the truth under one budget
+AGAIN_S = 40.0  # a cost with a grid that took no longer is measured under each budget
+CLASS_S = 600
 BLOCK = 64  # of the CPU's allocator
 LABELS = ("exact", "tested", "interpolated", "raised")
 
@@ -190,8 +191,9 @@ def compare(name: str) -> dict[str, Any]:
     exact, frontier, rest, misses = [0.0], [], [], []
     cost = None
     for times in TIMES:
+        print(f"{name}: {times} of the longest, {time.perf_counter():.0f} s", file=sys.stderr)
         room = truth.traced((times, *longest))
-        if cost is None or cost.grid is not None:  # pieces are the same for every budget
+        if cost is None or (cost.grid is not None and max(seconds) < AGAIN_S):
             start_s = time.perf_counter()
             # What the process has beside its tensors is added to budgets and costs.
             cost = measure(make(), room + round(beside(case)))
