@@ -31,7 +31,7 @@ TINY = {
     "tracked": "--batches 40 --samples 400 --repetitions 1",
     "loader": "--samples 400 --repetitions 1",
     "collate": "--repetitions 1",
-    "any_model": "--models contrastive",
+    "any_model": "--budgets 1 --models contrastive",
     "any_model_cpu": "--steps 1 --budgets 1 --models contrastive",
     "kept_budget": "--samples 40 --models 1 --budgets 1",
     "host_budget": "--samples 600 --budgets 1 --starts 1 --kinds 1 --search-ms 10",

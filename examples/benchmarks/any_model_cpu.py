@@ -14,10 +14,10 @@ OMP_NUM_THREADS=1.
 
 `probes` and `peak` are the high-water marks of resident memory while the cost was measured, and
 over the epoch, / the whole budget; `seen` is the former as another process saw it, every 5 ms.
-`measuring` is in seconds, `allowed` is 15 s and six times the epoch's longest step. `unseen` is the
-growth of resident memory in the step that was predicted to take the most, beyond the traced bytes
-of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest size on average
-on every axis, clipped; an epoch is about N full batches of the median size.
+`measuring` is in seconds of computing, `allowed` is 15 s and six times the epoch's longest step.
+`unseen` is the growth of resident memory in the step that was predicted to take the most, beyond
+the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
+size on average on every axis, clipped; an epoch is about N full batches of the median size.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def epoch(name: str, gib: int, steps: int) -> dict[str, Any]:
     for indices in MemoryBudgetBatchSampler(sizes, cost, budget):
         shapes.append((len(indices), as_size(sizes[indices].max(0))))
         reset_peak_memory()
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         case.step(case.make_batch(*shapes[-1]))
-        seconds.append(time.perf_counter() - start_s)
+        seconds.append(time.process_time() - start_s)
         peaks.append(process_memory().peak_resident_bytes or 0)
         predicted.append(int(cost.batch_bytes(*shapes[-1])))
     return {
@@ -135,7 +135,7 @@ def epoch(name: str, gib: int, steps: int) -> dict[str, Any]:
         "steps": len(peaks),
         "peak": max(peaks) / budget,
         "predicted": float(np.mean(predicted[:-1] or predicted)) / budget,
-        "measuring": measuring.wall_s,
+        "measuring": measuring.cpu_s,
         "allowed": 15 + 6 * max(seconds),
         "unseen": unseen(case, *shapes[int(np.argmax(predicted))]),
         "notes": cost.notes,
