@@ -10,7 +10,47 @@ Command: PYTHONPATH=. python examples/benchmarks/any_model.py [--budgets K] [--m
 Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, transformers 5.24.0;
 `--budgets 1`: twenty of the longest samples alone, and real steps at three shapes.
 
-    not recorded yet
+    step                            exact  tested  interpolated  raised   traced  frontier −  frontier +  elsewhere −  elsewhere +  steps −  steps +  pieces  traces
+    encoder, padding masked           80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2       –
+    decoder, checkpoints, autocast    90%     10%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.2%       3       –
+    decoder, tokens counted           70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1       9
+    translator                        80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       4      49
+    relative positions                80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      22
+    latents                           90%     10%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +2.0%       3      28
+    experts of a capacity             80%     20%            0%      0%  +0.000%       +0.0%       +0.2%        +0.0%        +0.2%    +0.0%    +0.0%       2      21
+    experts, routed                     –       –             –       –        –           –           –            –            –        –        –       –       –
+    encoder, PaddedBatch.mask         80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      15
+    PackedBatch                       70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    -0.1%    +0.0%       1      14
+    speech, CTC                       20%     80%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%   +49.4%       1       8
+    spectrogram                        0%      0%          100%      0%  +0.000%       +1.8%       +7.9%        +1.0%        +7.0%    +0.0%   +24.1%       1      93
+    dilated convolutions              60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.4%    +0.0%    +0.0%       1      12
+    windows                           70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      32
+    residual blocks                   70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +6.8%       1      12
+    U-Net                             70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%   +46.5%   +68.8%       2      10
+    diffusion                         80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +2.3%   +21.0%       1      21
+    volumes                           70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +4.9%    +0.0%   +28.6%       1      14
+    points                            50%     50%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.1%   +15.0%   +24.5%       1      27
+    graphs                            80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.1%    +0.0%    +0.1%       1      13
+    contrastive                       70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1      30
+    adversarial                        0%    100%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.7%   +10.7%   +12.9%       4      53
+    preconditioned                    70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +2.1%   +15.1%       1      12
+    axk1                             100%      0%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      17
+    bloom                            100%      0%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       2      22
+    dinov2                           100%      0%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      15
+    fun_asr_nano                      80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1      13
+    glm                               80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1       9
+    granite_speech                      –       –             –       –        –           –           –            –            –        –        –       –       –
+    kyutai_speech_to_text             60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%   -14.5%    +0.0%       1      14
+    m2m_100                           50%     50%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1      11
+    olmo3                             60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1      11
+    unispeech-sat                       –       –             –       –        –           –           –            –            –        –        –       –       –
+    xlm-roberta                       80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1       6
+    share of classes that cannot be traced ≤ 0.1: 0.088235, holds
+    share of classes of which 90 % of shapes are known ≥ 0.85: 0.88235, holds
+    error where called exact ≤ 0.0002: 0, holds
+    lowest ≥ -0.002: 0, holds
+    most on the frontier ≤ 0.03: 0.078541, DOES NOT HOLD
+    most elsewhere ≤ 0.1: 0.06988, holds
 
 Each class runs in a process of its own. Truth is a concrete trace of each shape, which shares no
 mended function with the symbolic one; at some shapes also the steps themselves, whose allocations
@@ -20,8 +60,10 @@ largest error of `traced_bytes` where it is called exact; `frontier` and `elsewh
 and the largest error of `batch_bytes` against the running maximum of the truth; `steps` is what
 real steps allocated beyond the trace of their shape: buffers inside kernels. `traces` is the time
 of measuring in concrete traces of one of the shapes. A cost without a grid, or one that took over
-40 s, is measured once, and asked under all budgets. A row of dashes is a class without a trace.
-"""
+40 s, is measured once, and asked under all budgets. A row of dashes is a class without a trace: its
+memory depends on values. Not recorded: 14 classes that are not in the table, loops and recurrent
+layers among them.
+"""  # noqa: E501  (tables)
 
 from __future__ import annotations
 
