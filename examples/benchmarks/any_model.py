@@ -13,6 +13,8 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, tr
     step                            exact  tested  interpolated  raised   traced  frontier −  frontier +  elsewhere −  elsewhere +  steps −  steps +  pieces  traces
     encoder, padding masked           80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2       –
     decoder, checkpoints, autocast    90%     10%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.2%       3       –
+    decoder, chunked loss              0%      0%          100%      0%  +0.000%       -0.0%       +0.2%       -11.8%       +16.8%    +0.0%    +0.0%       3      57
+    decoder, micro-batches              –       –             –       –        –           –           –            –            –        –        –       –       –
     decoder, tokens counted           70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1       9
     translator                        80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       4      49
     relative positions                80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      22
@@ -21,6 +23,9 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, tr
     experts, routed                     –       –             –       –        –           –           –            –            –        –        –       –       –
     encoder, PaddedBatch.mask         80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      15
     PackedBatch                       70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    -0.1%    +0.0%       1      14
+    conditional random field           0%      0%          100%      0%  +0.000%       +1.5%       +3.8%        +1.7%        +2.1%    +0.0%    +0.0%       3     386
+    LSTM                               0%      0%          100%      0%  +0.000%       +1.4%       +1.7%        +1.6%       +18.8%    +0.0%  +198.0%       0     106
+    GRU                                0%      0%          100%      0%  +0.000%       +5.1%       +6.1%        +6.1%       +26.3%    +0.0%    +0.0%       1      80
     speech, CTC                       20%     80%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%   +49.4%       1       8
     spectrogram                        0%      0%          100%      0%  +0.000%       +1.8%       +7.9%        +1.0%        +7.0%    +0.0%   +24.1%       1      93
     dilated convolutions              60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.4%    +0.0%    +0.0%       1      12
@@ -36,21 +41,29 @@ Hardware: 2 cores of an Intel Xeon at 2.8 GHz, Python 3.11, torch 2.13.0 CPU, tr
     preconditioned                    70%     30%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +2.1%   +15.1%       1      12
     axk1                             100%      0%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      17
     bloom                            100%      0%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       2      22
+    cvt                                 –       –             –       –        –           –           –            –            –        –        –       –       –
     dinov2                           100%      0%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      15
+    ernie4_5_moe                      80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1       9
     fun_asr_nano                      80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1      13
     glm                               80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1       9
     granite_speech                      –       –             –       –        –           –           –            –            –        –        –       –       –
+    hy_v4                             50%     50%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       2      28
     kyutai_speech_to_text             60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%   -14.5%    +0.0%       1      14
     m2m_100                           50%     50%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1      11
+    mixtral                           80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1      10
+    mra                               80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1      12
     olmo3                             60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1      11
+    qwen4_exp                           –       –             –       –        –           –           –            –            –        –        –       –       –
+    seamless_m4t_v2                   50%     50%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.0%       1      21
+    swiftformer                       60%     40%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.8%       2      22
     unispeech-sat                       –       –             –       –        –           –           –            –            –        –        –       –       –
     xlm-roberta                       80%     20%            0%      0%  +0.000%       +0.0%       +0.0%        +0.0%        +0.0%    +0.0%    +0.1%       1       6
-    share of classes that cannot be traced ≤ 0.1: 0.088235, holds
-    share of classes of which 90 % of shapes are known ≥ 0.85: 0.88235, holds
+    share of classes that cannot be traced ≤ 0.1: 0.12766, DOES NOT HOLD
+    share of classes of which 90 % of shapes are known ≥ 0.85: 0.76596, DOES NOT HOLD
     error where called exact ≤ 0.0002: 0, holds
-    lowest ≥ -0.002: 0, holds
-    most on the frontier ≤ 0.03: 0.078541, DOES NOT HOLD
-    most elsewhere ≤ 0.1: 0.06988, holds
+    lowest ≥ -0.002: -0.11813, DOES NOT HOLD
+    most on the frontier ≤ 0.03: 0.079, DOES NOT HOLD
+    most elsewhere ≤ 0.1: 0.263, DOES NOT HOLD
 
 Each class runs in a process of its own. Truth is a concrete trace of each shape, which shares no
 mended function with the symbolic one; at some shapes also the steps themselves, whose allocations
@@ -58,11 +71,14 @@ torch's profiler counts. Shapes: six sizes on the frontier of each budget, with 
 it holds; the corners n = 1 at the smallest and the largest size, and two inside. `traced` is the
 largest error of `traced_bytes` where it is called exact; `frontier` and `elsewhere` are the least
 and the largest error of `batch_bytes` against the running maximum of the truth; `steps` is what
-real steps allocated beyond the trace of their shape: buffers inside kernels. `traces` is the time
-of measuring in concrete traces of one of the shapes. A cost without a grid, or one that took over
-40 s, is measured once, and asked under all budgets. A row of dashes is a class without a trace: its
-memory depends on values. Not recorded: 14 classes that are not in the table, loops and recurrent
-layers among them.
+real steps allocated beyond the trace of their shape: buffers inside kernels, and the LSTM's
+workspace, of which torch's traces know nothing. `traces` is the time of measuring in concrete
+traces of one of the shapes. A cost without a grid, or one that took over 40 s, is measured once,
+and asked under all budgets. A row of dashes is a class without a cost: its memory depends on
+values, or it was stopped after 150 s of computing (micro-batches, cvt); qwen4_exp indexes by
+values. Not recorded: pop2piano. Recorded on a machine with five other jobs. The rows of chunked
+loss, CRF, LSTM, GRU, ernie4_5_moe, hy_v4, mixtral, mra, qwen4_exp, seamless_m4t_v2, swiftformer and
+what was stopped are of one state of the cost, the others of earlier ones.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations
