@@ -130,7 +130,7 @@ def made(case: Case, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("LSTM", "low rank") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("LSTM", "contrastive") else pytest.param(name, marks=pytest.mark.slow)
         for name in CLASSES
     ],
 )

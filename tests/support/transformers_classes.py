@@ -1,4 +1,8 @@
-"""Small models of `transformers`' own classes, each with a training step, from configurations.
+"""Models of `transformers`, small, each with a training step: every 16th name of a sorted list.
+
+The list is of all names to which the library's auto classes give a model for causal, masked or
+translated text, for speech to text, images, sound or pixels, 322 in its release 5.24; the first is
+the 9th. What such a model takes for text is stated by size; its other options are its own.
 
 Only where `transformers` is installed, which is one of the `peers`.
 """
@@ -6,382 +10,243 @@ Only where `transformers` is installed, which is one of the `peers`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.auto import modeling_auto as auto
 
 from tests.support.model_classes.case import Case, case, lengths
-from tests.support.training_cases import VOCABULARY, Batch, MakeBatch
+from tests.support.training_cases import Batch
 
-WIDTH, HEADS, LAYERS, INNER = 64, 4, 2, 128
-BERT_LIKE = {
+VOCABULARY, WIDTH = 300, 64
+KINDS = (
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "MASKED_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION",
+)
+TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": INNER,
-}
-BART_LIKE = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": INNER,
-    "decoder_ffn_dim": INNER,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "pad_token_id": 0,
-    "decoder_start_token_id": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-T5_LIKE = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "d_kv": WIDTH // HEADS,
-    "d_ff": INNER,
-    "num_layers": LAYERS,
-    "num_decoder_layers": LAYERS,
-    "num_heads": HEADS,
-    "decoder_start_token_id": 0,
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse"],
 }
+
+
+def names() -> list[str]:
+    known = sorted(set().union(*(getattr(auto, f"MODEL_FOR_{k}_MAPPING_NAMES") for k in KINDS)))
+    return known[8::16]
 
 
 def words(n: int, length: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY - 10, (n, length))
 
 
-def attention_mask(n: int, length: int) -> torch.Tensor:
-    return (torch.arange(length) < lengths(n, length)[:, None]).long()
-
-
 def labelled(n: int, length: int) -> Batch:
-    x = words(n, length)
-    return {"input_ids": x, "attention_mask": attention_mask(n, length), "labels": x}
+    ids = words(n, length)
+    mask = (torch.arange(length) < lengths(n, length)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
 def translated(n: int, size: tuple[int, int]) -> Batch:
-    source, target = size
-    return labelled(n, source) | {"labels": words(n, target)}
+    return labelled(n, size[0]) | {"labels": words(n, size[1])}
+
+
+def pictures(n: int, size: tuple[int, int]) -> Batch:
+    return {"pixel_values": torch.randn(n, 3, *size), "labels": torch.randint(2, (n,))}
+
+
+def waves(n: int, length: int) -> Batch:
+    return {"input_values": torch.randn(n, length), "labels": torch.randint(2, (n,))}
 
 
 def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
-def pooled(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """A loss of the last hidden state, for a body without a head."""
-    return model(batch["input_ids"], batch["attention_mask"]).last_hidden_state.square().mean()
-
-
 def published(
-    kind: Callable[[Any], nn.Module],
-    config: hf.PretrainedConfig,
-    max_size: int | tuple[int, ...],
-    make_batch: MakeBatch = labelled,
-    loss_of: Callable[[Any, Batch], torch.Tensor] = own_loss,
-    *,
-    attention: str | None = "eager",
-    min_size: int = 1,
-    multiple: int = 1,
+    kind: Any, config: Any, make: Any, max_size: int | tuple[int, ...], **options: Any
 ) -> Case:
-    """The model of a configuration, with `attn_implementation=attention`."""
-    if attention is not None:
-        config._attn_implementation = attention
-    model = kind(config).train()
-    return case(model, loss_of, make_batch, max_size, min_size=min_size, multiple=multiple)
+    return case(kind(config).train(), own_loss, make, max_size, **options)
 
 
-def dropout_of(attention: str) -> float:
-    """Dropout of the scores; with any, no fused kernel is used."""
-    return 0.0 if attention == "sdpa" else 0.1
+def text(name: str, longest: int = 512, **options: Any) -> Case:
+    """A causal or masked language model of this name."""
+    mapping = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        mapping = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    config = hf.AutoConfig.for_model(name, **TEXT | options)
+    return published(getattr(hf, mapping[name]), config, labelled, longest, min_size=2)
 
 
-# ---------------------------------------------------------------------- text
+def speaking(name: str, **options: Any) -> Case:
+    """A model of sound and text, trained on text alone."""
+    kind = getattr(hf, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES[name])
+    return published(kind, hf.AutoConfig.for_model(name, **options), labelled, 512, min_size=2)
 
 
-def bert(attention: str) -> Case:
-    dropout = dropout_of(attention)
-    config = hf.BertConfig(
-        **BERT_LIKE, max_position_embeddings=512, attention_probs_dropout_prob=dropout
+def kyutai() -> Case:
+    """Words and the codes of sound, position by position; the codec is not trained."""
+    codec = {"hidden_size": 32, "num_filters": 4, "num_hidden_layers": 1, "intermediate_size": 32,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "codebook_dim": 16,
+             "vector_quantization_hidden_dimension": 16, "upsample_groups": 32,
+             "num_quantizers": 4, "codebook_size": 64}  # fmt: skip
+    config = hf.KyutaiSpeechToTextConfig(
+        **TEXT | {"num_key_value_heads": 4}, codebook_vocab_size=65, num_codebooks=4, ffn_dim=128,
+        audio_bos_token_id=64, audio_pad_token_id=500, sliding_window=32, codec_config=codec,
+    )  # fmt: skip
+
+    def make(n: int, length: int) -> Batch:
+        codes = torch.randint(64, (n, length, 5))
+        return {"input_ids": codes, "labels": words(n, length)}
+
+    kind = hf.KyutaiSpeechToTextForConditionalGeneration
+    made = kind(config).train()
+    made.codec_model.requires_grad_(requires_grad=False)
+    return case(made, own_loss, make, 256, min_size=2)
+
+
+def pop2piano() -> Case:
+    """Frames of a spectrogram, as wide as the model, to notes."""
+    config = hf.Pop2PianoConfig(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=2, num_decoder_layers=2,
+        num_heads=4,
+    )  # fmt: skip
+    config.decoder_start_token_id = 0
+
+    def make(n: int, size: tuple[int, int]) -> Batch:
+        return {"input_features": torch.randn(n, size[0], WIDTH), "labels": words(n, size[1])}
+
+    return published(hf.Pop2PianoForConditionalGeneration, config, make, (256, 128), min_size=2)
+
+
+def m2m_100() -> Case:
+    config = hf.M2M100Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
+        decoder_ffn_dim=128, pad_token_id=0, max_position_embeddings=512,
+    )  # fmt: skip
+    return published(hf.M2M100ForConditionalGeneration, config, translated, (256, 128), min_size=2)
+
+
+def seamless() -> Case:
+    small = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
+    parts = {f"{part}_{key}": value for part in ("encoder", "decoder", "t2u_encoder", "t2u_decoder")
+             for key, value in small.items()}  # fmt: skip
+    config = hf.SeamlessM4Tv2Config(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, **parts, speech_encoder_layers=1,
+        speech_encoder_attention_heads=4, speech_encoder_intermediate_size=128,
+        upsample_initial_channel=32, max_position_embeddings=512,
+    )  # fmt: skip
+    return published(hf.SeamlessM4Tv2ForTextToText, config, translated, (256, 128), min_size=2)
+
+
+def cvt() -> Case:
+    config = hf.CvtConfig(embed_dim=[16, 24, 48], num_heads=[1, 2, 3], depth=[1, 2, 3])
+    return published(hf.CvtForImageClassification, config, pictures, (128, 128), min_size=48)
+
+
+def dinov2() -> Case:
+    config = hf.Dinov2Config(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8
     )
-    return published(hf.BertForMaskedLM, config, 512, attention=attention)
+    kind = hf.Dinov2ForImageClassification
+    return published(kind, config, pictures, (128, 128), min_size=16, multiple=8)
 
 
-def deberta() -> Case:
-    config = hf.DebertaV2Config(
-        **BERT_LIKE,
-        max_position_embeddings=512,
-        relative_attention=True,
-        position_buckets=32,
-        pos_att_type=["p2c", "c2p"],
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-    )
-    return published(hf.DebertaV2ForMaskedLM, config, 512)
-
-
-def t5() -> Case:
-    return published(hf.T5ForConditionalGeneration, hf.T5Config(**T5_LIKE), (512, 256), translated)
-
-
-def t5_encoder() -> Case:
-    return published(hf.T5EncoderModel, hf.T5Config(**T5_LIKE), 2048, loss_of=pooled)
-
-
-def bart(attention: str) -> Case:
-    config = hf.BartConfig(**BART_LIKE, max_position_embeddings=512)
+def swiftformer() -> Case:
+    config = hf.SwiftFormerConfig(depths=[1, 1, 1, 1], embed_dims=[16, 24, 32, 48])
     return published(
-        hf.BartForConditionalGeneration, config, (512, 256), translated, attention=attention
+        hf.SwiftFormerForImageClassification, config, pictures, (128, 128), min_size=64
     )
 
 
-def gpt2(attention: str) -> Case:
-    config = hf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=512,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        attn_pdrop=dropout_of(attention),
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-    )
-    return published(hf.GPT2LMHeadModel, config, 512, attention=attention, min_size=2)
+def unispeech_sat() -> Case:
+    config = hf.UniSpeechSatConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        conv_dim=(32, 32, 32), conv_stride=(5, 4, 4), conv_kernel=(10, 8, 4),
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, classifier_proj_size=32,
+    )  # fmt: skip
+    return published(hf.UniSpeechSatForSequenceClassification, config, waves, 32_000, min_size=1600)
 
 
-def llama(attention: str) -> Case:
-    config = hf.LlamaConfig(**BERT_LIKE, num_key_value_heads=2, use_cache=False)
-    return published(hf.LlamaForCausalLM, config, 1024, attention=attention, min_size=2)
+WITH_SOUND = {
+    "fun_asr_nano": {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "audio_config": {"model_type": "fun_asr_nano_encoder", "hidden_size": 32,
+                         "num_hidden_layers": 1, "num_timestamp_prediction_layers": 1,
+                         "intermediate_size": 64},
+        "adaptor_config": {"hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 16,
+                           "projector_hidden_size": 64},
+        "audio_token_id": VOCABULARY - 1,
+    },
+    "granite_speech": {
+        "text_config": TEXT | {"model_type": "granite"},
+        "encoder_config": {"model_type": "granite_speech_encoder", "num_layers": 1,
+                           "hidden_dim": 32, "num_heads": 2, "dim_head": 16},
+        "projector_config": {"model_type": "blip_2_qformer", "hidden_size": 32,
+                             "num_hidden_layers": 1, "num_attention_heads": 2,
+                             "intermediate_size": 64, "encoder_hidden_size": 32},
+        "audio_token_index": VOCABULARY - 1,
+        "has_lora_adapter": False,
+    },
+}  # fmt: skip
 
-
-def qwen3() -> Case:
-    config = hf.Qwen3Config(**BERT_LIKE, num_key_value_heads=2, head_dim=16, use_cache=False)
-    return published(hf.Qwen3ForCausalLM, config, 1024, min_size=2)
-
-
-def gemma3(attention: str) -> Case:
-    """One layer sees all, the other one a window of 64."""
-    config = hf.Gemma3TextConfig(
-        **BERT_LIKE,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"],
-        use_cache=False,
-    )
-    return published(hf.Gemma3ForCausalLM, config, 1024, attention=attention, min_size=2)
-
-
-def mixtral(experts: str, dtype: torch.dtype = torch.float32) -> Case:
-    config = hf.MixtralConfig(
-        **BERT_LIKE, num_key_value_heads=2, num_local_experts=4, use_cache=False
-    )
-    config._experts_implementation = experts
-
-    def kind(config: Any) -> nn.Module:
-        return hf.MixtralForCausalLM(config).to(dtype)
-
-    return published(kind, config, 512, min_size=2)
-
-
-def rwkv() -> Case:
-    """A loop over the length in Python."""
-    config = hf.RwkvConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2)
-    return published(hf.RwkvForCausalLM, config, 128, attention=None)
-
-
-def switch() -> Case:
-    config = hf.SwitchTransformersConfig(
-        **T5_LIKE, num_experts=4, expert_capacity=64, use_cache=False
-    )
-    kind = hf.SwitchTransformersForConditionalGeneration
-    return published(kind, config, (256, 128), translated)
-
-
-def longformer() -> Case:
-    config = hf.LongformerConfig(
-        **BERT_LIKE, attention_window=32, max_position_embeddings=1026, pad_token_id=1
-    )
-    return published(hf.LongformerForMaskedLM, config, 1024, attention=None, multiple=32)
-
-
-def big_bird() -> Case:
-    config = hf.BigBirdConfig(
-        **BERT_LIKE, block_size=16, num_random_blocks=2, max_position_embeddings=1024
-    )
-    return published(hf.BigBirdForMaskedLM, config, 1024, attention=None, min_size=240, multiple=16)
-
-
-def led() -> Case:
-    """Counts the windows of the source, which is padded to whole ones, in tensors."""
-    config = hf.LEDConfig(
-        **BART_LIKE,
-        attention_window=[32] * LAYERS,
-        max_encoder_position_embeddings=1024,
-        max_decoder_position_embeddings=256,
-    )
-    kind = hf.LEDForConditionalGeneration
-    return published(kind, config, (768, 128), translated, attention=None, multiple=32)
-
-
-# ---------------------------------------------------------------------- sound
-
-
-def whisper() -> Case:
-    """The encoder takes frames of one number only; the words are ragged."""
-    config = hf.WhisperConfig(
-        **BART_LIKE,
-        num_mel_bins=40,
-        max_source_positions=250,
-        max_target_positions=128,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-    )
-
-    def make_batch(n: int, length: int) -> Batch:
-        return {"input_features": torch.randn(n, 40, 500), "labels": words(n, length)}
-
-    return published(hf.WhisperForConditionalGeneration, config, 128, make_batch)
-
-
-def wav2vec2() -> Case:
-    config = hf.Wav2Vec2Config(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=INNER,
-        conv_dim=(32, 32, 32),
-        conv_stride=(5, 4, 4),
-        conv_kernel=(10, 8, 4),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        apply_spec_augment=False,
-        classifier_proj_size=32,
-    )
-
-    def make_batch(n: int, length: int) -> Batch:
-        return {"input_values": torch.randn(n, length), "labels": torch.randint(0, 2, (n,))}
-
-    kind = hf.Wav2Vec2ForSequenceClassification
-    return published(kind, config, 32_000, make_batch, min_size=400, multiple=80)
-
-
-# ---------------------------------------------------------------------- images
-
-
-def clip() -> Case:
-    """Images of one size and ragged text, all pairs of which are compared."""
-    text = {**BERT_LIKE, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2}
-    image = {**BERT_LIKE, "image_size": 32, "patch_size": 8}
-    del image["vocab_size"]
-    config = hf.CLIPConfig(text_config=text, vision_config=image, projection_dim=WIDTH)
-
-    def make_batch(n: int, length: int) -> Batch:
-        x = words(n, length)
-        mask = attention_mask(n, length)
-        return {"input_ids": x, "attention_mask": mask, "pixel_values": torch.randn(n, 3, 32, 32)}
-
-    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return model(**batch, return_loss=True).loss
-
-    return published(hf.CLIPModel, config, 256, make_batch, loss_of)
-
-
-def pictures(n: int, size: tuple[int, int]) -> Batch:
-    return {"pixel_values": torch.randn(n, 3, *size), "labels": torch.randint(0, 2, (n,))}
-
-
-SEGFORMER = {
-    "num_encoder_blocks": 2,
-    "depths": [1, 1],
-    "sr_ratios": [4, 2],
-    "hidden_sizes": [32, 64],
-    "patch_sizes": [7, 3],
-    "strides": [4, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-}
-
-
-def segformer() -> Case:
-    config = hf.SegformerConfig(**SEGFORMER)
-    kind = hf.SegformerForImageClassification
-    return published(kind, config, (256, 256), pictures, attention=None, min_size=16, multiple=32)
-
-
-def segmented() -> Case:
-    """A label for each pixel."""
-    config = hf.SegformerConfig(**SEGFORMER, decoder_hidden_size=32, num_labels=10)
-
-    def make_batch(n: int, size: tuple[int, int]) -> Batch:
-        labels = torch.randint(0, 10, (n, *size))
-        return {"pixel_values": torch.randn(n, 3, *size), "labels": labels}
-
-    kind = hf.SegformerForSemanticSegmentation
-    return published(kind, config, (192, 192), make_batch, attention=None, min_size=16, multiple=32)
-
-
-def own_positions(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The model's loss on images of any size, by interpolated positions."""
-    return model(**batch, interpolate_pos_encoding=True).loss
-
-
-def swin() -> Case:
-    """Pads to whole windows; an image of one window would change the model for later ones."""
-    config = hf.SwinConfig(
-        image_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4
-    )
-    kind = hf.SwinForImageClassification
-    return published(
-        kind, config, (192, 192), pictures, own_positions, attention=None, min_size=40, multiple=32
-    )
-
-
-def vit() -> Case:
-    """Free sizes by interpolated positions."""
-    config = hf.ViTConfig(
-        **{key: value for key, value in BERT_LIKE.items() if key != "vocab_size"},
-        image_size=64,
-        patch_size=16,
-    )
-    kind = hf.ViTForImageClassification
-    return published(kind, config, (256, 256), pictures, own_positions, min_size=16, multiple=16)
-
-
-# Left out, since their memory depends on values: Mixtral with `experts_implementation="eager"`
-# (nonzero), Wav2Vec2ForCTC (masked_select of the labels). Mixtral's grouped matrix products run in
-# float32 but are traced in bfloat16 only.
 CLASSES: dict[str, Callable[[], Case]] = {
-    "BERT": partial(bert, "eager"),
-    "BERT, sdpa": partial(bert, "sdpa"),
-    "DeBERTa-v2": deberta,
-    "T5": t5,
-    "T5, encoder": t5_encoder,
-    "BART": partial(bart, "eager"),
-    "BART, sdpa": partial(bart, "sdpa"),
-    "GPT-2": partial(gpt2, "eager"),
-    "GPT-2, sdpa": partial(gpt2, "sdpa"),
-    "Llama": partial(llama, "eager"),
-    "Llama, sdpa": partial(llama, "sdpa"),
-    "Qwen 3": qwen3,
-    "Gemma 3": partial(gemma3, "eager"),
-    "Gemma 3, sdpa": partial(gemma3, "sdpa"),
-    "Mixtral, batched": partial(mixtral, "batched_mm"),
-    "Mixtral, grouped": partial(mixtral, "grouped_mm", torch.bfloat16),
-    "RWKV": rwkv,
-    "Switch": switch,
-    "Longformer": longformer,
-    "BigBird": big_bird,
-    "LED": led,
-    "Whisper": whisper,
-    "Wav2Vec2": wav2vec2,
-    "CLIP": clip,
-    "Segformer": segformer,
-    "Segformer, pixels": segmented,
-    "Swin": swin,
-    "ViT": vit,
-}
+    "axk1": lambda: text("axk1", **LATENT),
+    "bloom": lambda: text("bloom", n_head=4),
+    "cvt": cvt,
+    "dinov2": dinov2,
+    "ernie4_5_moe": lambda: text("ernie4_5_moe", moe_num_experts=4, moe_k=2),
+    "fun_asr_nano": lambda: speaking("fun_asr_nano", **WITH_SOUND["fun_asr_nano"]),
+    "glm": lambda: text("glm"),
+    "granite_speech": lambda: speaking("granite_speech", **WITH_SOUND["granite_speech"]),
+    "hy_v4": lambda: text(
+        "hy_v4", **LATENT | {"n_group": 1}, indexer_types=["full", "shared"], index_topk=32,
+        index_head_dim=32, index_n_heads=2, layer_types=["indexed_attention"] * 2,
+    ),
+    "kyutai_speech_to_text": kyutai,
+    "m2m_100": m2m_100,
+    "mixtral": lambda: text("mixtral", num_local_experts=4),
+    "mra": lambda: text("mra"),
+    "olmo3": lambda: text(
+        "olmo3", sliding_window=64, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "pop2piano": pop2piano,
+    "qwen4_exp": lambda: text(
+        "qwen4_exp_text", layer_types=["linear_attention", "indexed_attention"], use_cache=False,
+        linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2,
+        shared_expert_intermediate_size=64, hc_lowrank=16, indexer_n_heads=2, indexer_kv_heads=1,
+        indexer_head_dim=16, indexer_budget=64, indexer_compress_ratio=4,
+    ),
+    "seamless_m4t_v2": seamless,
+    "swiftformer": swiftformer,
+    "unispeech-sat": unispeech_sat,
+    "xlm-roberta": lambda: text("xlm-roberta", max_position_embeddings=516),
+}  # fmt: skip

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from tests.support.training_cases import (
     ADAMW,
-    VOCABULARY,
     Batch,
     MakeBatch,
     MakeOptimizer,
@@ -66,38 +64,3 @@ def lengths(n: int, longest: int) -> torch.Tensor:
     drawn = torch.randint(1, longest + 1, (n,))
     drawn[0] = longest
     return drawn
-
-
-def masked_tokens(n: int, length: int) -> Batch:
-    x = torch.randint(0, VOCABULARY, (n, length))
-    return {"x": x, "lengths": lengths(n, length)}
-
-
-def mask_of(batch: Batch) -> torch.Tensor:
-    """True where a sample has elements, shape `(n, L)`."""
-    return torch.arange(batch["x"].shape[1]) < batch["lengths"][:, None]
-
-
-def masked_loss(logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over all elements that are no padding."""
-    each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    mask = mask.flatten()
-    return (each * mask).sum() / mask.sum()
-
-
-def counted_loss(logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The same, divided by an int of Python."""
-    each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    mask = mask.flatten()
-    return (each * mask).sum() / int(mask.sum())
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.outer(F.gelu(self.inner(self.norm(x)))))
