@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    unset_fake_temporarily,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -627,10 +628,39 @@ def _bincount(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> t
     return input.new_empty(minlength, dtype=torch.float64)  # of float32, torch's own is float32
 
 
+def _mkldnn_rnn_layer(*arguments: Any) -> list[torch.Tensor]:
+    """The outputs of a recurrent layer of oneDNN, with its workspace, which the backward needs."""
+    outputs = [*torch.ops.aten.mkldnn_rnn_layer.default(*arguments)]
+    known = [
+        (tuple(map(int, one.shape)), one.dtype) if isinstance(one, torch.Tensor) else one
+        for one in arguments
+    ]
+    outputs[3] = outputs[3].new_empty(_workspace_bytes(repr(known), arguments))
+    return outputs
+
+
+_workspaces: Final[dict[str, int]] = {}
+
+
+def _workspace_bytes(known: str, arguments: Sequence[Any]) -> int:
+    """Bytes of a workspace: torch's fake kernel says 0, and only a real layer knows them."""
+    if known not in _workspaces:
+        with unset_fake_temporarily():
+            real = [
+                torch.zeros([*map(int, one.shape)], dtype=one.dtype)
+                if isinstance(one, torch.Tensor)
+                else one
+                for one in arguments
+            ]
+            _workspaces[known] = torch.ops.aten.mkldnn_rnn_layer.default(*real)[3].nbytes
+    return _workspaces[known]
+
+
 # Operations whose shapes torch's own fake tensors take from values, or refuse to tell on the CPU.
 _WITHOUT_VALUES: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten.bincount.default: _bincount,
+    torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
