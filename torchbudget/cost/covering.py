@@ -79,7 +79,7 @@ class Covering:
         Raises:
             CostError: the step cannot be traced at all.
         """
-        self._deadline = time.monotonic() + _MOST_SECONDS
+        self._deadline = time.process_time() + _MOST_SECONDS
         shapes = self.subject.domain.draw(_DRAWN, self.most_n)
         left = np.ones(len(shapes), bool)
         recipe = None
@@ -107,7 +107,7 @@ class Covering:
     def _cover(self, recipe: Recipe, shapes: IntArray, left: npt.NDArray[np.bool_]) -> None:
         weights, poor = np.log(shapes).sum(axis=1), 0
         while left.any() and len(self._traces) < _MOST_PIECES and poor < _MOST_POOR:
-            if self._traces and time.monotonic() > self._deadline - _MOST_SECONDS / 2:
+            if self._traces and time.process_time() > self._deadline - _MOST_SECONDS / 2:
                 return
             inside = np.flatnonzero(left)
             # The middle of what is left: its branches are likely those of many shapes.
@@ -185,7 +185,7 @@ class Covering:
         weights = np.log(shapes).sum(axis=1)
         common = Counter(one for one, out in zip(sets, left, strict=True) if out)
         for one in sorted(common, key=lambda one: (len(one), -common[one])):
-            if equalities & set(one) or time.monotonic() > self._deadline:
+            if equalities & set(one) or time.process_time() > self._deadline:
                 continue
             mine = np.flatnonzero([s == one and out for s, out in zip(sets, left, strict=True)])
             mine = mine[np.argsort(weights[mine])]
@@ -229,9 +229,9 @@ class Covering:
             sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
             for axis in range(domain.axes)
         ]
-        value = partial(self._bytes_of, numbers=numbers, recipe=recipe if columns else None)
         done: set[tuple[Any, ...]] = set()
         while True:
+            value = partial(self._bytes_of, numbers=numbers, recipe=recipe if columns else None)
             self.grid = self._grid_of(numbers, sizes, value)
             worst, at = 1.0, None
             for axis, nodes in enumerate(sizes):
@@ -248,10 +248,16 @@ class Covering:
                         done.add((axis, low, high))
                     if off > worst:
                         worst, at = off, (axis, middle)
-            if at is None or not self._has_time():
+            if at is not None and self._has_time():
+                sizes[at[0]] = sorted({*sizes[at[0]], at[1]})
+                continue
+            worst_shape = self._hold_out(self.grid, left)
+            if self.raised <= _OVER or not self._has_time(2 * _MOST_TRACES):
                 break
-            sizes[at[0]] = sorted({*sizes[at[0]], at[1]})
-        self._hold_out(self.grid, left)
+            # One outlier raises all shapes: its n and its sizes become nodes.
+            n, *outlier = worst_shape
+            numbers = sorted({*numbers, n})
+            sizes = [sorted({*one, new}) for one, new in zip(sizes, outlier, strict=True)]
 
     def _off(self, errors: FloatArray, real: FloatArray) -> float:
         """The largest error of shapes that fit the budget, as a multiple of what is allowed."""
@@ -259,9 +265,9 @@ class Covering:
             errors = errors[real < self.room]
         return float(np.maximum(errors / _OVER, -errors / _UNDER).max())
 
-    def _has_time(self) -> bool:
+    def _has_time(self, most: int = _MOST_TRACES) -> bool:
         traces = self.tracer.num_symbolic + self.tracer.num_concrete
-        return traces < _MOST_TRACES and time.monotonic() < self._deadline
+        return traces < most and time.process_time() < self._deadline
 
     def _middle(self, axis: int, low: int, high: int) -> int | None:
         """A size between two on an axis, on a logarithmic scale; of known ones, one of them."""
@@ -333,10 +339,10 @@ class Covering:
                 values[k] = self._at((n, *size))
         return values
 
-    def _hold_out(self, grid: Grid, left: IntArray) -> None:
-        """Raise the grid by the largest error on shapes that are no nodes of it."""
+    def _hold_out(self, grid: Grid, left: IntArray) -> Shape:
+        """Raise the grid by the largest error on shapes that are no nodes; return that shape."""
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
-            if time.monotonic() > self._deadline + _MOST_SECONDS / 2:
+            if time.process_time() > self._deadline + _MOST_SECONDS / 2:
                 break
             self._at(self._limited(tuple(shape)))
         shapes = np.array([(probe.n, *probe.size) for probe in self.probes])
@@ -345,7 +351,9 @@ class Covering:
         counts = np.ones(len(shapes), bool) if self.room is None else found < 2 * self.room
         for trace in self._traces:
             counts &= trace.failed(shapes).any(axis=0)
-        self.raised = float(errors[counts].max(initial=0.0))
+        errors[~counts] = 0.0
+        self.raised = float(errors.max(initial=0.0))
+        return tuple(shapes[errors.argmax()].tolist())
 
     def _note_what_is_left(self, trace: Trace) -> None:
         shape = tuple(self.subject.domain.draw(1, self.most_n)[0].tolist())
@@ -360,9 +368,10 @@ class Covering:
                 "all of them are False"
             )
         if self.grid is not None:
+            why = self.reason and f" ({self.reason})"
             self.subject.notes.append(
-                f"interpolated where no expression holds ({self.reason}); the largest error on "
-                f"other shapes, {self.raised:.2%}, is added there"
+                f"interpolated where no expression holds{why}; the largest error on other shapes, "
+                f"{self.raised:.2%}, is added there"
             )
 
 
