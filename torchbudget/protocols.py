@@ -139,7 +139,7 @@ class IndexSource(Protocol):
         """Iterate over every sample inside, without a change for a loop around it."""
 
     def tracked(self, loader: Any, /) -> Any:
-        """Begin a loop over a loader, with the `indices` of its last batch and `is_repeated`."""
+        """Begin a loop over a loader, whose `last` has the `indices` of the batch that came."""
 
     def check_dataset(self, dataset: Any, /) -> None:
         """Raise an `OptionError` where a data set has not one sample for each size."""

@@ -135,17 +135,10 @@ def warn_of_discarded_state(loaded: int, chosen: int, *, within: bool) -> None:
         chosen: another one.
         within: it stands after the first of that epoch's batches.
     """
-    if within:
-        message = (
-            f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}; go on "
-            "in that epoch, or do not load the state"
+    if within or chosen < loaded:
+        warn(
+            f"set_epoch({chosen}) discards the position that was loaded in epoch {loaded}: samples "
+            "are lost, or come again. Go on with that epoch, as in "
+            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state",
+            DiscardedStateWarning,
         )
-    elif chosen < loaded:
-        message = (
-            f"set_epoch({chosen}) goes back to an epoch that was over when the loaded state was "
-            f"saved: its samples come again. Go on with epoch {loaded}, as in "
-            "`for epoch in range(sampler.epoch, epochs)`, or do not load the state"
-        )
-    else:
-        return
-    warn(message, DiscardedStateWarning)

@@ -420,13 +420,13 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         """
         cursor, present = self._cursor, self._present
         if present is not None and not present.is_tracked and not self._runs:
-            if present.reads_ahead and present.has_drawn:
+            cursor = present.cursor
+            if present.reads_ahead and cursor is not present.began:
                 raise StateError(
                     "workers of the DataLoader read ahead of its loop, so that it is unknown which "
                     "batches came: loop over sampler.tracked(loader), use a StatefulDataLoader, or "
                     "call set_epoch first"
                 )
-            cursor = present.cursor
         return self._state_of(cursor)
 
     def _state_of(self, cursor: Cursor) -> dict[str, Any]:
@@ -546,11 +546,6 @@ class _Iteration(Iterator[list[int]]):
         self._last_turn = -1  # of the one that ends the epoch, if it is in this window
 
     @property
-    def has_drawn(self) -> bool:
-        """Whether a batch was drawn."""
-        return self._window is not None
-
-    @property
     def cursor(self) -> Cursor:
         """The place where the epoch stands after the last batch that was drawn."""
         return self.began if self._window is None else self._window.after(self._turn)
@@ -666,21 +661,6 @@ class SamplerRun(Run["Cursor | MicroBatch"]):
         state: dict[str, Any] = self._source._state_of(cursor)
         return state
 
-    @property
-    def indices(self) -> list[int]:
-        """Indices in the data set of the batch that came last."""
-        return self.last.indices.tolist() if isinstance(self.last, MicroBatch) else []
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether the batch that came last has a sample that another batch has."""
-        return self.last.is_repeated if isinstance(self.last, MicroBatch) else False
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether the batch that came last is the last one of its optimizer step."""
-        return self.last.ends_step if isinstance(self.last, MicroBatch) else False
-
 
 def _with_margin_of(plan: Plan, state: Any) -> Plan:
     """The plan with the margin that a saved one had gone on with, if it is of the same cost.
@@ -689,12 +669,11 @@ def _with_margin_of(plan: Plan, state: Any) -> Plan:
     """
     cost = plan.rules.cost
     match state:
-        case {"replanned": {"margin": margin, "cost": saved}} if is_number(margin):
-            pass
-        case _:
-            return plan
-    if not isinstance(cost, MeasuredCost) or not cost.margin < margin <= MOST_MARGIN:
-        return plan
-    if cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) != saved:
-        return plan
-    return plan.changed(cost=cost.planned_with(margin))
+        case {"replanned": {"margin": margin, "cost": saved}} if (
+            isinstance(cost, MeasuredCost)
+            and is_number(margin)
+            and cost.margin < margin <= MOST_MARGIN
+            and cost_fingerprint(cost.with_margin(margin), plan.sizes.largest) == saved
+        ):
+            return plan.changed(cost=cost.planned_with(margin))
+    return plan

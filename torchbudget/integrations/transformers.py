@@ -263,7 +263,7 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         batches = super().__iter__()
         for batch in batches:
             item.append(batch)
-            if not self._is_planned or self.run.ends_step:
+            if not self._is_planned or self.run.last.ends_step:
                 left -= 1
                 if not left:
                     list(batches)  # ends the loop: the Trainer asks for no item after the last

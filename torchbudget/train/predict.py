@@ -110,11 +110,12 @@ def predict(
             number = 0
             for batch in batches:
                 batch = moved(batch, device)  # the one on the host ends now
-                outputs = _outputs(model, batch, number, run.indices, split_outputs)
+                indices = run.last.indices.tolist()
+                outputs = _outputs(model, batch, number, indices, split_outputs)
                 if host is None:
-                    _enter(results, run.indices, rows(outputs))
-                elif not run.is_repeated:
-                    kept.append(pickle.dumps((run.indices, outputs)))
+                    _enter(results, indices, rows(outputs))
+                elif not run.last.is_repeated:
+                    kept.append(pickle.dumps((indices, outputs)))
                 del batch, outputs  # before the next ones are made
                 number += 1  # noqa: SIM113  (enumerate would keep the batch)
     for indices, outputs in () if host is None else _gathered(kept, host):

@@ -566,12 +566,6 @@ class BudgetedIterableDataset(IterableDataset[Any], ResumableSource):
         for reader in list(self._readers):
             reader.close()
 
-    def __enter__(self) -> BudgetedIterableDataset:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker does not see what starts it.
         Caller.find().check_loader(self.num_replicas)

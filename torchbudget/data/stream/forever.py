@@ -17,12 +17,37 @@ from torchbudget.protocols import MapStyle
 _CHUNK: Final = 1024
 
 
-class SampleForever(IterableDataset[Any]):
-    """See `sample_forever`."""
+class sample_forever(IterableDataset[Any]):  # noqa: N801  (used as a function, as itertools.repeat)
+    """Sample a dataset endlessly, with replacement.
 
-    def __init__(self, dataset: MapStyle, order: Order) -> None:
-        self._dataset, self._order = dataset, order
+    A source for `BudgetedIterableDataset(…, batches_per_epoch=…)`.
+
+    Args:
+        dataset: N samples.
+        weights: relative frequencies, shape `(N,)`. Default: all equal.
+        seed: the samples are a function of (seed, epoch, position).
+
+    Raises:
+        OptionError: the dataset is empty, or the weights are invalid.
+
+    >>> from itertools import islice
+    >>> set(islice(sample_forever("ab", weights=[0, 1]), 5))
+    {'b'}
+    """
+
+    def __init__(
+        self, dataset: MapStyle, *, weights: npt.ArrayLike | None = None, seed: int = 0
+    ) -> None:
+        if not len(dataset):
+            raise OptionError("an empty dataset has no samples to draw")
+        self._dataset = dataset
         self._epoch = self._position = 0
+        self._order = Order(
+            dataset_length=len(dataset),
+            skipped=np.empty(0, np.int64),
+            weights=weights_of(np.ones(len(dataset)) if weights is None else weights),
+            seed=natural("seed", seed),
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next `iter()`, and so its samples."""
@@ -44,33 +69,3 @@ class SampleForever(IterableDataset[Any]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position."""
         self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
-
-
-def sample_forever(
-    dataset: MapStyle, *, weights: npt.ArrayLike | None = None, seed: int = 0
-) -> SampleForever:
-    """Sample a dataset endlessly, with replacement.
-
-    A source for `BudgetedIterableDataset(…, batches_per_epoch=…)`.
-
-    Args:
-        dataset: N samples.
-        weights: relative frequencies, shape `(N,)`. Default: all equal.
-        seed: the samples are a function of (seed, epoch, position).
-
-    Raises:
-        OptionError: the dataset is empty, or the weights are invalid.
-
-    >>> from itertools import islice
-    >>> set(islice(sample_forever("ab", weights=[0, 1]), 5))
-    {'b'}
-    """
-    if not len(dataset):
-        raise OptionError("an empty dataset has no samples to draw")
-    order = Order(
-        dataset_length=len(dataset),
-        skipped=np.empty(0, np.int64),
-        weights=weights_of(np.ones(len(dataset)) if weights is None else weights),
-        seed=natural("seed", seed),
-    )
-    return SampleForever(dataset, order)
