@@ -97,10 +97,10 @@ class Caller:
         # the frameworks named above are looked at.
         name = frame.f_globals.get("__name__")
         fetches = name == fetch.__name__ and bool(frame.f_locals.get("auto_collation"))
-        workers = name == _MultiProcessingDataLoaderIter.__module__
-        loop = frame.f_locals.get("self") if workers else None
+        reads_ahead = name == _MultiProcessingDataLoaderIter.__module__ and isinstance(
+            frame.f_locals.get("self"), _MultiProcessingDataLoaderIter
+        )
         batches_again = name == BatchSampler.__module__ or fetches
-        reads_ahead = isinstance(loop, _MultiProcessingDataLoaderIter)
         wrappers: list[tuple[str, Any]] = []
         host: HostLoop | None = None
         wrap = [name for name in _SHARDING if name in sys.modules]

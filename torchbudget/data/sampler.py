@@ -310,10 +310,9 @@ class MemoryBudgetBatchSampler(Sampler[list[int]], ResumableSource, StepSource, 
         caller = Caller.find()
         caller.check_loader(self.num_replicas)
         plan, cursor = self.plan, self._cursor
-        at = {"epoch": cursor.epoch, "first": cursor.first, "pass": cursor.number}
-        at |= {"start": cursor.start, "rounds": cursor.rounds, "done": cursor.done}
-        facts = self._order | at | {"batches_per_epoch": plan.batches_per_epoch}
-        check_same_on_ranks(self._ranks, lambda: facts | plan.dealing)
+        names = ("epoch", "first", "number", "start", "rounds", "done")
+        at = {"batches_per_epoch": plan.batches_per_epoch, **{n: getattr(cursor, n) for n in names}}
+        check_same_on_ranks(self._ranks, lambda: self._order | at | plan.dealing)
         caller.check_length(
             self._length_read, cursor.epoch, lambda: cursor.done + self.batches_left
         )

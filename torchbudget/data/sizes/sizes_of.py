@@ -150,17 +150,13 @@ class SizeDataset(Dataset[npt.NDArray[np.int64]]):
         return ((index, read(index)) for index in indices)
 
 
-def _as_it_is(sizes: Any) -> Any:
-    return sizes  # the default would make a tensor in shared memory of each small array
-
-
 def _one_pass(measured: SizeDataset, num_workers: int, progress: bool) -> Sizes:
     loader = DataLoader(
         measured,
         batch_size=None,
         sampler=BatchSampler(SequentialSampler(measured), _CHUNK, drop_last=False),
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=np.asarray,  # torch's own would make a tensor in shared memory of each
         generator=torch.Generator(),  # without it the loader draws from the global generator
     )
     read: Iterable[Sizes] = loader

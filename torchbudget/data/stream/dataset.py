@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakMethod, WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -46,8 +46,7 @@ _LARGEST: Final[Sequence[Any]] = (2**16, *([2**16] * axes for axes in (2, 3, 4))
 ShouldAdd: TypeAlias = Callable[[list[Any], Any], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedSamples:
+class SkippedSamples(NamedTuple):
     """Samples that are in no micro-batch, over all workers of this rank, since `set_epoch`.
 
     Attributes:
