@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -363,12 +363,8 @@ class MeasuredCost:
         as a whole or as it was before, also where several processes write it.
         """
         cost = self.with_observed_margin()
-        written = {
-            one.name: _plain(getattr(cost, one.name))
-            for one in fields(cost)
-            if not one.name.startswith("_")
-        }
-        text = json.dumps({"format": _FORMAT, **written}) + "\n"
+        written = {"format": _FORMAT, **_plain(cost)}
+        text = json.dumps(written, default=_plain) + "\n"
         write_whole(Path(path), lambda file: file.write(text.encode()), by_several=True)
 
     def errors(self) -> list[float]:
@@ -477,7 +473,7 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
         MeasureWarning: it was measured on something else; names what differs.
     """
     try:
-        read = json.loads(Path(path).read_text("utf-8"))
+        read = _tuples(json.loads(Path(path).read_text("utf-8")))
         cost = _from_file(read) if read["format"] == _FORMAT else None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CostError(f"{path} is not a saved cost: {type(error).__name__}: {error}") from error
@@ -494,35 +490,29 @@ def load_cost(path: str | Path, measured_on: Mapping[str, str] | None = None) ->
 
 
 def _plain(value: Any) -> Any:
-    """Lists, numbers and texts, as JSON has them."""
+    """An array or a dataclass as JSON has it."""
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if isinstance(value, (Piece, Grid)):
-        names = [one.name for one in fields(value) if not one.name.startswith("_")]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, Probe):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (tuple, list)) else value
+    names = [one.name for one in fields(value) if not one.name.startswith("_")]
+    return {name: getattr(value, name) for name in names}
 
 
 def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(one) for key, one in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
     grid = read["grid"]
     if grid is not None:
-        values = np.array(grid["values"], float)
-        grid = Grid(**{name: _tuples(value) for name, value in grid.items()} | {"values": values})
-    pieces = [
-        Piece(**{k: _tuples(v) for k, v in piece.items()} | {"nodes": tuple(piece["nodes"])})
-        for piece in read["pieces"]
-    ]
-    probes = [Probe(**{name: _tuples(value) for name, value in p.items()}) for p in read["probes"]]
-    plain = {k: _tuples(v) for k, v in read.items() if k not in ("format", "grid", "pieces")}
-    return MeasuredCost(**plain | {"grid": grid, "pieces": tuple(pieces), "probes": tuple(probes)})
+        grid = Grid(**grid | {"values": np.array(grid["values"], float)})
+    parts = {
+        "grid": grid,
+        "pieces": tuple(Piece(**one) for one in read["pieces"]),
+        "probes": tuple(Probe(**one) for one in read["probes"]),
+    }
+    return MeasuredCost(**{k: one for k, one in read.items() if k != "format"} | parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
