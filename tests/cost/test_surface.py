@@ -129,6 +129,11 @@ def test_outside_of_the_domain() -> None:
     assert cost.batch_bytes(1, 101) == cost.batch_bytes(2**62, 100) == MAX_BYTES
     with pytest.raises(CostError, match="at least 0 samples, got -1"):
         cost.batch_bytes(-1, 8)
+    unknown = Grid((1, 4), ((1, 100),), np.array([[1e6, 2.0**62], [2.0**62, 2.0**62]]), 0.0)
+    assert measured(pieces=(), grid=unknown).traced_bytes(1, [1, 100]).tolist() == [
+        10**6,
+        MAX_BYTES,
+    ]
     two = measured(PaddedCost(unit_bytes=(1, 2)))
     with pytest.raises(CostError, match=r"2 axes: expected sizes of shape \(…, 2\), got \(3,\)"):
         two.capacity([1, 2, 3], 100)

@@ -215,8 +215,9 @@ class MeasuredCost:
             total[mine] = piece.bytes_at(shapes[mine])
             left[mine] = False
         if self.grid is not None and left.any():
-            found = np.ceil(self.grid.bytes_at(shapes[left]) * (1 + self.raised))
-            total[left] = np.where(found < 2.0**62, found, MAX_BYTES)
+            found = np.ceil(self.grid.bytes_at(shapes) * (1 + self.raised))
+            left &= found < 2.0**62  # as a float, `MAX_BYTES` would be 2**63
+            total[left] = found[left]
         return total.reshape(shape)
 
     def flops_at(self, shapes: npt.ArrayLike) -> npt.NDArray[np.float64]:
