@@ -40,11 +40,11 @@ def room(mib: int = 200) -> int:
 @pytest.mark.parametrize("method", ["trace", "run", "auto"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_each_method_measures_it(method: Any, context: Callable[[], Any]) -> None:
-    """The report says that it was forward only, and nothing else; nothing is changed."""
+    """The report says that it was forward only; nothing is changed."""
     training, step = evaluation("encoder, fused attention", context)
     before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
     cost = measure_cost(step, training.make_batch, max_size=256, method=method, budget=room())
-    assert [NOTE in note for note in cost.notes] == [True]
+    assert sum(NOTE in note for note in cost.notes) == 1
     assert NOTE in cost.report()
     assert cost.margin < 0.1
     assert all(before[name].equal(t) for name, t in training.model.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -26,6 +27,7 @@ from torchbudget.errors import CostError
 from torchbudget.machine.device import device_memory
 from torchbudget.machine.process_tree import process_memory
 from torchbudget.progress import counting
+from torchbudget.random_state import RandomState
 from torchbudget.restoring import TrainingState, autocast_is_active
 from torchbudget.units import format_bytes
 
@@ -126,8 +128,11 @@ def measure_cost(
     subject.checks.check_parameters(contents=method != "trace")
     if autocast_is_active():
         subject.notes.append("measured inside an autocast, without its cache of casts")
-    with counting(unit="shapes", description="measuring", leave=False, delay_s=0) as advance:
-        subject.advance = advance
+    with ExitStack() as stack:
+        stack.callback(RandomState.take().restore)  # `make_batch` may draw
+        subject.advance = stack.enter_context(
+            counting(unit="shapes", description="measuring", leave=False, delay_s=0)
+        )
         cost = _measured(subject, method, room)
     for idle in subject.checks.idle_optimizers():
         subject.warn(

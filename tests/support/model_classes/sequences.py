@@ -356,7 +356,8 @@ def recurrent(kind: Any, layers: int, longest: int) -> Case:
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(WORDS, WIDTH)
-            self.body = kind(WIDTH, 40, layers, batch_first=True, bidirectional=True, dropout=0.2)
+            options = {"bidirectional": True, "dropout": 0.2 if layers > 1 else 0.0}
+            self.body = kind(WIDTH, 40, layers, batch_first=True, **options)
             self.head = nn.Linear(80, WORDS)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
