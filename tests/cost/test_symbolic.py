@@ -264,7 +264,9 @@ def test_a_loop_over_the_length_is_interpolated() -> None:
         assert cost.label(*shape) != "raised"
 
 
-ON_THE_GRID = pytest.mark.xfail(reason="interpolated: held-out shapes were not the worst ones")
+ON_THE_GRID = pytest.mark.xfail(
+    reason="interpolated: held-out shapes were not the worst ones, or minutes of traces", run=False
+)
 
 
 @pytest.mark.slow
