@@ -146,7 +146,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimit:
-    """What `limit_device_memory` has done; as text, what is limited and what is not.
+    """The limit that `limit_device_memory` has set; as text, the devices with and without one.
 
     Attributes:
         device: its name.

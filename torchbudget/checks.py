@@ -61,7 +61,7 @@ def check_flags(**flags: object) -> None:
 
 @runtime_checkable
 class HasSizeMultiple(Protocol):
-    """What rounds padded sizes up: a sampler or a stream, whose collate must round alike."""
+    """A sampler or a stream that rounds padded sizes up; its collate must round alike."""
 
     @property
     def size_multiple(self) -> int:

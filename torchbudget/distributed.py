@@ -1,4 +1,4 @@
-"""What is asked of `torch.distributed`, wherever it may not have been started."""
+"""Questions to `torch.distributed`, which may not have been started."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def keep(*tensors: torch.Tensor) -> None:
 
 @torch.inference_mode(False)  # see `keep`
 def gathered(value: T, group: Any = None) -> list[T]:
-    """What each rank of a group has passed, in the order of ranks; a collective.
+    """The object of each rank of a group, in the order of ranks; a collective.
 
     Args:
         value: may be pickled.
@@ -184,7 +184,7 @@ def _gathered(mine: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def failing_together(gather: Callable[[object], list[Any]]) -> Iterator[None]:
-    """What runs inside succeeds on all ranks, or raises on all of them; one small collective.
+    """Code inside succeeds on all ranks, or raises on all of them; one small collective.
 
     A rank that fails waits here for the others, which are at work still.
 

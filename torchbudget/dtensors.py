@@ -20,7 +20,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, in the same memory: the tensor itself where it is plain."""
+    """This rank's part of a tensor, in the same memory; a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():

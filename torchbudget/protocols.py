@@ -41,7 +41,7 @@ class SplittablePaddedBatch(SplittableBatch, Protocol):
 
     @property
     def padded_size(self) -> Sequence[int]:
-        """That size, one number for each ragged axis."""
+        """Padded lengths, one for each ragged axis."""
         ...
 
 
@@ -50,7 +50,7 @@ class Replannable(Protocol):
 
     @property
     def cost(self) -> Any:
-        """That batches are planned by."""
+        """The cost that batches are planned by."""
         ...
 
     def replan(self) -> float:
@@ -59,7 +59,7 @@ class Replannable(Protocol):
 
 
 class BatchMonitor(Protocol):
-    """What measures each batch of a training, such as a `MemoryMonitor`."""
+    """A monitor that measures each batch of a training, such as `MemoryMonitor`."""
 
     def batch(
         self, n: int | None = None, size: Sequence[int] | None = None, /
@@ -101,7 +101,7 @@ class DealsToRanks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         ...
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RandomState:
-    """Where the global random generators stand.
+    """States of the global random generators.
 
     Its fields are tensors and plain types, so that `dataclasses.asdict` of it can be saved with
     `torch.save` and loaded with `weights_only=True`.

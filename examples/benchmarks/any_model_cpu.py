@@ -31,9 +31,9 @@ over the epoch, / the whole budget; `seen` is the former as another process saw 
 the traced bytes of its tensors, as a share of them. Sizes are log-normal, an eighth of the largest
 size on average on every axis, clipped; an epoch is about N full batches of the median size.
 Recorded with `--steps 4 --budgets 1`, on a machine with five other jobs: `measuring` and `allowed`
-are seconds of computing in the rows of CTC, the mask and the LSTM, of waiting in others. The LSTM's
-row is of the present cost, the others of earlier states of it; no other process watched it. Experts
-by value are run only, 28 shapes with three batches each. Not recorded: graphs, chunked loss, 3 GiB.
+are seconds of computing in the rows of CTC, the mask and the LSTM, of waiting in others. All
+rows are of earlier states of the cost: the LSTM's workspace was not traced yet, and no other
+process watched that row. Experts by value are run only, 28 shapes with three batches each. Not recorded: graphs, chunked loss, 3 GiB.
 """  # noqa: E501  (tables)
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a batch costs."""
+"""Costs of batches, stated and measured."""

@@ -51,7 +51,7 @@ def agree(cost: T, budget: MemoryBudget | int | str) -> tuple[T, MemoryBudget]:
 
 
 class JoinedRanks:
-    """What ranks agree on, where a step reduces gradients over ranks or gathers parameters.
+    """Ranks that measure together, since the step reduces gradients or gathers parameters.
 
     Every method is a collective of the ranks that step together. Elsewhere each rank is on its own,
     and gets back what it passes.
@@ -87,7 +87,7 @@ class JoinedRanks:
         return min(gathered(value, self._group)) if self._joined else value
 
     def of_first(self, find: Callable[[], T]) -> T:
-        """What the first rank finds, where all of them look for it.
+        """The object that the first rank finds; every rank looks for it.
 
         What one of them raises, no rank waits for.
 
@@ -117,5 +117,5 @@ def reducing(state: TrainingState) -> Iterator[DistributedDataParallel]:
 
 
 def bucket_bytes(module: DistributedDataParallel) -> int:
-    """What gradients are summed in: a second copy of them, for as long as the module lives."""
+    """Bytes of DDP's buckets: a second copy of the gradients, for as long as the module lives."""
     return sum(p.nbytes for p in module.module.parameters() if p.requires_grad)

@@ -42,7 +42,7 @@ _IN_FLOAT32: Final = (
 
 @dataclass(frozen=True, slots=True)
 class AssumedCuda:
-    """What is assumed of a CUDA device that no step runs on.
+    """Assumptions about a CUDA device that no step runs on.
 
     Attributes:
         expandable: whether the allocator's segments are expandable.
@@ -83,7 +83,7 @@ class AssumedCuda:
         )
 
     def notes(self) -> list[str]:
-        """What is assumed, for the report."""
+        """The assumptions, for the report."""
         context, workspaces = format_bytes(CONTEXT_BYTES), format_bytes(self.workspace_bytes)
         assumed = (
             f"predicted for CUDA, never compared with a card: storages in blocks of "

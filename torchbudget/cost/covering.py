@@ -42,7 +42,7 @@ _MANY: Final = 2**20
 
 @dataclass(slots=True, eq=False)
 class Covering:
-    """What traces have shown of a step.
+    """Findings of traces about a step.
 
     Attributes:
         subject: the step and its batches.

@@ -264,7 +264,7 @@ def _traced_or_run(subject: Subject, method: Method, room: int) -> MeasuredCost 
 
 
 def _beside_tensors(subject: Subject) -> int:
-    """What the process has in memory beside the step's own tensors, in whole 64 MiB."""
+    """Bytes of the process beside the step's own tensors, in whole 64 MiB."""
     if _is_cuda(subject):
         return 0
     own = sum(tensor.nbytes for tensor in subject.state.tensors())
@@ -292,7 +292,7 @@ def _on_cuda(subject: Subject, cost: MeasuredCost, assumed: AssumedCuda) -> Meas
 
 
 def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
-    """What a cost of this step depends on, beside the shapes: model, dtype, device, torch.
+    """Describe the model, dtype, device and torch that a cost of this step depends on.
 
     Of the model also what parameters do not show and memory does: whether modules are marked to
     compute their activations again in backward, as transformers and torch's `CheckpointWrapper`
@@ -334,7 +334,7 @@ def _checkpointing(modules: Iterable[nn.Module]) -> str:
 
 
 def _attention(modules: Iterable[nn.Module]) -> str:
-    """What the configurations of transformers' models say; some change it for parts of a model."""
+    """Attention as configurations of transformers' models state it; parts of a model may differ."""
     configs = (getattr(module, "config", None) for module in modules)
     # Configurations have no public name for what is in force.
     found = {getattr(config, "_attn_implementation", None) for config in configs}

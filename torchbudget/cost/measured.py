@@ -41,7 +41,7 @@ _BEYOND_BYTES: Final = 2**45
 
 @dataclass(slots=True, eq=False)
 class _Observations:
-    """What `observe` has found: the one mutable part of a cost.
+    """Findings of `observe`: the one mutable part of a cost.
 
     Attributes:
         margin: the least that covers every step.
@@ -380,7 +380,7 @@ class MeasuredCost:
         return self.report()
 
     def report(self) -> str:
-        """What the cost rests on, its probes with their errors, and what a budget holds."""
+        """Report the probes with their errors, and the samples that a budget holds."""
         titles = "samples", "size", "measured", "predicted", "error", "known as", "seconds", "probe"
         lines = [_ROW.format(*titles)]
         worst: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a cost is made of: expressions that hold for some shapes, and a grid for the others."""
+"""Parts of a cost: expressions that hold for some shapes, and a grid for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan needs of a cost: two vectorised, monotone functions."""
+"""The cost that a plan needs: two vectorised, monotone functions."""
 
 from __future__ import annotations
 

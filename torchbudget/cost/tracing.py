@@ -59,7 +59,7 @@ _MOST_CELLS: Final = 10**7  # of arrays of events by shapes
 
 
 class ValueDependentError(CostError):
-    """What the step allocates depends on the values of tensors, not only on their shapes."""
+    """The step's allocations depend on the values of tensors, not only on their shapes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -436,7 +436,7 @@ class _Counter(TorchDispatchMode):
     def trace(
         self, env: Any, symbols: Sequence[Any], shape: Shape, starts: tuple[int, int]
     ) -> Trace:
-        """What was recorded."""
+        """Return the recorded trace."""
         expressions = Expressions()
         numbers: dict[Any, int] = {}
         events = [numbers.setdefault(size, len(numbers)) for size, _ in self.events]

@@ -41,7 +41,7 @@ _OTHER: Final = 2**32  # between the seeds of training's and of validation's wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """What one epoch did, over all ranks.
+    """Figures of one epoch, over all ranks.
 
     Attributes:
         number: of the epoch, from 0.
@@ -423,7 +423,7 @@ class _Run:
         return self.patience is None or len(losses) - 1 - best < self.patience
 
     def _losses(self) -> list[float]:
-        """Of validation; infinite where there is none, or where it is NaN."""
+        """Validation losses; infinity for none, and for NaN."""
         losses = (epoch.validation for epoch in self.history)
         return [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
 
@@ -529,7 +529,7 @@ class _EpochLoader:
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:
-    """Those that a loader and its samplers draw from, each once."""
+    """Generators that a loader and its samplers draw from, each once."""
     sampler = getattr(loader, "batch_sampler", None)
     owners = (loader, getattr(loader, "sampler", None), sampler, getattr(sampler, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]

@@ -39,7 +39,7 @@ class _Unread(Generic[Number]):
 
 @dataclass(frozen=True, kw_only=True)  # without slots, since `_Unread` keeps values in `vars`
 class Step:
-    """What one optimizer step did, over all ranks.
+    """Figures of one optimizer step, over all ranks.
 
     `loss` and `gradient_norm` are read from the device, both at once, when one of them is first
     asked for, which waits for the step to end there.
@@ -76,7 +76,7 @@ def read_at_once(tensors: Sequence[Tensor | None]) -> list[float | None]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pending:
-    """What was accumulated on this rank: in the open micro-batch, or since the last step.
+    """Sums of this rank: of the open micro-batch, or since the last step.
 
     Attributes:
         micro_batches: parts of a micro-batch that was split count once.

@@ -104,7 +104,7 @@ class DistributedModules:
             yield from (group for group in groups if group is not None)
 
     def divisors(self) -> dict[int, float]:
-        """What FSDP2 divides the sum over ranks by, for the id of each parameter that it reduces.
+        """Divisors of FSDP2's sum over ranks, by the id of each parameter that it reduces.
 
         Raises:
             OptionError: this version of torch does not say.
@@ -122,7 +122,7 @@ class DistributedModules:
         return found
 
     def summed(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters whose gradients the accumulator sums over ranks.
+        """Parameters whose gradients the accumulator sums over ranks.
 
         Not those that FSDP2 reduces, nor those that DDP was told to ignore, which are each rank's
         own. A parameter that no such module contains is summed.
