@@ -110,7 +110,7 @@ def test_a_loaded_position_is_not_discarded_in_silence() -> None:
     sampler.set_epoch(1)
     assert (len(sampler), sampler.batches_left) == (len(fresh), len(fresh))
     sampler.load_state_dict(over)
-    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) goes back .* epoch 1"):
+    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) discards .* epoch 1"):
         sampler.set_epoch(0)
     sampler.set_epoch(5)  # a choice, where nothing is loaded any more: no warning
     sampler.load_state_dict(over)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_threads_run_at_a_time_and_end() -> None:
         return sample
 
     source = Numbered(SIZES[:640])
-    with make(source, window=640, transforms=[meet], threads=8) as stream:
+    with closing(make(source, window=640, transforms=[meet], threads=8)) as stream:
         assert numbers(list(stream)) == list(range(640))
         assert set(threading.enumerate()) == before
         batches = iter(stream)

@@ -81,7 +81,7 @@ def test_another_epoch_puts_a_state_aside() -> None:
     saved, stream = make(), make()
     list(saved)
     stream.load_state_dict(saved.state_dict())
-    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) goes back .* epoch 1"):
+    with pytest.warns(DiscardedStateWarning, match=r"set_epoch\(0\) discards .* epoch 1"):
         stream.set_epoch(0)
     assert list(stream) == list(make())
 
