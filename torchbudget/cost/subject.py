@@ -27,7 +27,7 @@ Size: TypeAlias = tuple[int, ...]
 _MOST_AXES: Final = 8
 # The smallest size, as a share of the largest one, where neither it nor sizes are given.
 _SMALLEST: Final = 1 / 64
-# A batch of a probe or of a concrete trace takes at most this, and has at most so many samples.
+# Limits of the batch of a probe or a concrete trace: its bytes, and its number of samples.
 _BATCH_BYTES: Final = 2**28
 _MOST_SAMPLES: Final = 2**16
 # Fractions of the range of sizes, on a logarithmic scale, at which steps are run.
@@ -119,7 +119,7 @@ class Domain:
         return list(dict.fromkeys(self.between(share) for share in _JUDGED))
 
     def draw(self, count: int, most_samples: int, seed: int = 0) -> IntArray:
-        """Shapes of any number of samples, geometrically, corners among them: `(S, 1 + d)`."""
+        """Draw shapes, `(S, 1 + d)`, geometrically in n and in sizes; corners are among them."""
         rng = np.random.default_rng(seed)
         shares = rng.beta(0.7, 0.7, (count, self.axes))  # more at the ends than in between
         corners = list(product((0.0, 1.0), repeat=self.axes))
@@ -132,7 +132,7 @@ class Domain:
         return np.unique(np.concatenate(both), axis=0)
 
     def recipe_shapes(self) -> list[Shape]:
-        """Small shapes that tell apart how a batch's sizes follow from its shape."""
+        """Small shapes that show how a batch's dimensions follow from its shape."""
         if self.known is not None:
             # Of many sizes, some from short to long; short ones take little memory.
             order = np.argsort(self.known.prod(axis=1), kind="stable")

@@ -50,7 +50,7 @@ class MemoryPool:
     """Memory that is limited together.
 
     Attributes:
-        name: what it is, for people: `"machine"`, a control group's folder, `"/dev/shm"`,
+        name: its name in messages: `"machine"`, a control group's folder, `"/dev/shm"`,
             `"cuda:0"`.
         limit_bytes: its size.
         used_bytes: bytes in use that cannot be reclaimed, this job's included.

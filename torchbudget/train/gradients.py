@@ -1,6 +1,6 @@
 """Gradients of all ranks: their sum, their norm, and the largest of them.
 
-Of a DTensor, as tensor parallelism and FSDP2 make them, this rank has a part.
+Tensor parallelism and FSDP2 make DTensors, of which each rank holds a part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BUCKET_BYTES: Final = 64 * 2**20
 
 
 class GradientSums:
-    """Replaces each parameter's gradient by its sum over all ranks; of DTensors, their local parts.
+    """Replaces each parameter's gradient, of a DTensor its local part, by the sum over all ranks.
 
     A gradient that is missing on this rank counts as 0. One that is missing on every rank stays
     missing, and the optimizer leaves its parameter alone.
@@ -159,8 +159,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 def largest_share(gradients: Sequence[Tensor]) -> Tensor:
     """The largest of all gradients, as a share of the largest number that its dtype has.
 
-    Of plain gradients and DTensors together, whole on every rank, and not read. It is infinite
-    where any of them is not finite. This rank's part of a DTensor may be empty.
+    Plain gradients and DTensors count together. The share is the same on every rank, stays on the
+    device, and is infinite where a gradient is not finite. A rank's part of a DTensor may be empty.
     """
     found: list[Tensor] = []
     for mesh, kind in _by_mesh(gradients).items():
@@ -182,12 +182,12 @@ def _by_mesh(gradients: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
 def _largest_share(parts: Sequence[Tensor]) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
-        if part.numel():  # nothing has no largest one
+        if part.numel():  # an empty part has no largest element
             by_dtype.setdefault(part.dtype, []).append(part)
     shares = [torch.zeros((), device=parts[0].device)]
     for dtype, alike in by_dtype.items():
         norm = nn.utils.get_total_norm(alike, math.inf)
-        # A share of float16 is not one of its numbers; of float64 it is divided there.
+        # float16 has no number as small as a share: it is taken in float32, in float64 of float64.
         wide = norm if norm.dtype is torch.float64 else norm.float()
         shares.append((wide / torch.finfo(dtype).max).float().to(shares[0].device))
     share = torch.stack(shares).max()
