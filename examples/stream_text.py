@@ -80,7 +80,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     def make_batch(n: int, length: int) -> PaddedBatch:
-        return PadCollate()([to_sample(b"a" * length, arguments.max_length)] * n)
+        return PadCollate()([to_sample(b"a" * (length - 1), arguments.max_length)] * n)
 
     def make_stream() -> BudgetedIterableDataset:
         return BudgetedIterableDataset(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,10 @@ def within_a_minute() -> Iterator[None]:
 # ---------------------------------------------------------------------- processes
 
 
-def train_to_the_end(folder: Path, pause_s: float) -> None:
+def train_to_the_end(folder: Path, begins: Event, pause_s: float) -> None:
     # Workers start as anywhere else: those of a forkserver would watch that one, not this process.
     multiprocessing.set_start_method(None, force=True)
+    begins.set()
     Training("stream", num_workers=1).fit(lambda _: time.sleep(pause_s), folder=folder)
 
 
@@ -80,9 +82,11 @@ def test_a_process_that_is_killed_at_ten_random_places(tmp_path: Path) -> None:
     chance, folder = random.Random(0), tmp_path / "killed"
     kills = 0
     while kills < 10:
-        process = context.Process(target=train_to_the_end, args=(folder, 0.05))
+        begins = context.Event()
+        process = context.Process(target=train_to_the_end, args=(folder, begins, 0.1))
         process.start()
-        process.join(0.5 + chance.random())
+        assert begins.wait(60)
+        process.join(chance.uniform(0.1, 1))
         if process.is_alive():
             workers += psutil.Process(process.pid).children(recursive=True)
         kills += process.is_alive()
