@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -62,18 +64,17 @@ def costs(draw: st.DrawFn, axes: int = 1) -> MeasuredCost:
         pieces.append(made)
     grid = None
     if draw(st.booleans()):
-        numbers = np.array([1, 4, 64])
-        sizes = (np.array([1, 40, LARGEST]),) * axes
-        area = np.prod(np.meshgrid(numbers, *sizes, indexing="ij"), axis=0, dtype=float)
+        sizes, numbers = ((1, 40, LARGEST),) * axes, (1, 4, 64)
+        area = np.outer([math.prod(one) for one in product(*sizes)], numbers)
         stairs = draw(st.integers(0, 10**5)) * np.ceil(area / draw(st.integers(1, 100)))
-        floor = draw(st.integers(0, 10**6))
-        each = tuple(tuple(one.tolist()) for one in sizes)
-        grid = Grid((1, 4, 64), each, floor + stairs, float(floor))
+        values = tuple(map(tuple, (draw(st.integers(0, 10**6)) + stairs).tolist()))
+        raised = draw(st.sampled_from([0.0, 0.1])), draw(st.sampled_from([0.0, 1e5]))
+        grid = Grid(sizes, (numbers,) * len(values), values, 64, MAX_BYTES, *raised)
     return MeasuredCost(
         pieces=tuple(pieces), grid=grid, smallest=(1,) * axes, largest=(LARGEST,) * axes,
         multiple=draw(st.sampled_from([1, 7])), margin=draw(st.floats(0, 0.5)),
         offset=draw(st.sampled_from([0.0, 1e5])), scale=draw(st.sampled_from([1.0, 1.37])),
-        raised=draw(st.sampled_from([0.0, 0.1])), empty=draw(st.integers(0, 10**5)),
+        empty=draw(st.integers(0, 10**5)),
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_outside_of_the_domain() -> None:
     assert cost.batch_bytes(1, 101) == cost.batch_bytes(2**62, 100) == MAX_BYTES
     with pytest.raises(CostError, match="at least 0 samples, got -1"):
         cost.batch_bytes(-1, 8)
-    unknown = Grid((1, 4), ((1, 100),), np.array([[1e6, 2.0**62], [2.0**62, 2.0**62]]), 0.0)
+    unknown = Grid(((1, 100),), ((1, 4), ()), ((1e6, 2e6), ()), 4)
     assert measured(pieces=(), grid=unknown).traced_bytes(1, [1, 100]).tolist() == [
         10**6,
         MAX_BYTES,
@@ -220,6 +221,6 @@ def test_what_is_not_packed() -> None:
     for total in (size, square):
         with pytest.raises(CostError, match="a packed batch must cost a constant and a share"):
             measured(pieces=(piece(nodes, total),), largest=(99,)).packed()
-    grid = Grid((1, 2), ((1, 9),), np.ones((2, 2)), 0.0)
+    grid = Grid(((1, 9),), ((1, 2),) * 2, ((1.0, 1.0),) * 2, 2)
     with pytest.raises(CostError, match="interpolated"):
         measured(pieces=(), grid=grid, largest=(9,)).packed()

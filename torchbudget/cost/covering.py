@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from torchbudget.cost.batch_recipe import Recipe, Shape
 from torchbudget.cost.expressions import UntraceableError
-from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe
+from torchbudget.cost.pieces import NOT_HELD, Grid, Piece, Probe, along
 from torchbudget.cost.protocol import FloatArray, IntArray
 from torchbudget.cost.subject import Subject
 from torchbudget.cost.tracing import Trace, Tracer, ValueDependentError
@@ -27,13 +27,19 @@ _DRAWN: Final = 400
 _POOR: Final = 0.03
 _MOST_POOR: Final = 3
 _MOST_PIECES: Final = 8
+# Samples up to which traces are compared; with a budget, more where they fit.
+_COMPARED: Final = 256
+_MOST_COMPARED: Final = 2**13
 # The first pieces are compared with concrete traces.
 _VERIFIED: Final = 2
-# A grid is refined while the middle of a cell is further off, and until there are so many traces.
-_OVER: Final = 0.02
-_UNDER: Final = 0.002
-_MOST_TRACES: Final = 60
-_MOST_SECONDS: Final = 120.0
+# A grid is refined while the middle of a cell is further off, for so many seconds.
+_OFF: Final = 0.01
+# Numbers of samples of a column are no nearer than this to one another.
+_NEAR: Final = 1.5
+_MOST_SECONDS: Final = 60.0
+# A trace that takes so many times as long as one of a few samples loops over what grows.
+_LOOPING: Final = 16
+_LEAST_SECONDS: Final = 5.0
 # Of a CTC model with strides, 8 held-out shapes showed 0.4 % of the 2.5 % that others were too low.
 _HELD_OUT: Final = 24
 # Beyond these the kept sums are looked for, too: of many samples others are the peak.
@@ -47,11 +53,10 @@ class Covering:
     Attributes:
         subject: the step and its batches.
         tracer: of the step.
-        most_n: samples up to which traces are compared.
         room: bytes beyond which no shape matters; `None`: all matter.
+        most_n: samples up to which traces are compared.
         pieces: for shapes that they hold.
         grid: for the others; `None`: there are none.
-        raised: the share by which the grid's bytes are raised, the largest error found.
         probes: the concrete traces.
         empty: bytes that live between steps.
         reason: why no piece holds everywhere.
@@ -59,19 +64,21 @@ class Covering:
 
     subject: Subject
     tracer: Tracer
-    most_n: int
-    room: int | None = None
+    room: int | None
+    most_n: int = _COMPARED
     pieces: list[Piece] = field(default_factory=list)
     grid: Grid | None = None
-    raised: float = 0.0
     probes: list[Probe] = field(default_factory=list)
     empty: int = 0
     reason: str = ""
     _traces: list[Trace] = field(default_factory=list)
     _harmless: list[set[tuple[int, ...]]] = field(default_factory=list)
-    _columns: dict[tuple[int, ...], Trace | None] = field(default_factory=dict)
+    _recipe: Recipe | None = None  # while symbols do for numbers of samples
+    _symbolic: dict[tuple[int, ...], Trace] = field(default_factory=dict)
+    _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
+    _limit: float = 0.0
 
     def cover(self) -> None:
         """Trace until every shape of the domain is held by a piece or in the grid.
@@ -79,7 +86,14 @@ class Covering:
         Raises:
             CostError: the step cannot be traced at all.
         """
-        self._deadline = time.process_time() + _MOST_SECONDS
+        start, smallest = time.process_time(), self.subject.domain.smallest
+        two = self._at((2, *smallest))
+        self._limit = max(_LOOPING * (time.process_time() - start), _LEAST_SECONDS)
+        self._deadline = start + _MOST_SECONDS
+        if self.room is not None:
+            fitting = self.room // max(two - self._at((1, *smallest)), 1)
+            self.most_n = min(max(fitting, _COMPARED), _MOST_COMPARED)
+        self.most_n = min(self.most_n, self.subject.most_samples(smallest))
         shapes = self.subject.domain.draw(_DRAWN, self.most_n)
         left = np.ones(len(shapes), bool)
         recipe = None
@@ -129,7 +143,7 @@ class Covering:
 
     def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
-            trace = self.tracer.symbolic(recipe, shape)
+            trace = self.tracer.symbolic(recipe, shape, self._limit)
             trace.failed([shape])
             trace.piece([shape], []).in_n(np.array([shape[1:]]))
             if len(self._traces) < _VERIFIED:
@@ -205,10 +219,10 @@ class Covering:
         limited = (n, *shape[1:])
         return shape if trace is not None and trace.failed([limited]).any() else limited
 
-    def _at(self, shape: Shape) -> int:
+    def _at(self, shape: Shape, most_seconds: float = math.inf) -> int:
         """The bytes of a concrete trace."""
         if shape not in self._concrete:
-            self._concrete[shape] = self.tracer.concrete(shape)
+            self._concrete[shape] = self.tracer.concrete(shape, most_seconds)
             peak = int(self._concrete[shape].peaks([shape])[0])
             self.probes.append(Probe(shape[0], shape[1:], peak, held_out=True, how="trace"))
             self.subject.advance(1)
@@ -217,22 +231,18 @@ class Covering:
     # The grid.
 
     def _make_grid(self, recipe: Recipe | None, left: IntArray) -> None:
-        """Trace nodes, and more of them where the middle between two is predicted badly."""
+        """Trace columns, and more of them where the one between two is predicted badly."""
         domain = self.subject.domain
-        columns = recipe is not None and self._has_columns(recipe, left)
-        if columns:
-            numbers = [2**k for k in range(int(self.most_n).bit_length())]
-        else:
-            numbers = sorted({1, *np.rint(np.geomspace(2, self.most_n, 4)).astype(int).tolist()})
         count = {1: 5, 2: 3}.get(domain.axes, 2)
         sizes = [
             sorted({domain.between(share)[axis] for share in np.linspace(0, 1, count)})
             for axis in range(domain.axes)
         ]
-        done: set[tuple[Any, ...]] = set()
+        specialised = {k for trace in self._traces for k in self._specialised(trace)}
+        self._recipe = None if 0 in specialised else recipe
+        done: set[tuple[int, int, int]] = set()
         while True:
-            value = partial(self._bytes_of, numbers=numbers, recipe=recipe if columns else None)
-            self.grid = self._grid_of(numbers, sizes, value)
+            grid = self.grid = self._grid_of(sizes)
             worst, at = 1.0, None
             for axis, nodes in enumerate(sizes):
                 for low, high in pairwise(nodes):
@@ -241,33 +251,34 @@ class Covering:
                         continue
                     others = [one[-1] for one in sizes]
                     others[axis] = middle
-                    size = tuple(others)
-                    real, found = value(size), self.grid.at(np.array([size]))[:, 0]
-                    off = self._off(found / real - 1, real)
+                    column = self._column((*others,))
+                    real = np.array([*column.values()])
+                    off = self._off(grid.bytes_at([(n, *others) for n in column]), real)
                     if off <= 1:
                         done.add((axis, low, high))
                     if off > worst:
                         worst, at = off, (axis, middle)
-            if at is not None and self._has_time():
+            if at is not None:
                 sizes[at[0]] = sorted({*sizes[at[0]], at[1]})
                 continue
-            worst_shape = self._hold_out(self.grid, left)
-            if self.raised <= _OVER or not self._has_time(2 * _MOST_TRACES):
+            outlier = self._hold_out(grid, left)
+            if self.grid.raised_share <= _OFF or not self._has_time():
                 break
-            # One outlier raises all shapes: its n and its sizes become nodes.
-            n, *outlier = worst_shape
-            numbers = sorted({*numbers, n})
-            sizes = [sorted({*one, new}) for one, new in zip(sizes, outlier, strict=True)]
+            # It would raise others, too: it becomes a node.
+            self._column(outlier[1:], outlier[0])
+            sizes = [sorted({*one, new}) for one, new in zip(sizes, outlier[1:], strict=True)]
 
-    def _off(self, errors: FloatArray, real: FloatArray) -> float:
-        """The largest error of shapes that fit the budget, as a multiple of what is allowed."""
-        if self.room is not None and (real < self.room).any():
-            errors = errors[real < self.room]
-        return float(np.maximum(errors / _OVER, -errors / _UNDER).max())
+    def _off(self, found: FloatArray, real: FloatArray) -> float:
+        """The largest error of bytes that fit the budget, as a multiple of what is allowed."""
+        errors = (found / real - 1)[np.minimum(real, found) <= self._room]
+        return float(np.abs(errors).max(initial=0.0)) / _OFF
 
-    def _has_time(self, most: int = _MOST_TRACES) -> bool:
-        traces = self.tracer.num_symbolic + self.tracer.num_concrete
-        return traces < most and time.process_time() < self._deadline
+    @property
+    def _room(self) -> float:
+        return math.inf if self.room is None else self.room
+
+    def _has_time(self) -> bool:
+        return time.process_time() < self._deadline
 
     def _middle(self, axis: int, low: int, high: int) -> int | None:
         """A size between two on an axis, on a logarithmic scale; of known ones, one of them."""
@@ -280,80 +291,81 @@ class Covering:
         middle = -(-round(wanted) // domain.multiple) * domain.multiple
         return middle if low < middle < high else None
 
-    def _grid_of(
-        self,
-        numbers: list[int],
-        sizes: list[list[int]],
-        value: Callable[[tuple[int, ...]], FloatArray],
-    ) -> Grid:
-        shape = (len(numbers), *map(len, sizes))
-        at: Any
-        values = np.zeros(shape)
-        for at in product(*(range(len(one)) for one in sizes)):
-            size = tuple(one[k] for one, k in zip(sizes, at, strict=True))
-            values[(slice(None), *at)] = value(size)
-        return Grid(tuple(numbers), tuple(map(tuple, sizes)), values, float(values.min()))
+    def _grid_of(self, sizes: list[list[int]]) -> Grid:
+        columns = [self._column(size) for size in product(*sizes)]
+        numbers = tuple(tuple(column) for column in columns)
+        values = tuple(tuple(column.values()) for column in columns)
+        return Grid(tuple(map(tuple, sizes)), numbers, values, self.most_n)
 
-    def _has_columns(self, recipe: Recipe, left: IntArray) -> bool:
-        """Whether a symbolic trace at one size holds for several numbers of samples."""
-        if 0 in {k for trace in self._traces for k in self._specialised(trace)}:
-            return False
-        return self._column_of(recipe, tuple(left[len(left) // 2][1:].tolist())) is not None
+    def _column(self, size: tuple[int, ...], also: int = 1) -> dict[int, float]:
+        """Bytes of a size at numbers of samples between which they are nearly on a line.
 
-    def _column_of(self, recipe: Recipe, size: tuple[int, ...]) -> Trace | None:
-        if size not in self._columns:
-            n = next(one for one in (11, 13, 17, 19) if one not in size)
+        Args:
+            size: of the samples.
+            also: a number that is one of them.
+        """
+        known = self._columns.setdefault(size, {})
+        value = partial(self._value, size)
+        begun = time.process_time()
+        known.update({n: value(n) for n in (1, 2, also) if n not in known})
+        limit = max(_LOOPING * (time.process_time() - begun), _LEAST_SECONDS)
+        low, high = sorted(known)[-2:]
+        most = min(self.most_n, self.subject.most_samples(size))
+        while known[high] < self._room and high < most:
+            slope = max((known[high] - known[low]) / (high - low), 1e-9)
+            aim = high + (self._room - known[high]) / slope
+            low, high = high, int(min(max(aim, 2 * high), 16 * high, most))
             try:
-                trace = self.tracer.symbolic(recipe, (n, *size))
-                held = ~trace.failed([(2 * n + 1, *size), (n, *size)]).any(axis=0)
-                self._columns[size] = trace if held.all() else None
-            except (UntraceableError, ValueDependentError) as error:
-                self.reason = str(error)
-                self._columns[size] = None
-            self.subject.advance(1)
+                known[high] = value(high, limit)
+            except UntraceableError:  # a loop over the samples
+                most = self.most_n = max(high // 8, low)
+                high = low
+                low = sorted(known)[-2]
+        intervals = list(pairwise(sorted(known)))
+        while intervals and self._has_time():
+            low, high = intervals.pop(0)
+            middle = round((low * high) ** 0.5)
+            if high > _NEAR * low and known[low] < self._room:
+                found = along((low, high), (known[low], known[high]), [middle])
+                known[middle] = value(middle)
+                if self._off(found, np.array([known[middle]])) > 1:
+                    intervals += [(low, middle), (middle, high)]
+        self._columns[size] = dict(sorted(known.items()))
         return self._columns[size]
 
-    def _bytes_of(
-        self, size: tuple[int, ...], numbers: list[int], recipe: Recipe | None
-    ) -> FloatArray:
-        """Bytes of a size for all numbers, with n as a symbol or by a concrete trace of each.
+    def _value(self, size: tuple[int, ...], n: int, most_seconds: float = math.inf) -> float:
+        """Bytes of a shape, by a trace with n as a symbol if one holds there.
 
-        Beyond the budget, and beyond what a batch may have, concrete ones go on as a line.
+        Raises:
+            UntraceableError: it takes too long.
         """
-        trace = None if recipe is None else self._column_of(recipe, size)
-        if trace is not None:
-            shapes = np.array([(n, *size) for n in numbers])
-            values = trace.peaks(shapes).astype(float)
-            # Other conditions on n are rare: held-out shapes show them.
-            if trace.failed(shapes[:1]).any():
-                values[0] = self._at((numbers[0], *size))
-            return values
-        most = self.subject.most_samples(size)
-        values = np.zeros(len(numbers))
-        for k, n in enumerate(numbers):
-            over = k > 1 and self.room is not None and values[k - 1] > self.room
-            if k > 1 and (over or n > most):
-                slope = (values[k - 1] - values[k - 2]) / (numbers[k - 1] - numbers[k - 2])
-                values[k] = values[k - 1] + slope * (n - numbers[k - 1])
-            else:
-                values[k] = self._at((n, *size))
-        return values
+        if self._recipe is not None and size not in self._symbolic:
+            first = next(one for one in (11, 13, 17, 19) if one not in size)
+            try:
+                self._symbolic[size] = self.tracer.symbolic(self._recipe, (first, *size))
+            except (UntraceableError, ValueDependentError) as error:
+                self.reason, self._recipe = str(error), None
+            self.subject.advance(1)
+        trace = self._symbolic.get(size)
+        if trace is None or trace.failed([(n, *size)]).any():
+            return float(self._at((n, *size), most_seconds))
+        return float(trace.peaks([(n, *size)])[0])
 
     def _hold_out(self, grid: Grid, left: IntArray) -> Shape:
         """Raise the grid by the largest error on shapes that are no nodes; return that shape."""
+        left = left[(left[:, 0] <= grid.most) & (grid.bytes_at(left) <= self._room)]
+        worst: Shape = (1, *self.subject.domain.smallest)
+        share = most = 0.0
         for shape in np.random.default_rng(2).permutation(left)[:_HELD_OUT].tolist():
             if time.process_time() > self._deadline + _MOST_SECONDS / 2:
                 break
-            self._at(self._limited(tuple(shape)))
-        shapes = np.array([(probe.n, *probe.size) for probe in self.probes])
-        found = grid.bytes_at(shapes)
-        errors = np.array([probe.peak_bytes for probe in self.probes]) / found - 1
-        counts = np.ones(len(shapes), bool) if self.room is None else found < 2 * self.room
-        for trace in self._traces:
-            counts &= trace.failed(shapes).any(axis=0)
-        errors[~counts] = 0.0
-        self.raised = float(errors.max(initial=0.0))
-        return tuple(shapes[errors.argmax()].tolist())
+            shape = self._limited(tuple(shape))
+            found = float(grid.bytes_at([shape])[0])
+            off = self._at(shape) - found
+            worst = shape if off > share * found else worst
+            share, most = max(share, off / found), max(most, off)
+        self.grid = replace(grid, raised_share=share, raised_bytes=most)
+        return worst
 
     def _note_what_is_left(self, trace: Trace) -> None:
         shape = tuple(self.subject.domain.draw(1, self.most_n)[0].tolist())
@@ -369,9 +381,10 @@ class Covering:
             )
         if self.grid is not None:
             why = self.reason and f" ({self.reason})"
+            most = format_bytes(math.ceil(self.grid.raised_bytes))
             self.subject.notes.append(
                 f"interpolated where no expression holds{why}; the largest error on other shapes, "
-                f"{self.raised:.2%}, is added there"
+                f"{self.grid.raised_share:.2%}, but no more than {most}, is added there"
             )
 
 

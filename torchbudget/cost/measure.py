@@ -33,9 +33,6 @@ from torchbudget.units import format_bytes
 
 Method: TypeAlias = Literal["auto", "trace", "run"]
 
-# Samples up to which symbolic and concrete traces are compared; with a budget, more where they fit.
-_COMPARED: Final = 256
-_MOST_COMPARED: Final = 2**13
 # What the process has beside tensors is rounded up to this, so that a little more changes nothing.
 _ROUNDED_BYTES: Final = 2**26
 _UNSEEN_ON_CPU: Final = (
@@ -221,15 +218,7 @@ def _traced(subject: Subject, room: int | None) -> MeasuredCost:
     tracer = Tracer(
         subject.step, subject.batch, subject.state, checks=subject.checks, target=subject.target
     )
-    most = _COMPARED
-    if room is not None:
-        shape = (2, *domain.smallest)
-        grown = (
-            tracer.concrete(shape).peaks([shape])[0]
-            - tracer.concrete((1, *shape[1:])).peaks([(1, *shape[1:])])[0]
-        )
-        most = int(min(max(room // max(int(grown), 1), _COMPARED), _MOST_COMPARED))
-    covering = Covering(subject, tracer, min(most, subject.most_samples(domain.smallest)), room)
+    covering = Covering(subject, tracer, room)
     covering.cover()
     return MeasuredCost(
         pieces=tuple(covering.pieces),
@@ -239,7 +228,6 @@ def _traced(subject: Subject, room: int | None) -> MeasuredCost:
         multiple=domain.multiple,
         median=domain.median,
         empty=covering.empty,
-        raised=covering.raised,
         probes=tuple(covering.probes),
     )
 

@@ -84,7 +84,6 @@ class MeasuredCost:
         margin: share of every prediction that is added to it.
         offset: bytes that runs showed beside the traced ones.
         scale: bytes that runs showed for each traced one, at least 1.
-        raised: share that the grid's bytes are raised by, the largest error on other shapes.
         seconds: coefficients of a step's time: 1, n and floating-point operations; `None` where no
             step was timed.
         parts: traced bytes of parameters, gradients and optimizer state, by name.
@@ -105,7 +104,6 @@ class MeasuredCost:
     margin: float = 0.0
     offset: float = 0.0
     scale: float = 1.0
-    raised: float = 0.0
     seconds: tuple[float, float, float] | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
     room: int | None = None
@@ -133,7 +131,7 @@ class MeasuredCost:
         if key not in self._tables:
             self._tables[key] = Surface.of(
                 self._levels(), self.pieces, self.grid, empty=self.empty, offset=self.offset,
-                scale=self.scale, raised=self.raised,
+                scale=self.scale,
             )  # fmt: skip
         found: Surface = self._tables[key]
         return found
@@ -159,9 +157,7 @@ class MeasuredCost:
         if "time" not in self._tables:
             fixed, each, flop = (1e9 * one for one in self.seconds)
             pieces = [replace(p, sums=(((p.flops, 1),),), granularity=1) for p in self.pieces]
-            grid = self.grid
-            if grid is not None:
-                grid = replace(grid, values=grid.values - grid.floor, floor=0.0, reached=MAX_BYTES)
+            grid = None if self.grid is None else self.grid.without_floor()
             surface = Surface.of(
                 self._levels(), pieces, grid, empty=0, offset=fixed, scale=flop or 1e-30
             )
@@ -215,7 +211,7 @@ class MeasuredCost:
             total[mine] = piece.bytes_at(shapes[mine])
             left[mine] = False
         if self.grid is not None and left.any():
-            found = np.ceil(self.grid.bytes_at(shapes) * (1 + self.raised))
+            found = np.ceil(self.grid.bytes_at(shapes))
             left &= found < 2.0**62  # as a float, `MAX_BYTES` would be 2**63
             total[left] = found[left]
         return total.reshape(shape)
@@ -226,8 +222,8 @@ class MeasuredCost:
         In the grid, which has none, bytes beside the floor stand for them.
         """
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        grid = self.grid
-        total = np.zeros(len(shapes)) if grid is None else grid.bytes_at(shapes) - grid.floor
+        grid = None if self.grid is None else self.grid.without_floor()
+        total = np.zeros(len(shapes)) if grid is None else grid.bytes_at(shapes)
         for piece in reversed(self.pieces):
             total = np.where(piece.holds(shapes) != NOT_HELD, piece.flops_at(shapes), total)
         return total
@@ -433,7 +429,7 @@ class MeasuredCost:
         if self.pieces:
             found.append(f"{len(self.pieces)} symbolic trace{'s' * (len(self.pieces) > 1)}")
         if self.grid is not None:
-            found.append(f"a grid of {(self.grid.values < 2.0**62).sum()} shapes, interpolated")
+            found.append(f"a grid of {sum(map(len, self.grid.values))} shapes, interpolated")
         runs = sum(probe.how == "run" for probe in self.probes)
         return ", ".join([*found, *([f"{runs} runs"] if runs else [])])
 
@@ -505,11 +501,8 @@ def _tuples(value: Any) -> Any:
 
 
 def _from_file(read: dict[str, Any]) -> MeasuredCost:
-    grid = read["grid"]
-    if grid is not None:
-        grid = Grid(**grid | {"values": np.array(grid["values"], float)})
     parts = {
-        "grid": grid,
+        "grid": None if read["grid"] is None else Grid(**read["grid"]),
         "pieces": tuple(Piece(**one) for one in read["pieces"]),
         "probes": tuple(Probe(**one) for one in read["probes"]),
     }

@@ -26,6 +26,7 @@ def mended() -> Iterator[None]:
         stack.enter_context(patch.object(F, "interpolate", _interpolate))
         stack.enter_context(patch.object(F, "one_hot", _one_hot))
         stack.enter_context(patch.object(torch, "from_numpy", _from_numpy))
+        stack.enter_context(patch.object(torch._VF, "stft", _stft))
         yield
 
 
@@ -80,6 +81,30 @@ def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
     number: Any = num_classes
     classes = torch.arange(number, device=tensor.device)
     return tensor.unsqueeze(-1).eq(classes).to(torch.int64)
+
+
+def _stft(
+    input: torch.Tensor,  # noqa: A002
+    n_fft: int,
+    hop: int | None,
+    length: int | None,
+    window: torch.Tensor | None,
+    normalized: bool,
+    onesided: bool | None,
+    return_complex: bool,
+    *_: Any,
+) -> torch.Tensor:
+    """`torch.stft` of real signals after its padding, by the operations that torch's own calls."""
+    frames = input.unfold(-1, n_fft, n_fft // 4 if hop is None else hop)
+    if length is not None and length < n_fft:
+        left = (n_fft - length) // 2
+        window = input.new_ones(length) if window is None else window
+        window = F.pad(window, (left, n_fft - length - left))
+    if window is not None:
+        frames = frames * window
+    found = _ATEN._fft_r2c(frames, [frames.dim() - 1], int(normalized), onesided is not False)
+    found = found.transpose(-1, -2)
+    return found if return_complex else torch.view_as_real(found)
 
 
 def _enlarged(input: torch.Tensor, size: Any, *_: Any) -> torch.Tensor:  # noqa: A002

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
@@ -148,56 +149,75 @@ class Piece:
 class Grid:
     """Bytes at some shapes, in between interpolated.
 
-    Between two sizes, `(bytes - floor) / (n · L₁ ⋯)` is linear in each size, as of a step with
-    terms in n·L and n·L²; between two numbers of samples, bytes are linear.
+    Each size has a column, bytes at some numbers of samples, with lines in between. Between two
+    sizes, bytes are linear in each size where n · L₁ ⋯ is the same, which most storages follow.
 
     Attributes:
-        numbers: of samples, ascending.
         sizes: ascending, for each axis.
-        values: bytes at each of them, shape `(numbers, sizes of the first axis, …)`; 2⁶² where they
-            were not measured.
-        floor: bytes that do not depend on the batch.
+        numbers: of samples of each column, ascending, two or more; none where nothing was measured.
+            Columns are in the order of `itertools.product(*sizes)`.
+        values: bytes at each of them.
+        most: samples up to which bytes are known.
         reached: the most bytes that were measured; beyond them nothing is known.
+        raised_share: all bytes are raised by the smaller one of this share, the largest error on
+            other shapes,
+        raised_bytes: and of these bytes, the largest error there in bytes.
     """
 
-    numbers: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
-    values: npt.NDArray[np.float64]
-    floor: float
+    numbers: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[float, ...], ...]
+    most: int
     reached: int = MAX_BYTES
+    raised_share: float = 0.0
+    raised_bytes: float = 0.0
 
-    def at(self, sizes: npt.NDArray[Any]) -> FloatArray:
-        """Bytes for each of `numbers` and of `sizes`, `(S, d - 1)`: shape `(numbers, S)`."""
-        corners, shares = [], []
-        for nodes, column in zip(self.sizes, sizes.T, strict=True):
-            known = np.array(nodes)
-            column = np.clip(column, known[0], known[-1])
-            below = np.clip(np.searchsorted(known, column, side="right") - 1, 0, len(known) - 1)
-            above = np.minimum(below + 1, len(known) - 1)
-            span = np.maximum(known[above] - known[below], 1)
-            corners.append((below, above))
-            shares.append((column - known[below]) / span)
-        numbers = np.array(self.numbers, float)[:, None]
-        total = np.zeros((len(self.numbers), len(sizes)))
-        area = numbers * np.prod(sizes.astype(float), axis=1)
-        for bits in product((0, 1), repeat=len(self.sizes)):
-            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
-            weight = np.prod(
-                [s if bit else 1 - s for s, bit in zip(shares, bits, strict=True)], axis=0
-            )
-            each = np.prod([np.array(n)[k] for n, k in zip(self.sizes, at, strict=True)], axis=0)
-            part = (self.values[(slice(None), *at)] - self.floor) / (numbers * each)
-            total += np.where(weight > 0, weight * part, 0)
-        return np.asarray(self.floor + total * area, float)
+    @property
+    def floor(self) -> float:
+        """The least bytes of any shape."""
+        return min(min(column) for column in self.values if column)
+
+    def without_floor(self) -> Grid:
+        """What each shape adds to the floor."""
+        floor = self.floor
+        values = tuple(tuple(one - floor for one in column) for column in self.values)
+        return replace(self, values=values, reached=MAX_BYTES)
 
     def bytes_at(self, shapes: npt.ArrayLike) -> FloatArray:
-        """Bytes at each shape, `(S, d)`: shape `(S,)`."""
+        """Bytes at each shape, `(S, d)`: shape `(S,)`; 2⁶² where nothing was measured."""
         shapes = np.atleast_2d(np.asarray(shapes, np.int64))
-        at_numbers = self.at(shapes[:, 1:])
-        known, n = np.array(self.numbers), shapes[:, 0]
-        below = np.clip(np.searchsorted(known, n, side="right") - 1, 0, max(len(known) - 2, 0))
-        above = np.minimum(below + 1, len(known) - 1)
-        share = (n - known[below]) / np.maximum(known[above] - known[below], 1)
-        columns = np.arange(len(n))
-        low, high = at_numbers[below, columns], at_numbers[above, columns]
-        return np.asarray(low + share * (high - low), float)
+        area = shapes[:, 0].astype(float)
+        corners, shares = [], []
+        for nodes, sizes in zip(self.sizes, shapes[:, 1:].T, strict=True):
+            known = np.array(nodes)
+            inside = np.clip(sizes, known[0], known[-1])
+            below = np.clip(np.searchsorted(known, inside, side="right") - 1, 0, len(known) - 1)
+            above = np.minimum(below + 1, len(known) - 1)
+            corners.append((below, above))
+            shares.append((inside - known[below]) / np.maximum(known[above] - known[below], 1))
+            area *= inside
+        total = np.zeros(len(shapes))
+        for bits in product((0, 1), repeat=len(self.sizes)):
+            at = tuple(pair[bit] for pair, bit in zip(corners, bits, strict=True))
+            pairs = zip(shares, bits, strict=True)
+            weight = np.prod([share if bit else 1 - share for share, bit in pairs], axis=0)
+            columns = np.ravel_multi_index(at, tuple(map(len, self.sizes)))
+            for column in np.unique(columns[weight > 0]).tolist():
+                mine = (columns == column) & (weight > 0)
+                total[mine] += weight[mine] * self._along(column, area[mine])
+        return total + np.minimum(self.raised_share * total, self.raised_bytes)
+
+    def _along(self, column: int, area: FloatArray) -> FloatArray:
+        if not self.numbers[column]:
+            return np.full(len(area), 2.0**62)
+        at = np.unravel_index(column, tuple(map(len, self.sizes)))
+        size = math.prod(nodes[k] for nodes, k in zip(self.sizes, at, strict=True))
+        found = along(self.numbers[column], self.values[column], area / size)
+        return np.maximum(found, self.floor)
+
+
+def along(numbers: Sequence[int], values: Sequence[float], wanted: npt.ArrayLike) -> FloatArray:
+    """Lines between values at some numbers; the first and the last one go on."""
+    n, value, at = np.array(numbers, float), np.array(values), np.asarray(wanted, float)
+    k = np.clip(np.searchsorted(n, at) - 1, 0, len(n) - 2)
+    return np.asarray(value[k] + (value[k + 1] - value[k]) * (at - n[k]) / (n[k + 1] - n[k]))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ _SEEN_BYTES: Final = 2**24
 # Memory that grows no faster than this times the number of samples is linear in it.
 _LINEAR: Final = 1.15
 _MOST_CLIMBS: Final = 10
-_UNKNOWN: Final = 2.0**62  # bytes of shapes that were not reached
 _BLIND_SIZES: Final = {1: 6, 2: 4}
 _REPEATED: Final = 3  # batches of a shape where memory depends on their values
 # oneDNN runs these on the CPU by kernels that it compiles for each shape.
@@ -471,24 +470,16 @@ class _Runs:
             tuple(one for one in axis if any(p.size[k] == one for p in fitted))
             for k, axis in enumerate(nodes)
         ]
-        top = max(2, *(probe.n for probe in fitted))  # two numbers make a line
-        numbers = tuple(sorted({*(2**k for k in range(top.bit_length())), top}))
-        shape = tuple(map(len, sizes))
-        at: Any
-        values = np.full((len(numbers), *shape), _UNKNOWN)
         floor = min(probe.peak_bytes for probe in fitted)
-        for at in product(*map(range, shape)):
-            size = tuple(axis[k] for axis, k in zip(sizes, at, strict=True))
+        columns = []
+        for size in product(*sizes):
             runs = sorted((p for p in fitted if p.size == size), key=lambda p: p.n)
-            if not runs:
-                continue
-            n = np.array([0, *(p.n for p in runs)], float)
-            peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)])
-            slope = (peaks[-1] - peaks[-2]) / (n[-1] - n[-2])
-            beyond = np.maximum(np.array(numbers) - n[-1], 0) * slope
-            values[(slice(None), *at)] = np.interp(numbers, n, peaks) + beyond
+            peaks = np.maximum.accumulate([floor, *(p.peak_bytes for p in runs)]).astype(float)
+            columns.append(((0, *(p.n for p in runs)), tuple(peaks.tolist())) if runs else ((), ()))
         # A size whose runs ended below what others have reached goes on by its own slope.
-        grid = Grid(numbers, tuple(sizes), values, float(floor), max(p.peak_bytes for p in fitted))
+        numbers, values = zip(*columns, strict=True)
+        most, reached = max(p.n for p in fitted), max(p.peak_bytes for p in fitted)
+        grid = Grid(tuple(sizes), numbers, values, most, reached)
         return MeasuredCost(
             pieces=(), grid=grid, smallest=domain.smallest, largest=tuple(x[-1] for x in sizes),
             multiple=domain.multiple, median=domain.median, empty=floor, probes=tuple(self.probes),

@@ -7,7 +7,6 @@ maximum over all shorter sizes, so neither more samples nor longer ones ever cos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -70,7 +69,6 @@ class Surface:
         empty: int,
         offset: float = 0.0,
         scale: float = 1.0,
-        raised: float = 0.0,
     ) -> Surface:
         """The table of pieces, where they hold, and of a grid elsewhere.
 
@@ -81,11 +79,11 @@ class Surface:
             empty: traced bytes of a batch without samples.
             offset: bytes beside the traced ones.
             scale: of the traced bytes.
-            raised: share that the grid's bytes are raised by.
         """
         points = np.stack([a.ravel() for a in np.meshgrid(*levels, indexing="ij")], axis=1)
-        numbers = () if grid is None else grid.numbers
-        starts = np.array(sorted({*_STARTS, *numbers}), np.int64)
+        reached = 0 if grid is None else grid.most
+        closer = [round(2 ** (k / 4)) for k in range(4 * reached.bit_length())]
+        starts = np.array(sorted({*_STARTS, *(n for n in closer if n < reached)}), np.int64)
         ends = np.append(starts[1:] - 1, MAX_BYTES)
         owner = np.stack([_owners(pieces, n, points) for n in (starts, ends)])
         # Below more samples that a piece holds, one that none does needs what the largest says.
@@ -103,11 +101,10 @@ class Surface:
                     row = _running_maximum(rising, active[first], shape)
                     found.append((int(starts[first]), int(ends[last]), row))
         missing = ((owner == len(pieces)) & ~holes).any(axis=0)
-        reached = numbers[-1] if numbers else 0
         for k in np.flatnonzero(missing.any(axis=1) & (starts < reached)).tolist():
             if grid is not None:
                 span = int(starts[k]), min(int(ends[k]) + 1, reached)
-                found.append((*span, _line(grid, points, missing[k], span, shape, 1 + raised)))
+                found.append((*span, _line(grid, points, missing[k], span, shape)))
         unknown = missing & (starts[:, None] >= reached)
         known = np.where(unknown.any(axis=0), starts[unknown.argmax(axis=0)] - 1, MAX_BYTES)
         most = np.maximum(known, reached).reshape(shape)
@@ -130,7 +127,7 @@ class Surface:
         ).pruned()
         if grid is None or grid.reached == MAX_BYTES:
             return surface
-        fitting = surface.capacities(math.ceil(grid.reached * (1 + raised)))
+        fitting = surface.capacities(grid.reached)
         return replace(surface, most=np.minimum(surface.most, fitting))
 
     def pruned(self) -> Surface:
@@ -280,17 +277,17 @@ def _line(
     active: npt.NDArray[np.bool_],
     span: tuple[int, int],
     shape: tuple[int, ...],
-    factor: float,
 ) -> FloatArray:
-    """The row of a grid from one number of samples to another."""
-    ends = []
-    for n in span:
-        values = grid.bytes_at(np.column_stack([np.full(len(points), n), points])) * factor
-        column = np.stack([np.nan_to_num(values), 0 * values, 0 * values])
-        ends.append(_running_maximum(np.nan_to_num(column), active, shape)[0])
-    low, high = ends
+    """The row of a grid from one number of samples to another, nowhere below it in the middle."""
+    found = []
+    for n in (span[0], sum(span) // 2, span[1]):
+        values = grid.bytes_at(np.column_stack([np.full(len(points), n), points]))
+        column = np.stack([values, 0 * values, 0 * values])
+        found.append(_running_maximum(column, active, shape)[0])
+    low, middle, high = found
     slope = np.where(low > _NOTHING, np.maximum(high - low, 0) / max(span[1] - span[0], 1), 0)
-    first = np.where(low > _NOTHING, low - slope * span[0], _NOTHING)
+    above = np.maximum(middle - low - slope * (sum(span) // 2 - span[0]), 0)
+    first = np.where(low > _NOTHING, low + above - slope * span[0], _NOTHING)
     return np.stack([first, slope, 0 * slope])
 
 

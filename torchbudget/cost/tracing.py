@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -199,34 +201,33 @@ class Tracer:
         self._checks = StepChecks(state) if checks is None else checks
         self._target = state.device if target is None else target
         self._checks.check_parameters(contents=False)
-        self.num_symbolic = self.num_concrete = 0
         if self._target.type == "cuda":
             check_not_recurrent(state)
 
-    def concrete(self, shape: Shape) -> Trace:
+    def concrete(self, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step on a batch of a shape, without any symbol and any mended function.
 
         Raises:
+            UntraceableError: it takes more than `most_seconds` of computing.
             ValueDependentError: its memory depends on the values in the batch.
             CostError: it does not run on fake tensors, or is only a part of a training step.
         """
-        self.num_concrete += 1
         batch = self._make(shape)
         # A step may take items out of its batch.
         fresh: Callable[[Any], Any] = copy.copy if isinstance(batch, (dict, list)) else _same
-        return self._traced(lambda _: fresh(batch), shape, None)
+        return self._traced(lambda _: fresh(batch), shape, None, most_seconds)
 
-    def symbolic(self, recipe: Recipe, shape: Shape) -> Trace:
+    def symbolic(self, recipe: Recipe, shape: Shape, most_seconds: float = math.inf) -> Trace:
         """Trace the step with symbols in place of the coordinates of `shape` that are above 1.
 
         Raises:
-            UntraceableError: an operation does not run on symbols.
+            UntraceableError: an operation does not run on symbols, or the trace takes more than
+                `most_seconds` of computing.
             CostError: as `concrete`.
         """
         from torch._dynamo import source as sources
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-        self.num_symbolic += 1
         env = ShapeEnv(
             duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
@@ -243,20 +244,22 @@ class Tracer:
             with counter.fakes:
                 return recipe.build(coordinates, counter.ignore)
 
-        return self._traced(build, shape, env, coordinates)
+        return self._traced(build, shape, env, most_seconds, coordinates)
 
     def _traced(
         self,
         batch_of: Callable[[_Counter], Any],
         shape: Shape,
         env: Any,
+        most_seconds: float,
         coordinates: Sequence[Any] = (),
     ) -> Trace:
+        until = time.process_time() + most_seconds
         # Taken now: a symbol that the step turns into a number is replaced later.
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
-        traced, integers = self._two_steps(batch_of, env, shape, symbols, 1)
+        traced, integers = self._two_steps(batch_of, env, shape, symbols, 1, until)
         if integers:
-            again, _ = self._two_steps(batch_of, env, shape, symbols, 2)
+            again, _ = self._two_steps(batch_of, env, shape, symbols, 2, until)
             if not traced.same(again, shape):
                 raise ValueDependentError(
                     "an integer that the step reads from a tensor, as in int(lengths.max()), "
@@ -272,9 +275,10 @@ class Tracer:
         shape: Shape,
         symbols: Sequence[Any],
         integer: int,
+        until: float,
     ) -> tuple[Trace, int]:
         with self._undisturbed():
-            counter = _Counter(self._state.device, self._granularity, env, integer)
+            counter = _Counter(self._state.device, self._granularity, env, integer, until)
             buckets = [counter.on_its_own(module) for module in reducing(self._state)]
             try:
                 for tensor in self._state.tensors():
@@ -409,7 +413,7 @@ class _Counter(TorchDispatchMode):
     """Records when storages of fake tensors on a device are allocated and freed."""
 
     def __init__(
-        self, device: torch.device, granularity: int, env: Any = None, integer: int = 1
+        self, device: torch.device, granularity: int, env: Any, integer: int, until: float
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not
         # Reads the environment, and is imported by no one where there is no optimizer.
@@ -417,6 +421,7 @@ class _Counter(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry
 
         self._device, self._granularity, self._integer = device.type, granularity, integer
+        self._until = until
         self._formulas, self._mended = flop_registry, {} if env is None else OPERATIONS
         # Below autograd, so that the step's own decompositions stay: what torch infers of shapes in
         # Python may ask for more, as `expand`, whose C++ takes only numbers.
@@ -521,6 +526,8 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:
             return func(*args)
+        if time.process_time() > self._until:
+            raise UntraceableError("a trace takes too long: does the step loop?")
         if func is _ITEM:
             value = self._value_of(args[0])
             if value is not None:
