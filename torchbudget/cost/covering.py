@@ -78,7 +78,6 @@ class Covering:
     _columns: dict[tuple[int, ...], dict[int, float]] = field(default_factory=dict)
     _concrete: dict[Shape, Trace] = field(default_factory=dict)
     _deadline: float = 0.0
-    _limit: float = 0.0
 
     def cover(self) -> None:
         """Trace until every shape of the domain is held by a piece or in the grid.
@@ -86,10 +85,9 @@ class Covering:
         Raises:
             CostError: the step cannot be traced at all.
         """
-        start, smallest = time.process_time(), self.subject.domain.smallest
+        self._deadline = time.process_time() + _MOST_SECONDS
+        smallest = self.subject.domain.smallest
         two = self._at((2, *smallest))
-        self._limit = max(_LOOPING * (time.process_time() - start), _LEAST_SECONDS)
-        self._deadline = start + _MOST_SECONDS
         if self.room is not None:
             fitting = self.room // max(two - self._at((1, *smallest)), 1)
             self.most_n = min(max(fitting, _COMPARED), _MOST_COMPARED)
@@ -143,7 +141,8 @@ class Covering:
 
     def _piece_at(self, recipe: Recipe, shape: Shape) -> Trace | None:
         try:
-            trace = self.tracer.symbolic(recipe, shape, self._limit)
+            limit = self._limit(self.subject.domain.smallest)
+            trace = self.tracer.symbolic(recipe, shape, limit)
             trace.failed([shape])
             trace.piece([shape], []).in_n(np.array([shape[1:]]))
             if len(self._traces) < _VERIFIED:
@@ -277,6 +276,11 @@ class Covering:
     def _room(self) -> float:
         return math.inf if self.room is None else self.room
 
+    def _limit(self, size: tuple[int, ...]) -> float:
+        """The most seconds for a trace of many samples of a size, by that of two."""
+        two = self._concrete.get((2, *size))
+        return math.inf if two is None else max(_LOOPING * two.seconds, _LEAST_SECONDS)
+
     def _has_time(self) -> bool:
         return time.process_time() < self._deadline
 
@@ -306,9 +310,7 @@ class Covering:
         """
         known = self._columns.setdefault(size, {})
         value = partial(self._value, size)
-        begun = time.process_time()
         known.update({n: value(n) for n in (1, 2, also) if n not in known})
-        limit = max(_LOOPING * (time.process_time() - begun), _LEAST_SECONDS)
         low, high = sorted(known)[-2:]
         most = min(self.most_n, self.subject.most_samples(size))
         while known[high] < self._room and high < most:
@@ -316,7 +318,7 @@ class Covering:
             aim = high + (self._room - known[high]) / slope
             low, high = high, int(min(max(aim, 2 * high), 16 * high, most))
             try:
-                known[high] = value(high, limit)
+                known[high] = value(high, self._limit(size))
             except UntraceableError:  # a loop over the samples
                 most = self.most_n = max(high // 8, low)
                 high = low

@@ -517,22 +517,7 @@ class _PackedMeasuredCost(PackedCost):
 
     def item_bytes(self, sizes: ArrayLike) -> IntArray:
         """See `AdditiveCost.item_bytes`; beyond what was measured, more than any device has."""
-        known = super(_PackedMeasuredCost, self).item_bytes(self._known(sizes))
-        return np.where(self._is_beyond(sizes), _BEYOND_BYTES, known)
-
-    def batch_bytes(self, n: ArrayLike, padded_size: ArrayLike) -> IntArray:
-        """See `CostModel.batch_bytes`; `MAX_BYTES` beyond what was measured."""
-        known = super(_PackedMeasuredCost, self).batch_bytes(n, self._known(padded_size))
-        return np.where(self._is_beyond(padded_size), MAX_BYTES, known)
-
-    def capacity(self, padded_size: ArrayLike, budget_bytes: ArrayLike) -> IntArray:
-        """See `CostModel.capacity`; 0 beyond what was measured."""
-        known = super(_PackedMeasuredCost, self).capacity(self._known(padded_size), budget_bytes)
-        return np.where(self._is_beyond(padded_size), 0, known)
-
-    def _known(self, sizes: ArrayLike) -> npt.NDArray[Any]:
-        return np.minimum(sizes, self.largest if len(self.largest) > 1 else self.largest[0])
-
-    def _is_beyond(self, sizes: ArrayLike) -> npt.NDArray[np.bool_]:
-        over = np.asarray(sizes) > (self.largest if len(self.largest) > 1 else self.largest[0])
-        return np.asarray(over.any(axis=-1) if len(self.largest) > 1 else over)
+        largest = np.array(self.largest if self.axes > 1 else self.largest[0])
+        over = np.asarray(sizes) > largest
+        known = super(_PackedMeasuredCost, self).item_bytes(np.minimum(sizes, largest))
+        return np.where(over.any(axis=-1) if self.axes > 1 else over, _BEYOND_BYTES, known)

@@ -178,7 +178,7 @@ class Grid:
         return min(min(column) for column in self.values if column)
 
     def without_floor(self) -> Grid:
-        """What each shape adds to the floor."""
+        """The grid of bytes above the floor."""
         floor = self.floor
         values = tuple(tuple(one - floor for one in column) for column in self.values)
         return replace(self, values=values, reached=MAX_BYTES)

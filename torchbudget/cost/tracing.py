@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -79,6 +79,7 @@ class Trace:
         granularity: each storage takes a multiple of it, in bytes.
         flops: floating-point operations of the second step, as an expression.
         assumed: how often a step asked a tensor for a truth value, and got `False`.
+        seconds: of computing that it took.
     """
 
     expressions: Expressions
@@ -91,6 +92,7 @@ class Trace:
     granularity: int
     flops: int
     assumed: int = 0
+    seconds: float = 0.0
 
     def sizes_at(self, shapes: npt.ArrayLike) -> IntArray:
         """Bytes of the different storages at each shape, `(S, d)`: shape `(sizes, S)`."""
@@ -254,7 +256,8 @@ class Tracer:
         most_seconds: float,
         coordinates: Sequence[Any] = (),
     ) -> Trace:
-        until = time.process_time() + most_seconds
+        begun = time.process_time()
+        until = begun + most_seconds
         # Taken now: a symbol that the step turns into a number is replaced later.
         symbols = [one.node.expr if isinstance(one, torch.SymInt) else None for one in coordinates]
         traced, integers = self._two_steps(batch_of, env, shape, symbols, 1, until)
@@ -266,7 +269,7 @@ class Tracer:
                     "becomes a shape or a number of turns, which a trace cannot know; take it from "
                     "a shape, or measure_cost(method='run')"
                 )
-        return traced
+        return replace(traced, seconds=time.process_time() - begun)
 
     def _two_steps(
         self,
