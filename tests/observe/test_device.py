@@ -90,8 +90,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", found.__getitem__)
+    put_in_place(monkeypatch, FakeDevice())
     monkeypatch.setattr(device_module, "TorchSource", source)
-    monkeypatch.setattr(device_module, "_devices", {})
     return found
 
 
