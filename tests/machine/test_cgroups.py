@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from torchbudget.errors import MachineError
+from torchbudget.machine import host
 from torchbudget.machine.host import ControlGroups, GroupEvents, cgroup_memory
 
 Files = dict[str, object]
 NO_LIMIT_V1 = 9223372036854771712
 MOUNTS = {
-    1: "35 31 0:32 {} {} rw,relatime shared:9 master:2 - cgroup cgroup rw,memory",
+    1: "35 31 0:32 {} {} rw,relatime shared:9 master:2 - cgroup cgroup rw,memory,cpu",
     2: "41 31 0:38 {} {} rw,relatime - cgroup2 cgroup2 rw,nsdelegate",
 }
 SYSTEMD = "40 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd"
@@ -81,12 +83,6 @@ LAYOUTS: dict[str, tuple[str, list[str], Files, list[tuple[str, int, int]]]] = {
         v1("cg/memory/job", 1000, 5) | v2("cg/unified/job", 1, 1),
         [("cg/memory/job", 1000, 5)],
     ),
-    "hybrid, memory in version 2": (
-        "1:name=systemd:/job\n0::/job\n",
-        [SYSTEMD, mount(2, "/cg/unified")],
-        v1("cg/systemd/job", 1, 1) | v2("cg/unified/job", 1000, 5),
-        [("cg/unified/job", 1000, 5)],
-    ),
     "the mount with the most ancestors, at a point with a blank": (
         "0::/a/b\n",
         [mount(2, "/part", "/a"), mount(2, "/the\\040whole")],
@@ -153,9 +149,6 @@ def test_a_limit_that_cannot_be_compared_is_an_error(tmp_path: Path) -> None:
     root = tree(tmp_path, "0::/\n", [mount(2)], {"cg/memory.max": 100})
     with pytest.raises(MachineError, match=r"limits memory, but .*memory\.current does not exist"):
         cgroup_memory(root=root)
-    (root / "cg/memory.high").mkdir(parents=True)
-    with pytest.raises(MachineError, match=r"cannot read .*memory\.high: Is a directory"):
-        cgroup_memory(root=root)
 
 
 EVENTS: dict[str, tuple[str, list[str], Files, GroupEvents]] = {
@@ -195,3 +188,25 @@ def test_the_groups_of_another_process(tmp_path: Path) -> None:
     files = {"proc/77/cgroup": "0::/its\n"} | v2("cg/mine", 100, 10) | v2("cg/its", 200, 20)
     [pool] = ControlGroups.of(77, root=tree(tmp_path, "0::/mine\n", [mount(2)], files)).pools()
     assert (pool.limit_bytes, pool.used_bytes) == (200, 20)
+
+
+V1, V2 = "4:memory:/\n1:cpu:/job/step\n0::/", "0::/job/step"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "version", "quotas", "expected"),
+    [
+        (V2, 2, {"job/step/cpu.max": "max 100000\n"}, None),
+        (V2, 2, {"job/step/cpu.max": "900000 100000\n", "cpu.max": "50000 100000\n"}, 1),
+        (V1, 1, {"job/step/cpu.cfs_quota_us": "-1\n"}, None),
+        (V1, 1, {"job/cpu.cfs_quota_us": "90000\n", "job/cpu.cfs_period_us": "100000\n"}, 1),
+    ],
+)
+def test_a_quota_limits_the_processors(
+    tmp_path: Path, cgroup: str, version: int, quotas: Files, expected: int | None
+) -> None:
+    """Of either version, the least of all groups; else those that it may be scheduled on."""
+    files = {f"cg/{name}": quota for name, quota in quotas.items()} | {"cg/job/step/cpu.stat": ""}
+    affinity = len(os.sched_getaffinity(0))
+    root = tree(tmp_path, cgroup, [mount(version)], files)
+    assert host.usable_processors(root=root) == min(affinity, expected or affinity)

@@ -194,9 +194,7 @@ def gpus(monkeypatch):
     return gpus
 
 
-@pytest.mark.parametrize(
-    ("device", "index"), [("cuda", 1), ("cuda:0", 0), (torch.device("cuda:1"), 1)]
-)
+@pytest.mark.parametrize(("device", "index"), [("cuda", 1), (torch.device("cuda:0"), 0)])
 def test_a_gpu_by_name(gpus, device, index):
     """The current device stays: torch makes the device current whose limit is set."""
     source = TorchSource(device)
@@ -219,9 +217,6 @@ def test_a_gpu_that_does_not_exist_or_answer(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     with pytest.raises(MachineError, match="memory of cuda:0: CUDA error: out of memory"):
         cuda_memory("cuda:0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MachineError, match="finds 0 CUDA devices"):
-        cuda_memory("cuda")
 
 
 @pytest.mark.parametrize("named", ["PYTORCH_NO_CUDA_MEMORY_CACHING=1", "backend:cudaMallocAsync"])

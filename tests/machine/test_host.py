@@ -21,10 +21,9 @@ from torchbudget.machine.host import (
     machine_memory,
     process_limits,
     shared_memory,
-    usable_processors,
 )
 from torchbudget.machine.process_tree import process_tree
-from torchbudget.units import GiB, MiB
+from torchbudget.units import MiB
 
 amounts = st.integers(0, 2**50)
 pools = st.builds(
@@ -47,10 +46,7 @@ def test_the_host_is_the_machine_and_its_groups() -> None:
     first, *groups = host_memory()
     assert first.name == machine_memory().name == "machine"
     assert first.limit_bytes == int(fields["MemTotal"].split()[0]) * 1024
-    available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
-    assert first.free_bytes == pytest.approx(available_bytes, abs=GiB(1))
     assert [pool.name for pool in groups] == [pool.name for pool in cgroup_memory()]
-    assert {pool.own_bytes for pool in groups} <= {first.own_bytes}
     job = sum(process.unreclaimable_bytes for process in process_tree())  # with a fork server
     assert first.own_bytes == pytest.approx(job, abs=MiB(64))
 
@@ -92,36 +88,6 @@ def test_limits_that_are_set_are_found() -> None:
     expected = [("RLIMIT_DATA", 2**41, 2**41), ("RLIMIT_AS", 2**42, 2**42)]
     printed = printed_by(["-c", f"from {__name__} import print_limits; print_limits()"])
     assert printed == f"{expected}\n"
-
-
-V1 = ("4:memory:/\n1:cpu,cpuacct:/job/step\n0::/", "- cgroup cgroup rw,cpu,cpuacct")
-V2 = ("0::/job/step", "- cgroup2 cgroup2 rw")
-
-
-@pytest.mark.parametrize(
-    ("layout", "quotas", "expected"),
-    [
-        (V2, {"job/step/cpu.max": "max 100000"}, None),
-        (V2, {"job/step/cpu.max": "900000 100000", "cpu.max": "50000 100000"}, 1),
-        (V1, {"job/step/cpu.cfs_quota_us": "-1", "job/step/cpu.cfs_period_us": "100000"}, None),
-        (V1, {"job/cpu.cfs_quota_us": "90000", "job/cpu.cfs_period_us": "100000"}, 1),
-    ],
-)
-def test_a_quota_limits_the_processors(
-    tmp_path: Path, layout: tuple[str, str], quotas: dict[str, str], expected: int | None
-) -> None:
-    """Of either version, the least of all groups; else those that it may be scheduled on."""
-    affinity = len(os.sched_getaffinity(0))
-    assert usable_processors(root=tmp_path) == affinity
-    groups, kind = layout
-    mount = f"33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime {kind}"
-    files = {"proc/self/cgroup": groups, "proc/self/mountinfo": mount}
-    (tmp_path / "sys/fs/cgroup/cpu/job/step").mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    files |= {f"sys/fs/cgroup/cpu/{name}": quota for name, quota in quotas.items()}
-    for name, text in files.items():
-        (tmp_path / name).write_text(f"{text}\n")
-    assert usable_processors(root=tmp_path) == min(affinity, expected or affinity)
 
 
 def test_an_open_file_is_one_less() -> None:

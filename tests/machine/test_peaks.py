@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from pathlib import Path
 
 import pytest
@@ -58,24 +56,3 @@ def test_a_peak_inside_another_leaves_the_outer_one() -> None:
     assert outer.bytes == pytest.approx(before, abs=MiB(4))
     assert inner.bytes == pytest.approx(within, abs=MiB(4))
     assert outer.bytes - inner.bytes == pytest.approx(MiB(48), abs=MiB(8))
-
-
-def test_a_process_that_is_forked_meanwhile_reads_its_own_mark() -> None:
-    """Whatever thread of the parent's had the lock: it is free in the child."""
-    locked, ended = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with high_water.RESIDENT._lock:
-            locked.set()
-            ended.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    locked.wait()
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=test_memory_that_is_freed_meanwhile_counts)
-    child.start()
-    child.join(60)
-    ended.set()
-    thread.join()
-    assert child.exitcode == 0

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support.memory_groups import skip_on_tmpfs
 from torchbudget.errors import MachineError
 from torchbudget.machine.process_tree import (
     ProcessTree,
@@ -23,7 +24,7 @@ from torchbudget.machine.process_tree import (
     process_pages,
     process_tree,
 )
-from torchbudget.units import MiB
+from torchbudget.units import KiB, MiB
 
 
 def near(num_bytes: float) -> Any:
@@ -36,49 +37,34 @@ def end(pid: int) -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_memory_that_is_taken_is_resident_and_unreclaimable() -> None:
-    before = process_memory()
-    taken = bytearray(b"\1") * MiB(64)
-    after = process_memory()
-    del taken
-    assert before.pid == after.pid == os.getpid()
-    # Not the proportional bytes: other processes that load the same libraries lower them.
-    for name in ("resident_bytes", "unreclaimable_bytes"):
-        assert getattr(after, name) - getattr(before, name) == near(MiB(64))
-    assert (after.peak_resident_bytes or 0) >= after.resident_bytes
-
-
-MAP = """
-import mmap, sys
-with mmap.mmap(int(sys.argv[1]), 0) as mapped:
+def touch(mapped: mmap.mmap, pipe: Any) -> None:
+    """Touch all pages in a child, say so, and go on."""
     sum(mapped[:: mmap.PAGESIZE])
-    print("ready", flush=True)
-    input()
-"""
+    pipe.send("ready")
+    time.sleep(600)
 
 
 def test_shared_memory_counts_once_over_the_processes_that_map_it() -> None:
     """Half of the pages count in each of two processes, none in one that has ended."""
-    file = os.memfd_create("torchbudget-test")
-    os.truncate(file, MiB(64))
-    with mmap.mmap(file, MiB(64)) as mapped:
+    with mmap.mmap(-1, MiB(64)) as mapped:
         mapped.write(b"\1" * MiB(64))
         alone = process_memory()
-        command: list[Any] = [sys.executable, "-c", MAP, str(file)]
-        with subprocess.Popen(command, stdin=-1, stdout=-1, pass_fds=[file]) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"ready\n"
-            # Other tests in this process may have left helpers of multiprocessing running.
-            tree = {reading.pid: reading for reading in process_tree()}
-            end(child.pid)
-            ended = process_memory(child.pid)
-    os.close(file)
-    here, there = tree[os.getpid()], tree[child.pid]
-    assert there.resident_bytes >= MiB(64)
-    both_bytes = here.unreclaimable_bytes + there.unreclaimable_bytes
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=touch, args=[mapped, there])
+        child.start()
+        here.recv()
+        assert child.pid is not None
+        # Other tests in this process may have left helpers of multiprocessing running.
+        tree = {reading.pid: reading for reading in process_tree()}
+        end(child.pid)
+        ended = process_memory(child.pid)
+        child.join()
+    both = tree[os.getpid()], tree[child.pid]
+    assert both[1].resident_bytes >= MiB(64)
+    # Pages of the parent's that a forked child has not written to count once, too.
+    both_bytes = sum(one.unreclaimable_bytes for one in both)
     assert both_bytes == pytest.approx(alone.unreclaimable_bytes, abs=MiB(16))
     assert (ended.resident_bytes, ended.unreclaimable_bytes) == (0, 0)
-    assert ended.peak_resident_bytes is None
     assert ended.is_proportional  # there is nothing left that could be shared
 
 
@@ -86,24 +72,19 @@ WAIT = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 def test_a_tree_has_the_processes_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child, its own child and a forked one are found once they run, and are gone once killed."""
+    """A child and its own child are found once they run, and are gone once killed."""
     tree = ProcessTree()
     tree.read()
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAIT!r}])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"  # of the grandchild
-        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600])
-        forked.start()
         pids = [reading.pid for reading in tree.read(shares=False)]
         assert pids[0] == os.getpid()
         [grandchild] = psutil.Process(child.pid).children()
-        assert {child.pid, forked.pid, grandchild.pid} < set(pids)
-        for ending in (grandchild, forked):
-            ending.kill()
-        forked.join()
-    left = {reading.pid for reading in tree.read()}
-    assert not left & {child.pid, forked.pid, grandchild.pid}
+        assert {child.pid, grandchild.pid} < set(pids)
+        grandchild.kill()
+    assert not {reading.pid for reading in tree.read()} & {child.pid, grandchild.pid}
     # A descendant that is gone when its turn comes is no error; the process itself would be.
     monkeypatch.setattr(ProcessTree, "_find_new", lambda _: [2**30])
     assert [reading.pid for reading in process_tree()] == [os.getpid()]
@@ -133,10 +114,9 @@ def test_a_process_whose_shares_may_be_unreadable(
     else:
         (folder / "smaps_rollup").write_text(rollup)
     reading = process_memory(77, root=tmp_path)
-    assert (reading.pid, reading.resident_bytes) == (77, 800 * 1024)
-    assert reading.peak_resident_bytes == 900 * 1024
-    assert reading.proportional_bytes == proportional * 1024
-    assert reading.unreclaimable_bytes == unreclaimable * 1024
+    assert (reading.resident_bytes, reading.peak_resident_bytes) == (KiB(800), KiB(900))
+    assert reading.proportional_bytes == KiB(proportional)
+    assert reading.unreclaimable_bytes == KiB(unreclaimable)
     assert reading.is_proportional is (rollup is not None)
 
 
@@ -161,9 +141,7 @@ def test_pages_by_their_kind() -> None:
 
 def test_a_mapped_data_file_is_told_from_libraries(tmp_path: Path) -> None:
     """Its pages are resident once they were touched, but the kernel may drop them."""
-    kind: list[Any] = ["stat", "-f", "-c", "%T", tmp_path]
-    if subprocess.check_output(kind) == b"tmpfs\n":
-        pytest.skip("the temporary folder is a tmpfs")
+    skip_on_tmpfs(tmp_path)
     path = tmp_path / "data"
     path.write_bytes(b"x" * MiB(64))
     before, data_before = process_memory(), mapped_data_bytes()
