@@ -94,5 +94,5 @@ settings = {
     "by itself": by_itself,
     "by itself, stateful": lambda *cell: by_itself(*cell, **STATEFUL),
 }
-check_refusals()
 write_cells(settings)
+check_refusals()  # the last: Accelerate's state is the process's
