@@ -19,7 +19,7 @@ copyright = author  # noqa: A001  (Sphinx's own name)
 release = torchbudget.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "frameworks_matrix.md"]  # one page includes it
+exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 
 html_theme = "furo"

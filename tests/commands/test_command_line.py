@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import COMMAND, ENVIRONMENT, ROOT, run_command
-from torchbudget import MemoryBudget, __version__, load_cost, parse_bytes
+from torchbudget import __version__, load_cost
 from torchbudget.commands.command_line import main
 from torchbudget.machine.host import host_memory, usable_processors
 
@@ -22,26 +22,13 @@ MODULE = "tests.support.measured_module"
 SIZES = np.random.default_rng(0).integers(10, 400, 2000)
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_names_every_command_with_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*filter(None, [command]), "--help"])
+        main([command, "--help"])
     out, err = capsys.readouterr()
     assert (ended.value.code, err) == (0, "")
-    if command:
-        usage = out.replace("\n\n", " ").partition("options:")[0]
-        assert f"python -m torchbudget {command} " in usage
-    else:
-        assert all(f"    {one} " in out for one in COMMANDS)
-        assert "exit codes" in out
+    assert f"python -m torchbudget {command} " in out.partition("\n\n")[2]
 
 
 def test_the_version(folder: Path) -> None:
@@ -49,24 +36,18 @@ def test_the_version(folder: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["plan"], ["plan", "-", "--budget"], ["inspect", "--fraction", "a"]]
-)
-def test_wrong_arguments_are_2_and_say_so_on_stderr(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
-    assert err.startswith("usage: python -m torchbudget")
-
-
+FILES = {
+    "notes": b"not JSON\n",
+    "words.txt": b"3\nten\n",
+    "empty.txt": b"\n",
+}
 PLAN = "plan sizes.npy --budget"
 WRONG = [
+    ("plan missing.npy --budget 9 --unit-bytes 1", "cannot read missing.npy: No such file"),
+    ("plan words.txt --budget 9 --unit-bytes 1", "words.txt has no sizes in it"),
+    ("plan empty.txt --budget 9 --unit-bytes 1", "empty.txt has no sizes in it"),
+    ("plan other.npz --budget 9 --unit-bytes 1", "has no sizes in it: .*sizes"),
     ("inspect --fraction 2", "fraction must be above 0 and at most 1"),
-    ("inspect --device abacus", "abacus"),
-    ("inspect --ranks-per-machine 0", "ranks_per_machine"),
     ("measure train_step --max-size 16", "expected MODULE:FUNCTION"),
     (f"measure {MODULE}:nothing --max-size 16", "must return the step and make_batch"),
     (f"measure {MODULE}:to_measure --min-size 1", "give --max-size, or the --sizes"),
@@ -75,14 +56,10 @@ WRONG = [
     (f"{PLAN} lots --unit-bytes 1", "cannot read 'lots' as bytes"),
     (f"{PLAN} 8GiB --cost none.json", "--cost none.json: .*No such file"),
     (f"{PLAN} 8GiB --cost sizes.npy", "--cost sizes.npy: "),
-    (f"{PLAN} 8GiB --unit-bytes -1", "unit_bytes must be at least 0"),
     (f"{PLAN} 8GiB --unit-bytes 1 2", "this cost has 2 axes|shape"),
-    (f"{PLAN} 8GiB --unit-bytes 1 --fixed-bytes x", "cannot read 'x' as bytes"),
     (f"{PLAN} 8GiB --cost a.json --fixed-bytes 1", "goes with --unit-bytes"),
     (f"{PLAN} 4000 --unit-bytes 1 --figure plan.bmp3", "cannot write plan.bmp3"),
     ("watch --", "give a command to watch"),
-    ("watch --host much -- true", "host: cannot read 'much'"),
-    ("watch --interval 0 -- true", "interval_s must be a positive number"),
     ("watch -o none/run.jsonl -- true", "cannot write none/run.jsonl"),
     ("report none.jsonl", "cannot read none.jsonl: No such file"),
     ("report notes", "no run of a MemoryMonitor"),
@@ -97,7 +74,9 @@ def test_wrong_use_is_2_and_one_line_on_stderr(
     if "--figure" in arguments:
         pytest.importorskip("matplotlib")
     np.save("sizes.npy", SIZES)
-    Path("notes").write_text("not JSON\n", "utf-8")
+    np.savez("other.npz", lengths=SIZES)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content)
     assert main(arguments.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" or "--figure" in arguments
@@ -142,34 +121,10 @@ def test_the_json_has_every_pool_and_the_budget(folder: Path) -> None:
         assert pools[pool.name]["limit_bytes"] == pool.limit_bytes
     hosts = [pool for pool in found["pools"] if pool["bounds"] == "host"]
     least = min(hosts, key=lambda pool: pool["usable_bytes"])
-    assert found["host_limited_by"] == least["name"]
     # What is usable differs a little between two readings.
     assert found["budget"]["host"] == pytest.approx(0.9 * least["usable_bytes"], rel=0.05)
     assert found["processors"] == usable_processors()
     assert 0 < found["free_descriptors"] <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--device", "cpu", "--fraction", "0.5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["bounds", "limit", "in", "use", "usable"]
-    assert any(line.startswith("host ") and line.endswith(" machine") for line in lines)
-    shown = re.fullmatch(r"budget: device (.+?), host (.+?)(, shared .+)?", lines[-1])
-    assert shown
-    budget = MemoryBudget.detect("cpu", fraction=0.5)
-    assert parse_bytes(shown[2]) == pytest.approx(budget.host, rel=0.2)  # others run, too
-
-
-def test_a_limit_on_the_process_is_shown() -> None:
-    """A real RLIMIT_AS, set in the process before it runs the command."""
-    limit = 2**42
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if most != resource.RLIM_INFINITY and most < limit:
-        pytest.skip("the address space of this session is limited already")
-    shell = f'ulimit -v {limit // 1024} && exec "$@"'
-    command = ["sh", "-c", shell, "sh", *COMMAND, "inspect", "--device", "cpu"]
-    output = subprocess.check_output(command, env=ENVIRONMENT, text=True)
-    assert re.search(r"^process +4 TiB .* RLIMIT_AS$", output, re.MULTILINE)
 
 
 # ---------------------------------------------------------------------- measure

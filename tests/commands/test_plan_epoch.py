@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.commands import start_command
+from tests.support.commands import COMMAND, ENVIRONMENT
 from tests.support.costs import measured
 from torchbudget import MemoryBudgetBatchSampler, PackedCost, PaddedCost
 from torchbudget.commands.command_line import main
@@ -24,10 +25,8 @@ COST = PaddedCost(unit_bytes=1, fixed_bytes=100)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def _sizes(folder: Path) -> None:
     np.save("sizes.npy", SIZES)
-    return tmp_path
 
 
 def report_of(cost: Any = COST, budget: int = 4000, **options: Any) -> Any:
@@ -60,7 +59,6 @@ TEXT = "\n".join(map(str, SIZES))
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.npy", None),
         ("a.npz", None),
         ("a.txt", TEXT),
         ("a.json", json.dumps(SIZES.tolist())),
@@ -72,10 +70,8 @@ def test_every_kind_of_file_gives_the_same_plan(
 ) -> None:
     if text is not None:
         Path(name).write_text(text, "utf-8")
-    elif name.endswith("z"):
-        np.savez(name, sizes=SIZES, fingerprint=np.array("of sizes_of"))
     else:
-        np.save(name, SIZES.astype(np.int32))
+        np.savez(name, sizes=SIZES, fingerprint=np.array("of sizes_of"))
     assert main(["plan", name, *ASKED]) == 0
     assert capsys.readouterr().out == f"{report_of()}\n"
 
@@ -104,63 +100,23 @@ def test_costs_are_saved_ones_or_bytes_of_a_unit(capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().out == f"{report_of(cost)}\n", asked
 
 
-def test_figures_are_written_by_their_suffix() -> None:
-    pytest.importorskip("matplotlib")
-    assert main(["plan", "sizes.npy", *ASKED, "--figure", "plan.png"]) == 0
-    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_low_fill_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "sizes.npy", *ASKED, "--window", "32", "--min-fill"]
     assert main([*asked, "0.2"]) == 0
     capsys.readouterr()
-    for share in ("0.99", "90", "nan"):
-        assert main([*asked, share]) == 1
-        out, err = capsys.readouterr()
-        assert out.startswith("micro-batches ")  # the table all the same
-        assert re.fullmatch(r"torchbudget: the fill is \d+\.\d%, below \S+%\n", err)
+    assert main([*asked, "0.99"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("micro-batches ")  # the table all the same
+    assert re.fullmatch(r"torchbudget: the fill is \d+\.\d%, below \S+%\n", err)
     assert main(["plan", "sizes.npy", "--budget", "300", "--unit-bytes", "1"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert "samples are over the budget alone" in err
 
 
-WRONG: dict[str, tuple[bytes | None, str]] = {
-    "missing.npy": (None, "cannot read missing.npy: No such file"),
-    "words.txt": (b"3\nten\n", "has no sizes in it"),
-    "floats.txt": (b"1.5\n2\n", "has no sizes in it"),
-    "nan.json": (b"[1, NaN]", "expected integer sizes"),
-    "huge.txt": (b"9" * 30, "has no sizes in it"),
-    "empty.txt": (b"\n", "has no sizes in it"),
-    "blank.csv": (b"length\r\n5\r\n\r\n7\r\n", "has no sizes in it"),
-    "ragged.txt": (b"3 4\n5\n", "has no sizes in it"),
-    "empty.npz": (b"", "has no sizes in it"),
-    "text.json": (b'["a"]', "expected integer sizes"),
-    "other.npz": (None, "has no sizes in it: .*sizes"),
-    "binary.txt": (b"\xff\xfe\x00", "has no sizes in it"),
-    "negative.txt": (b"-3\n", "sizes must be at least 0"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_bad_file_is_wrong_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, one line that says why, nothing on stdout."""
-    content, expected = WRONG[name]
-    if content is not None:
-        Path(name).write_bytes(content)
-    np.savez("other.npz", lengths=SIZES)
-    assert main(["plan", name, *ASKED]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert re.search(f"torchbudget: .*{expected}", err), err
-
-
-def test_a_reader_that_goes_away(folder: Path) -> None:
+def test_a_reader_that_goes_away() -> None:
     """A closed pipe is no error: no traceback, and the exit code is the answer's."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = start_command(["plan", "sizes.npy", *ASKED], folder=folder, **pipes)
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdout = None
-    assert process.communicate()[1] == ""
-    assert process.returncode == 0
+    command = f"{shlex.join([*COMMAND, 'plan', 'sizes.npy', *ASKED])} | true"
+    shell = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(shell, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,17 +21,11 @@ from torchbudget.units import MiB
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchbudget.errors.MemoryLimitWarning")
 # Python keeps 64 MiB for a while.
-HOLD = [sys.executable, "-c", "kept = bytearray(64 * 2**20); import time; time.sleep(0.8)"]
+HOLD = [sys.executable, "-c", "kept = bytearray(64 * 2**20); import time; time.sleep(1.5)"]
 # A shell that prints the name of a signal that it gets, and ends with 5.
 NAMES = ("TERM", "INT")
 TRAPS = "; ".join(f"trap 'echo {name}; exit 5' {name}" for name in NAMES)
 WAIT = ["sh", "-c", f"{TRAPS}; echo ready; while :; do sleep 0.1; done"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_the_command_runs_as_it_would_alone(folder: Path) -> None:
@@ -51,7 +46,9 @@ def test_descendants_are_seen_and_limits_warned_of(folder: Path) -> None:
     command = ("sh", "-c", f"{hold} & {hold} & wait")
     done = run_command("watch", *asked, "--", *command, folder=folder)
     assert done.returncode == 0, done.stderr
-    assert "torchbudget: warning: this job's memory (budget.host)" in done.stderr
+    [warned] = re.findall("warning: this job's memory (.*)", done.stderr)  # once
+    assert "budget.host" in warned
+    assert "start fewer workers" in warned
     peak = recorded_runs("run.jsonl")[0].peak
     assert peak.resident_bytes > MiB(128)
     assert peak.worker_peak_bytes is not None
@@ -79,7 +76,6 @@ def test_signals_are_passed_on(name: str, folder: Path) -> None:
     ("command", "code", "told"),
     [
         ("sh -c 'sleep 0.3; kill -KILL $$'", 137, "SIGKILL ended the command\n"),
-        ("sh -c 'sleep 0.3; kill -TERM $$'", 143, "SIGTERM ended the command\n"),
         ("not-a-command-at-all", 127, "cannot run not-a-command-at-all: No such file"),
         ("./notes.txt", 126, "cannot run ./notes.txt: Permission denied"),
         ("false", 1, ""),  # too short to be seen, perhaps

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from torchbudget import BudgetedIterableDataset, MemoryBudgetBatchSampler, PaddedCost
 
-RecordProperty: TypeAlias = Callable[[str, object], None]
 Part: TypeAlias = Callable[[Any, int | None], tuple[list[list[list[int]]], Any]]
 
 # Windows and a budget of which each epoch has a batch more than the one before, on 1 and 2 ranks.
@@ -24,17 +27,12 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 203), 1, 400).astype(
 EPOCHS = 3
 # Batches after which runs stop, are saved and go on: within epochs, and at their ends (`None`).
 STOPS = [[5], [None], [None, 2], [4, None, None], [1, 3, None, 6]]
-MATRIX = Path(__file__).parents[2] / "docs" / "frameworks_matrix.md"
 CELLS = [(source, workers) for source in ("sampler", "stream") for workers in (0, 2)]
 
 
 def ids_of(samples: list[Any]) -> dict[str, torch.Tensor]:
     """A batch that every framework can move: the numbers of its samples."""
     return {"ids": torch.tensor([number for number, _ in samples])}
-
-
-def length_of(sample: tuple[int, int]) -> int:
-    return sample[1]
 
 
 def loader_of(
@@ -52,7 +50,7 @@ def loader_of(
         )
     shards = [samples[number::4] for number in range(4)]
     stream = BudgetedIterableDataset(
-        shards, cost, budget, size=length_of, collate_fn=collate_fn, **options
+        shards, cost, budget, size=itemgetter(1), collate_fn=collate_fn, **options
     )
     return kind(stream, batch_size=None, num_workers=workers, **forked)
 
@@ -63,26 +61,12 @@ def ids(batches: Iterable[Any]) -> Iterator[list[int]]:
         yield batch["ids"].tolist()
 
 
-def name_of(*cell: Any) -> str:
-    return ", ".join(map(str, cell))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Refused:
-    """What comes of a cell: an error, before a batch was trained on that others had lost.
-
-    Attributes:
-        error: its class's name.
-        names: what its text has to name, such as the setting and the adapter.
-    """
+    """An error, before a batch was trained on that others had lost; its text names these."""
 
     error: str
     names: Sequence[str]
-
-    @property
-    def cell(self) -> str:
-        """In the matrix."""
-        return f"`{self.error}`"
 
     def check(self, of_ranks: list[Any]) -> None:
         """It was raised on each rank, as name and text."""
@@ -91,20 +75,11 @@ class Refused:
             assert [name for name in self.names if name not in text] == []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Right:
-    """What comes of a cell: the story holds.
-
-    Attributes:
-        resumed: a run that was stopped and resumed is a part of it.
-    """
+    """The story holds; a run that was stopped and resumed may be a part of it."""
 
     resumed: bool = True
-
-    @property
-    def cell(self) -> str:
-        """In the matrix."""
-        return "✓" if self.resumed else "✓ epochs"
 
     def check(self, of_ranks: list[dict[str, Any]]) -> None:
         """Each sample once an epoch, equal counts, other orders; resumed equals uninterrupted.
@@ -120,59 +95,6 @@ class Right:
             assert len({str(epoch) for epoch in one["whole"]}) == EPOCHS
             for batches in one["in_parts"] if self.resumed else ():
                 assert batches == [*chain(*one["whole"])]
-
-
-RIGHT, EPOCHS_ONLY = Right(), Right(resumed=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of the matrix.
-
-    Attributes:
-        name: in the matrix.
-        sampler: what comes of the cells with a sampler, with and without workers.
-        stream: and with a stream; default: the same.
-    """
-
-    name: str
-    sampler: Refused | Right = RIGHT
-    stream: Refused | Right | None = None
-
-    def of(self, source: str) -> Refused | Right:
-        """What comes of a cell."""
-        return self.sampler if source == "sampler" or self.stream is None else self.stream
-
-
-def check_rows(
-    found: list[dict[str, Any]], rows: dict[str, Row], record_property: RecordProperty
-) -> None:
-    """Each cell is what it is to be, and a cell of the matrix in the docs.
-
-    Args:
-        found: of each rank, what came in each cell, by name.
-        rows: by what follows source and workers in such a name.
-        record_property: pytest's, of which the matrix is written.
-    """
-    assert {name_of(*cell, setting) for cell in CELLS for setting in rows} <= {*found[0]}
-    for setting, row in rows.items():
-        for source, workers in CELLS:
-            expected = row.of(source)
-            expected.check([one[name_of(source, workers, setting)] for one in found])
-            record_property(name_of(len(found), source, workers, row.name), expected.cell)
-    written = MATRIX.read_text().partition(heading_of(len(found)))[2].partition("| **")[0]
-    for row in rows.values():
-        assert matrix_row(row.name, [row.of(source).cell for source, _ in CELLS]) in written
-
-
-def matrix_row(row: str, cells: Iterable[str]) -> str:
-    """A line of the matrix."""
-    return f"| {row} | {' | '.join(cells)} |\n"
-
-
-def heading_of(processes: int) -> str:
-    """The line above them."""
-    return f"| **{processes} process{'es' * (processes > 1)}** |{' |' * len(CELLS)}\n"
 
 
 def story(part: Part, stops: Sequence[Sequence[int | None]] = STOPS) -> dict[str, Any]:
@@ -197,6 +119,7 @@ def story(part: Part, stops: Sequence[Sequence[int | None]] = STOPS) -> dict[str
     return {"whole": whole, "in_parts": in_parts}
 
 
-def each_cell(run: Callable[..., Any], *more: Any) -> dict[str, Any]:
-    """What a function of source, workers and more returns for each cell, by name."""
-    return {name_of(*cell, *more): run(*cell, *more) for cell in CELLS}
+def write_cells(settings: dict[str, Callable[[str, int], Any]]) -> None:
+    """Run each setting in each cell, and write what comes of it as this rank's result."""
+    found = {name: [run(*cell) for cell in CELLS] for name, run in settings.items()}
+    Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(found))

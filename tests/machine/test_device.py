@@ -63,22 +63,6 @@ def test_a_peak_leaves_out_what_others_have(monkeypatch):
     assert (peak.retries, peak.failures) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
-        ("PYTORCH_NO_HIP_MEMORY_CACHING", "1"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),
-    ],
-)
-def test_no_peak_is_measured_where_nothing_is_counted(monkeypatch, name, value):
-    """Without its own allocator, torch says that nothing was reserved."""
-    put_in_place(monkeypatch, FakeDevice(process_bytes=CONTEXT))
-    monkeypatch.setenv(name, value)
-    with pytest.raises(MachineError, match=f"{value} .* counts nothing"), peak_memory("cuda"):
-        pass
-
-
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "no device"])
 def test_a_peak_on_another_device_is_refused(device):
     """The host's figures say nothing about it."""
@@ -100,14 +84,11 @@ def test_a_bound_allocator_cannot_use_more(fraction, usable_gib):
 class FakeNvml:
     """NVML's functions as they are called: two cards, the first of which does not answer."""
 
-    def __init__(self, own=3 * 2**30, pid=None):
+    def __init__(self, own=3 * 2**30, pid=None, fails_with=0):
         pid = os.getpid() if pid is None else pid
         self.processes = [(2**32 + pid + 1, GiB(40), 0), (2**32 + pid, own, 0)]
         self.free = GiB(40)
-        self.fails_with = 0
-
-    def nvmlInit_v2(self):
-        return self.fails_with
+        self.nvmlInit_v2 = lambda: fails_with
 
     def nvmlDeviceGetCount_v2(self, number):
         number._obj.value = 2
@@ -134,10 +115,8 @@ class FakeNvml:
 
 
 @pytest.fixture
-def answers(monkeypatch, tmp_path):
-    """Put a library in place; `/proc` of a process that has the machine's own numbers."""
-    (tmp_path / "proc/self/ns").mkdir(parents=True)
-    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026531836]")
+def answers(monkeypatch):
+    """Put a library in place of NVML."""
     monkeypatch.setattr(nvml, "_free_before", {})
 
     def put(library):
@@ -149,17 +128,18 @@ def answers(monkeypatch, tmp_path):
 
 def test_nvml_counts_this_process(answers, tmp_path):
     """Nothing is known of another card, without a number or a driver, or of other numbers."""
+    namespace = tmp_path / "proc/self/ns/pid"
+    namespace.parent.mkdir(parents=True)
+    namespace.symlink_to("pid:[4026531836]")  # the machine's own numbers of processes
     answers(FakeNvml())
     assert nvml.process_bytes("abc", root=tmp_path) == GiB(3)
     assert nvml.process_bytes("another card", root=tmp_path) is None
-    (tmp_path / "proc/self/ns/pid").unlink()
-    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532511]")
-    assert nvml.process_bytes("abc", root=tmp_path) is None
-    for unknown in (FakeNvml(own=2**64 - 1), FakeNvml(pid=1), SimpleNamespace()):
+    without_driver = FakeNvml(fails_with=9)  # NVML_ERROR_DRIVER_NOT_LOADED
+    for unknown in (FakeNvml(own=2**64 - 1), FakeNvml(pid=1), without_driver, SimpleNamespace()):
         answers(unknown)
         assert nvml.process_bytes("abc", root=tmp_path) is None
-    answers(FakeNvml()).fails_with = 9  # NVML_ERROR_DRIVER_NOT_LOADED
-    assert nvml.process_bytes("abc", root=tmp_path) is None
+    answers(FakeNvml())
+    assert nvml.process_bytes("abc", root=tmp_path / "of a container") is None
 
 
 def test_what_was_free_before_is_remembered_once(answers, monkeypatch):
@@ -176,28 +156,24 @@ def test_what_was_free_before_is_remembered_once(answers, monkeypatch):
 
 
 @pytest.fixture
-def torch_cuda(monkeypatch):
+def gpus(monkeypatch):
     """`torch.cuda` with two GPUs of 80 GiB that answer as torch does."""
-    gpus = SimpleNamespace(fraction=1.0, current=1, integrated=False, backend="native")
+    gpus = SimpleNamespace(current=1, backend="native", limits=[])
     gpus.reserved = [0, GiB(20)]
 
     def exchange_device(index):
         before, gpus.current = gpus.current, index
         return before
 
-    def snapshot():
-        if gpus.backend != "native":
-            raise RuntimeError("Calling snapshot with another backend is not meaningful.")
-        segment = {"device": 1, "is_expandable": True, "total_size": 7, "segment_pool_id": (0, 0)}
-        return [segment, segment | {"segment_pool_id": (0, 3)}]
+    def set_fraction(fraction, index):
+        gpus.current = index  # as torch does
+        gpus.limits.append((fraction, index))
 
-    stats = {
-        "reserved_bytes.all.current": GiB(20),
-        "reserved_bytes.all.peak": GiB(21),
-        "allocated_bytes.all.peak": GiB(19),
-        "num_alloc_retries": 3,
-        "num_ooms": 2,
-    }
+    properties = SimpleNamespace(uuid="abc", is_integrated=False)
+    segment = {"device": 1, "total_size": 7, "segment_pool_id": (0, 0)}
+    stats = {"reserved_bytes.all.current": GiB(20), "allocated_bytes.all.peak": GiB(19)}
+    stats |= {"reserved_bytes.all.peak": GiB(21), "num_alloc_retries": 3, "num_ooms": 2}
+    gpus.properties = properties
     for name, function in {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -208,58 +184,31 @@ def torch_cuda(monkeypatch):
         "mem_get_info": lambda _: (GiB(50), GiB(80)),
         "memory_stats": lambda _: stats,
         "memory_reserved": lambda index: gpus.reserved[index],
-        "get_device_properties": lambda _: SimpleNamespace(
-            uuid="abc", is_integrated=gpus.integrated
-        ),
-        "get_per_process_memory_fraction": lambda _: gpus.fraction,
+        "get_device_properties": lambda _: properties,
+        "get_per_process_memory_fraction": lambda _: 0.5,
+        "set_per_process_memory_fraction": set_fraction,
         "get_allocator_backend": lambda: gpus.backend,
-        "memory_snapshot": snapshot,
+        "memory_snapshot": lambda: [segment, segment | {"segment_pool_id": (0, 3)}],
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
     return gpus
 
 
-@pytest.mark.parametrize(
-    ("device", "index"), [("cuda", 1), ("cuda:0", 0), (torch.device("cuda:1"), 1)]
-)
-def test_a_gpu_by_name(torch_cuda, device, index):
+@pytest.mark.parametrize(("device", "index"), [("cuda", 1), (torch.device("cuda:0"), 0)])
+def test_a_gpu_by_name(gpus, device, index):
+    """The current device stays: torch makes the device current whose limit is set."""
     source = TorchSource(device)
     read = source.figures()
     assert source.index == index
     assert (read.total_bytes, read.free_bytes, read.reserved_bytes) == (GiB(80), GiB(50), GiB(20))
     assert (read.peak_reserved_bytes, read.peak_allocated_bytes) == (GiB(21), GiB(19))
-    assert (read.retries, read.ooms, read.fraction) == (3, 2, 1.0)
+    assert (read.retries, read.ooms, read.fraction) == (3, 2, 0.5)
+    assert source.graph_bytes() == 7 * index
+    source.set_fraction(0.5)
+    assert (gpus.limits, torch.cuda.current_device()) == ([(0.5, index)], 1)
 
 
-def test_the_settings_in_force_are_read_off_a_segment(torch_cuda, monkeypatch):
-    """Another backend has no segments, and without a limit its fraction is far above 1."""
-    text = "expandable_segments:False,max_split_size_mb:64"
-    said = {"PYTORCH_CUDA_ALLOC_CONF": text, "expandable_segments": False}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": said})
-    source = TorchSource("cuda:1")
-    assert source.allocator() == "native, expandable segments, max_split_size_mb:64"
-    assert TorchSource("cuda:0").allocator() == "native"  # nothing was allocated there yet
-    assert source.graph_bytes() == 7
-    torch_cuda.backend, torch_cuda.fraction = "cudaMallocAsync", 2**64 / GiB(80)
-    assert (source.allocator(), source.graph_bytes()) == ("cudaMallocAsync", 0)
-    assert source.figures().fraction == 1.0
-
-
-def test_the_current_device_stays(torch_cuda, monkeypatch):
-    """Torch makes the device current whose limit is set; the stand-in, too."""
-    limits = []
-
-    def set_fraction(fraction, index):
-        torch_cuda.current = index
-        limits.append((fraction, index))
-
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
-    TorchSource("cuda:0").set_fraction(0.5)
-    assert limits == [(0.5, 0)]
-    assert torch.cuda.current_device() == 1
-
-
-def test_a_gpu_that_does_not_exist_or_answer(torch_cuda, monkeypatch):
+def test_a_gpu_that_does_not_exist_or_answer(gpus, monkeypatch):
     def fail(_):
         raise torch.OutOfMemoryError("CUDA error: out of memory")
 
@@ -268,31 +217,33 @@ def test_a_gpu_that_does_not_exist_or_answer(torch_cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     with pytest.raises(MachineError, match="memory of cuda:0: CUDA error: out of memory"):
         cuda_memory("cuda:0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MachineError, match="finds 0 CUDA devices"):
-        cuda_memory("cuda")
 
 
-@pytest.mark.parametrize(("integrated", "free"), [(0, 50), (1, 70)])
-def test_a_gpu_that_shares_the_hosts_memory(torch_cuda, monkeypatch, integrated, free):
+@pytest.mark.parametrize("named", ["PYTORCH_NO_CUDA_MEMORY_CACHING=1", "backend:cudaMallocAsync"])
+def test_a_device_is_not_read_where_torch_counts_nothing(gpus, monkeypatch, named):
+    """Without its own allocator, torch says that nothing was reserved."""
+    name, is_set, value = named.partition("=")
+    if is_set:
+        monkeypatch.setenv(name, value)
+    else:
+        gpus.backend = "cudaMallocAsync"
+    for read in (TorchSource, lambda _: device_in_use(prefers_current=True)):
+        with pytest.raises(MachineError, match=f"with {named} torch allocates .* counts nothing"):
+            read("cuda")
+
+
+def test_a_gpu_that_shares_the_hosts_memory(gpus, monkeypatch):
     """What the kernel can drop is free; the driver says that it is used, and files come and go."""
-    torch_cuda.integrated = integrated
+    gpus.properties.is_integrated = True
     host = MemoryPool(name="machine", limit_bytes=GiB(80), used_bytes=GiB(10))
     monkeypatch.setattr("torchbudget.machine.device.machine_memory", lambda: host)
-    assert TorchSource("cuda").figures().free_bytes == GiB(free)
+    assert TorchSource("cuda").figures().free_bytes == GiB(70)
 
 
-def test_the_device_in_use_is_the_one_that_has_most(torch_cuda, monkeypatch):
-    """Or the current one, if anything is reserved there; a pluggable allocator does not say."""
-    torch_cuda.reserved, torch_cuda.current = [GiB(1), GiB(2)], 0
+def test_the_device_in_use_is_the_one_that_has_most(gpus):
+    """Or the current one, if anything is reserved there."""
+    gpus.reserved, gpus.current = [GiB(1), GiB(2)], 0
     assert device_in_use(prefers_current=True) == 0
     assert device_in_use(prefers_current=False) == 1
-    torch_cuda.reserved = [0, 0]
+    gpus.reserved = [0, 0]
     assert device_in_use(prefers_current=True) is None
-
-    def fail(_):
-        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
-
-    monkeypatch.setattr(torch.cuda, "memory_reserved", fail)
-    with pytest.raises(MachineError, match="cannot read what torch's allocator has reserved"):
-        device_in_use(prefers_current=True)

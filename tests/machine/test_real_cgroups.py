@@ -1,122 +1,86 @@
 """Control groups that are really made, and processes that really run in them."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
-import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.memory_groups import HOLD, SHM, memory_group
+from tests.support.memory_groups import HOLD, SHM, memory_group, skip_on_tmpfs
+from torchbudget import MemoryBudget
+from torchbudget.machine.host import host_memory
+from torchbudget.machine.process_tree import process_memory
 from torchbudget.units import GiB, MiB
 
-STEPS = """
-import json, os, subprocess, sys
-from torchbudget.machine.host import host_memory
-
-charged, disk_file, shm_file, hold = sys.argv[1:]
-size = 100 * 2**20
-readings = {}
-
-def read(name):
-    pool = host_memory()[1]
-    readings[name] = {
-        "name": pool.name, "limit": pool.limit_bytes, "used": pool.used_bytes,
-        "own": pool.own_bytes, "usable": pool.usable_bytes, "charged": int(open(charged).read()),
-    }
-
-def write(path):
-    with open(path, "wb", buffering=0) as file:
-        for _ in range(size // 2**20):
-            file.write(bytes(2**20))
-        os.fsync(file.fileno())
-
-read("start")
-write(disk_file)
-read("cache written")
-with open(disk_file, "rb", buffering=0) as file:
-    while file.read(2**20):
-        pass
-read("cache read")
-write(shm_file)
-read("tmpfs")
-os.unlink(shm_file)
-read("tmpfs removed")
-taken = bytearray(b"\\1") * size
-read("taken")
-child = subprocess.Popen([sys.executable, "-c", hold, str(size)], stdin=-1, stdout=-1)
-child.stdout.readline()
-read("taken by a child")
-child.communicate(b"\\n")
-read("child ended")
-print(json.dumps(readings))
-"""
+SIZE = MiB(100)
+RUN = f"import sys; from {__name__} import {{0}}; {{0}}(*sys.argv[1:])"
 
 
-@pytest.fixture(scope="module")
-def readings(tmp_path_factory):
-    """Readings of a process in a group of 1 GiB, after each of its steps."""
-    disk_file = tmp_path_factory.mktemp("cache") / "file"
-    shm_file = SHM / f"torchbudget-test-{os.getpid()}"
-    kind = subprocess.run(
-        ["stat", "-f", "-c", "%T", disk_file.parent], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if kind == "tmpfs":
-        pytest.skip(f"{disk_file.parent} is a tmpfs, which has no page cache")
-    with memory_group(GiB(1)) as group:
-        use = "memory.usage_in_bytes" if group.version == 1 else "memory.current"
-        try:
-            output = group.output(STEPS, group.folder / use, disk_file, shm_file, HOLD)
-        finally:
-            shm_file.unlink(missing_ok=True)
-            disk_file.unlink(missing_ok=True)
-        yield group, json.loads(output)
-
-
-def near(num_bytes: int) -> object:
+def near(num_bytes: int) -> Any:
     """Within what interpreters, page tables and the kernel's per-processor batches add."""
     return pytest.approx(num_bytes, abs=MiB(16))
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "changes"),
-    [
-        # A file that is written and read is charged to the group, but can be reclaimed.
-        ("start", "cache written", {"used": 0, "usable": 0}),
-        ("start", "cache read", {"used": 0, "usable": 0}),
-        # A file in /dev/shm cannot be reclaimed, until it is removed.
-        ("cache read", "tmpfs", {"used": MiB(100), "usable": -MiB(100)}),
-        ("cache read", "tmpfs removed", {"usable": 0}),
-        # Its own memory, and its workers', is used, but still its own to use.
-        ("tmpfs removed", "taken", {"used": MiB(100), "own": MiB(100), "usable": 0}),
-        ("taken", "taken by a child", {"own": MiB(100), "usable": 0}),
-        ("taken", "child ended", {"own": 0}),
-    ],
-)
-def test_what_a_job_does_to_its_group(readings, before, after, changes):
-    """The reading is of the group that we made, and nearly all of its use is the job's own."""
-    group, steps = readings
-    start = steps["start"]
-    assert (start["name"], start["limit"]) == (str(group.folder), GiB(1))
-    assert start["own"] == near(start["used"])
-    assert start["usable"] == near(GiB(1))
-    assert {key: steps[after][key] - steps[before][key] for key in changes} == {
-        key: near(change) for key, change in changes.items()
+def write(path: str) -> None:
+    """Write a file of 100 MiB to its disk."""
+    with open(path, "wb", buffering=0) as file:  # noqa: PTH123  (unbuffered)
+        for _ in range(SIZE // MiB(1)):
+            file.write(bytes(MiB(1)))
+        os.fsync(file.fileno())
+
+
+def take_steps(disk_file: str, shm_file: str) -> None:
+    """Print what the group's pool says after each of a job's steps."""
+    readings = {}
+
+    def read(name: str) -> None:
+        pool = host_memory()[1]
+        readings[name] = pool.name, pool.used_bytes, pool.own_bytes, pool.usable_bytes
+
+    read("start")
+    write(disk_file)
+    read("a file was written")
+    write(shm_file)
+    read("a file lies in /dev/shm")
+    Path(shm_file).unlink()
+    taken = bytearray(b"\1") * SIZE
+    read("memory was taken")
+    del taken
+    print(json.dumps(readings))  # noqa: T201
+
+
+def test_what_a_job_does_to_its_group(tmp_path: Path) -> None:
+    """The group is the one that we made, and nearly all of its use is the job's own."""
+    shm_file = SHM / f"torchbudget-test-{os.getpid()}"
+    skip_on_tmpfs(tmp_path)
+    with memory_group(GiB(1)) as group:
+        try:
+            output = group.output(RUN.format("take_steps"), tmp_path / "file", shm_file)
+        finally:
+            shm_file.unlink(missing_ok=True)
+    readings = json.loads(output)
+    name, used, own, usable = readings.pop("start")
+    assert name == str(group.folder)
+    assert (own, usable) == (near(used), near(GiB(1)))
+    changes = {step: [a - b for a, b in zip(one[1:], (used, own, usable), strict=True)]
+               for step, one in readings.items()}  # fmt: skip
+    assert changes == {
+        "a file was written": [near(0)] * 3,  # charged to the group, but can be reclaimed
+        "a file lies in /dev/shm": [near(SIZE), near(0), near(-SIZE)],
+        "memory was taken": [near(SIZE), near(SIZE), near(0)],  # its own to use still
     }
-    if "cache" in after:
-        assert steps[after]["charged"] - steps[before]["charged"] >= MiB(90)
 
 
-NESTED = """
-import json
-from torchbudget.budget import MemoryBudget
-from torchbudget.machine.host import host_memory
-pools = [[pool.name, pool.limit_bytes, pool.usable_bytes] for pool in host_memory()]
-print(json.dumps([pools, MemoryBudget.detect("cpu", fraction=0.5).host]))
-"""
+def print_pools() -> None:
+    pools = [[pool.name, pool.limit_bytes, pool.usable_bytes] for pool in host_memory()]
+    print(json.dumps([*pools[1:3], MemoryBudget.detect("cpu", fraction=0.5).host]))  # noqa: T201
 
 
-def test_a_real_ancestor_bounds_more_tightly():
+def test_a_real_ancestor_bounds_more_tightly() -> None:
     """A sibling group's process uses up the ancestor; the own group does not see it."""
     with (
         memory_group(MiB(700)) as outer,
@@ -124,39 +88,31 @@ def test_a_real_ancestor_bounds_more_tightly():
         memory_group(MiB(400), outer) as other,
         other.python(HOLD, MiB(128)) as holder,
     ):
+        assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
-        pools, host_bytes = json.loads(inner.output(NESTED))
-    assert [(name, limit) for name, limit, _ in pools[1:3]] == [
-        (str(inner.folder), MiB(900)),
-        (str(outer.folder), MiB(700)),
-    ]
-    assert pools[1][2] == near(MiB(900))
-    assert pools[2][2] == near(MiB(700 - 128))
+        own, above, host_bytes = json.loads(inner.output(RUN.format("print_pools")))
+    assert own == [str(inner.folder), MiB(900), near(MiB(900))]
+    assert above == [str(outer.folder), MiB(700), near(MiB(700 - 128))]
     assert host_bytes == near(MiB(700 - 128) // 2)
 
 
-FILL = """
-import os, sys
-from torchbudget.budget import MemoryBudget
-from torchbudget.machine.process_tree import process_memory
-
-with open(sys.argv[2], "wb", buffering=0) as file:
-    for _ in range(100):
-        file.write(bytes(2**20))
-    os.fsync(file.fileno())
-usable = MemoryBudget.detect(None, fraction=1).host
-taken = []
-while process_memory().unreclaimable_bytes < float(sys.argv[1]) * usable:
-    taken.append(bytearray(b"\\1") * 2**22)
-print("lives")
-"""
+def fill(share: str, path: str) -> None:
+    """Take this share of what is found to be usable, beside a file's cache."""
+    write(path)
+    usable = MemoryBudget.detect(None, fraction=1).host or 0
+    taken = []
+    while process_memory().unreclaimable_bytes < float(share) * usable:
+        taken.append(bytearray(b"\1") * MiB(4))
+    print("lives")  # noqa: T201
 
 
-@pytest.mark.parametrize(("fraction", "code"), [(0.95, 0), (1.05, -signal.SIGKILL)])
+@pytest.mark.parametrize(("share", "code"), [(0.95, 0), (1.05, -signal.SIGKILL)])
 @pytest.mark.slow
-def test_the_budget_is_where_the_kernel_kills(tmp_path, fraction, code):
+def test_the_budget_is_where_the_kernel_kills(tmp_path: Path, share: float, code: int) -> None:
     """A process that takes 95 % of what was found lives, and one that takes 105 % is killed."""
-    with memory_group(MiB(768)) as group, group.python(FILL, fraction, tmp_path / "f") as process:
+    with (
+        memory_group(MiB(768)) as group,
+        group.python(RUN.format("fill"), share, tmp_path / "f") as process,
+    ):
         output, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors
-    assert output == ("lives\n" if code == 0 else "")
+    assert (process.returncode, output) == (code, "" if code else "lives\n"), errors

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import torchbudget as tb
-from tests.support.costs import measured
 from tests.support.fake_device import FakeDevice, put_in_place
-from torchbudget.errors import MeasureWarning, MemoryLimitWarning
 from torchbudget.machine import device as device_module
 from torchbudget.machine.peaks import peak_memory
 from torchbudget.observe.sample import MemoryReader
@@ -27,8 +25,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return put_in_place(monkeypatch, device)
 
 
-def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> None:
-    """Of the monitor's whole time, of a block's, and of a block's inside it."""
+def test_the_allocators_peaks_are_kept_whoever_resets_them(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the monitor's whole time, of a block's, and of a batch's inside it, which waits for none.
+
+    A loop goes on to enqueue ahead of the device.
+    """
     with tb.MemoryMonitor(interval_s=10) as monitor:
         fake.take(GiB(9), reserving=GiB(1))
         fake.free(GiB(9))
@@ -37,7 +40,8 @@ def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> 
             fake.take(GiB(4))
             fake.free(GiB(4))
             fake.empty_cache()
-            with monitor.batch(4, 100) as inner:
+            with monkeypatch.context() as patch, monitor.batch(4, 100) as inner:
+                patch.setattr(fake, "synchronize", pytest.fail)
                 fake.take(GiB(2))
             sample = monitor.snapshot("now")
         fake.free(GiB(2))
@@ -50,66 +54,21 @@ def test_the_allocators_peaks_are_kept_whoever_resets_them(fake: FakeDevice) -> 
     assert "device, reserved" in str(monitor.report())
 
 
-def test_a_device_that_fills_up_is_warned_of_and_planned_for(
-    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against the budget's device bytes; the sampler goes on with the margin that was seen.
-
-    A batch waits for no device, so that a loop goes on to enqueue ahead of it.
-    """
-    monkeypatch.setattr(fake, "synchronize", pytest.fail)
-    cost = measured(tb.PaddedCost(fixed_bytes=GiB(1), unit_bytes=MiB(1)), margin=0.01)
-    sampler = tb.MemoryBudgetBatchSampler([100] * 400, cost, "10GiB", window=40)
-    monitor = tb.MemoryMonitor(tb.MemoryBudget(device="10GiB"), replan=sampler, replan_batches=1)
-    with monitor:
-        with pytest.warns(MeasureWarning, match="were predicted"):
-            run_batch(monitor, fake, GiB(9))
-        assert sampler.plan.rules.cost.margin > 0.01  # type: ignore[attr-defined]
-        with pytest.warns(MemoryLimitWarning, match=r"9\.59 GiB of 10 GiB .* replan=sampler"):
-            monitor.snapshot("near")
-
-
-def run_batch(monitor: tb.MemoryMonitor, fake: FakeDevice, num_bytes: int) -> None:
-    with monitor.batch(50, (100,)):
-        fake.take(num_bytes)
-
-
-@pytest.fixture
-def reserved(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Bytes that the allocator has reserved on each of four devices; the current one is the first.
-
-    The allocator that is asked is a stand-in: it says which device it was asked for.
-    """
-    found = dict.fromkeys(range(4), 0)
-
-    def source(name: object) -> FakeDevice:
-        index = str(name).partition(":")[2]
-        return FakeDevice(reserved_bytes=found[int(index)] + int(index) if index else 0)
-
+def test_a_thread_reads_the_device_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its own current device: a thread's is the first one, and a rank may be on another."""
+    used = put_in_place(monkeypatch, FakeDevice(reserved_bytes=GiB(2)))
+    asked: list[str] = []
+    monkeypatch.setattr(device_module, "TorchSource", lambda name: asked.append(str(name)) or used)
+    reserved: dict[int, int] = {0: 0, 1: 0}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", found.__getitem__)
-    monkeypatch.setattr(device_module, "TorchSource", source)
-    monkeypatch.setattr(device_module, "_devices", {})
-    return found
-
-
-@pytest.mark.parametrize("device", [None, "cuda"])
-def test_a_thread_reads_the_device_that_is_used(
-    device: str | None, reserved: dict[int, int]
-) -> None:
-    """Not its own current device: a thread's is the first one, and a rank may be on the fourth."""
-    reader = MemoryReader(None, device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reserved))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
+    reader = MemoryReader(None, None)
     with ThreadPoolExecutor(1) as other:
-        # Before the rank has anything on its device, and after.
-        for on_devices, read in (({}, None), ({1: MiB(20), 3: GiB(2)}, GiB(2) + 3)):
-            reserved |= on_devices
-            sample = other.submit(reader.read, 0, whole=False).result()
-            assert sample.reserved_bytes == read
-    with tb.MemoryMonitor(device=device, interval_s=10) as monitor, monitor.batch() as peak:
-        pass
-    assert {monitor.report().peak.reserved_bytes, peak.reserved_bytes} == {GiB(2) + 3}
+        assert other.submit(reader.read, 0, whole=False).result().reserved_bytes is None
+        reserved[1] = GiB(2)
+        assert other.submit(reader.read, 0, whole=False).result().reserved_bytes == GiB(2)
+    assert asked == ["cuda:1"]
 
 
 def test_cuda_is_never_initialised() -> None:

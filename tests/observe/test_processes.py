@@ -70,14 +70,12 @@ def test_processes_that_are_forked_while_it_reads_are_not_stuck(tmp_path: Path) 
     assert not [one for one in records if one.get("name") == "child"]
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_that_come_are_killed_and_come_again(method: str) -> None:
+def test_workers_that_come_are_killed_and_come_again() -> None:
     """They are counted while they are there; the monitor goes on whatever becomes of them."""
     with no_signals_of_workers(), MemoryMonitor(interval_s=0.005) as monitor:
         alone = monitor.snapshot("alone")
-        for _ in range(2 if method == "fork" else 1):
-            loader = DataLoader(Holding(), num_workers=2, multiprocessing_context=method)
-            batches = iter(loader)
+        for _ in range(2):
+            batches = iter(DataLoader(Holding(), num_workers=2, multiprocessing_context="fork"))
             next(batches)
             seen = monitor.snapshot("with workers")
             assert seen.processes >= alone.processes + 2
@@ -90,7 +88,7 @@ def test_workers_that_come_are_killed_and_come_again(method: str) -> None:
             del batches
             workers[1].join()
         after = monitor.snapshot("after")
-    assert after.processes <= alone.processes + (method == "spawn")  # multiprocessing's tracker
+    assert after.processes <= alone.processes
     assert monitor.report().end["is_exact"]
 
 
@@ -137,22 +135,20 @@ def fill_the_group() -> None:
         large = Popen([*hold, most], stdin=PIPE, stdout=PIPE)
         assert large.stdout is not None
         assert large.stdout.readline() == b"ready\n"
-        sample = monitor.snapshot("nearly full")
+        monitor.snapshot("nearly full")
         with Popen([*hold, str(MiB(60))], stdin=PIPE, stdout=PIPE) as small:
             status = large.wait()  # the kernel kills the largest
             small.kill()
     report = monitor.report()
     [limit] = [one for one in report.limits if one.name == "cgroup"]
-    kernel_bytes = abs((sample.cgroup_bytes or 0) - (sample.unreclaimable_bytes or 0))
     is_seen = "cgroup" in [one.name for one in near] and "the kernel killed" in str(report)
-    json.dump([status, is_seen, limit.limit_bytes, limit.share, kernel_bytes], sys.stdout)
+    json.dump([status, is_seen, limit.limit_bytes, limit.share], sys.stdout)
 
 
 def test_a_full_group_is_seen_coming_and_its_kills_are_counted() -> None:
     """The warning comes first; then a child is killed, and the monitor reports it and goes on."""
     with memory_group(MiB(600)) as group:
         output = group.output(f"from {__name__} import fill_the_group as f; f()")
-    status, is_seen, limit_bytes, share, kernel_bytes = json.loads(output)
+    status, is_seen, limit_bytes, share = json.loads(output)
     assert (status, is_seen, limit_bytes) == (-9, True, MiB(600))
     assert 0.95 < share <= 1
-    assert kernel_bytes < MiB(40)

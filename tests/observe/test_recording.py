@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, call
 
 import numpy as np
@@ -23,25 +24,6 @@ from torchbudget.units import GiB, MiB
 # ---------------------------------------------------------------------- pace
 
 
-class Run:
-    """A run on made-up time, whose readings take a given time; `wholes` are its whole readings."""
-
-    def __init__(self, quick_s: float, whole_s: float, interval_s: float = 0.1) -> None:
-        self.quick_s, self.whole_s = quick_s, whole_s
-        self.pace, self.now_s = Pace(interval_s), 0.0
-        self.wholes: list[float] = []
-
-    def until(self, end_s: float, resident: int) -> None:
-        while self.now_s < end_s:
-            self.now_s += self.pace.wait_s()
-            sample = MemorySample(time_s=self.now_s, resident_bytes=resident)
-            is_whole = self.pace.wants_whole(sample, float("inf"))
-            if is_whole:
-                sample = replace(sample, host_bytes=resident)
-                self.wholes.append(self.now_s)
-            self.pace.note(self.quick_s + is_whole * self.whole_s, sample)
-
-
 @given(st.floats(1e-5, 0.05), st.floats(1e-4, 2.0), st.floats(0.01, 1.0), st.data())
 def test_readings_take_their_share_at_the_most(
     quick_s: float, whole_s: float, interval_s: float, data: st.DataObject
@@ -50,14 +32,23 @@ def test_readings_take_their_share_at_the_most(
 
     A peak of the job is seen that lasts as long as a whole reading's share allows.
     """
-    run = Run(quick_s, whole_s, interval_s)
-    for _ in range(20):
-        run.until(run.now_s + 2.0, data.draw(st.integers(MiB(1), GiB(4))))
+    pace, now_s, resident = Pace(interval_s), 0.0, 0
+    wholes: list[float] = []
+    for step in range(20):
+        resident = data.draw(st.integers(MiB(1), GiB(4)))
+        while now_s < 2.0 * (step + 1):
+            now_s += pace.wait_s()
+            sample = MemorySample(time_s=now_s, resident_bytes=resident)
+            is_whole = pace.wants_whole(sample, float("inf"))
+            if is_whole:
+                sample = replace(sample, host_bytes=resident)
+                wholes.append(now_s)
+            pace.note(quick_s + is_whole * whole_s, sample)
     share = _QUICK_SHARE + _WHOLE_SHARE
     assert share < 0.01
-    assert run.pace.spent_s <= share * run.now_s + 2 * (whole_s + quick_s)
-    longest_s = (whole_s + quick_s) / _WHOLE_SHARE + 2 * run.pace.wait_s()
-    assert np.diff([*run.wholes, run.now_s]).max() <= longest_s
+    assert pace.spent_s <= share * now_s + 2 * (whole_s + quick_s)
+    longest_s = (whole_s + quick_s) / _WHOLE_SHARE + 2 * pace.wait_s()
+    assert np.diff([*wholes, now_s]).max() <= longest_s
 
 
 # ---------------------------------------------------------------------- history
@@ -81,28 +72,26 @@ def test_a_history_is_bounded_and_keeps_every_peak(added: list[MemorySample], ha
 # ---------------------------------------------------------------------- the file
 
 
-def take_snapshots(monitor: MemoryMonitor) -> None:
-    with monitor:
-        for name in "abc":
-            monitor.snapshot(name)
-
-
-def test_a_monitor_survives_a_full_disk() -> None:
-    """One warning, a count of the lost lines, and everything else goes on."""
-    monitor = MemoryMonitor(path="/dev/full", interval_s=10)
-    with pytest.warns(MonitorWarning, match="cannot be written to") as warned:
-        take_snapshots(monitor)
+@pytest.mark.parametrize("fault", ["disk", "writer"])
+def test_a_monitor_survives_what_it_writes_to(fault: str) -> None:
+    """One warning for each fault, a count of the lost lines, and everything else goes on."""
+    fails = Mock(side_effect=RuntimeError("broken"))
+    options: dict[str, Any] = {"on_limit": fails, "writer": Mock(add_scalar=fails)}
+    if fault == "disk":
+        options = {"path": "/dev/full"}
+    monitor = MemoryMonitor(MemoryBudget(host=MiB(1)), interval_s=10, **options)
+    with pytest.warns() as warned, monitor:
+        monitor.snapshot("all the same")
+    texts = sorted(str(one.message) for one in warned if one.category is MonitorWarning)
     report = monitor.report()
-    # Each snapshot writes a sample, too; so do the beginning and the end.
-    assert (len(warned), report.end["lost_lines"]) == (1, 3 * 2 + 3)
-    assert [name for name, _ in report.snapshots] == ["a", "b", "c"]
-    assert "9 lines could not be written" in str(report)
-
-
-def test_a_file_that_cannot_be_opened_raises(tmp_path: Path) -> None:
-    """Before the training begins, not after hours."""
-    with pytest.raises(FileNotFoundError), MemoryMonitor(path=tmp_path / "no" / "lines.jsonl"):
-        pass
+    assert [name for name, _ in report.snapshots] == ["all the same"]
+    if fault == "writer":
+        whose = [text.split()[2:4] for text in texts]
+        assert whose == [["on_limit", "raised"], ["writer", "raised"]]
+    else:
+        assert len(texts) == 1
+        assert report.end["lost_lines"] > 4
+        assert "lines could not be written" in str(report)
 
 
 def test_the_file_and_the_scalars_have_all_of_the_run(tmp_path: Path) -> None:
@@ -130,17 +119,6 @@ def test_the_file_and_the_scalars_have_all_of_the_run(tmp_path: Path) -> None:
         for name, value in sample.known().items()
         if name != "time_s"
     ]
-
-
-def test_faults_of_a_writer_and_a_callback_end_nothing() -> None:
-    """They are warned of once, beside the limit itself."""
-    fails = Mock(side_effect=RuntimeError("broken"))
-    budget = MemoryBudget(host=MiB(1))
-    monitor = MemoryMonitor(budget, on_limit=fails, writer=Mock(add_scalar=fails))
-    with pytest.warns() as warned, monitor:
-        monitor.snapshot("second")
-    texts = sorted(str(one.message) for one in warned if one.category is MonitorWarning)
-    assert [text.split()[2:4] for text in texts] == [["on_limit", "raised"], ["writer", "raised"]]
 
 
 def test_runs_of_one_file_are_told_apart(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from torchbudget.machine import device as device_module
 from torchbudget.machine.device import DeviceFigures
@@ -27,7 +28,7 @@ class FakeDevice:
         total = figures.pop("total_bytes", 80 * 2**30)
         self.now = DeviceFigures(total_bytes=total, **{"free_bytes": total} | figures)
         self.allocated = self.now.reserved_bytes
-        self.settings = "native, expandable segments"
+        self.settings = "expandable segments"
         self.graphs = 0
         self.emptied = 0
 
@@ -96,6 +97,7 @@ class FakeDevice:
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, fake: FakeDevice) -> FakeDevice:
     """Make every CUDA device this one."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(device_module, "TorchSource", lambda _: fake)
     monkeypatch.setattr(device_module, "_devices", {})
     return fake

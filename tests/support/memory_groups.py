@@ -30,6 +30,12 @@ input()
 """
 
 
+def skip_on_tmpfs(folder: Path) -> None:
+    """Skip a test that needs files with a page cache."""
+    if subprocess.check_output(["stat", "-f", "-c", "%T", str(folder)]) == b"tmpfs\n":
+        pytest.skip(f"{folder} is a tmpfs")
+
+
 @dataclass(frozen=True)
 class MemoryGroup:
     version: int

@@ -25,7 +25,6 @@ _COMMANDS: Final = {
     "report": REPORT,
 }
 _USED_WRONGLY: Final = 2
-_INTERRUPTED: Final = 130  # as of a shell: 128 and SIGINT
 _EPILOG: Final = """\
 exit codes: 0: done; 1: the answer is no (a check failed, sizes do not fit, a step cannot be
 measured); 2: used wrongly. Results go to stdout, messages to stderr."""
@@ -64,8 +63,6 @@ def main(arguments: Sequence[str]) -> int:
     except TorchBudgetError as error:
         _say(error)
         return _USED_WRONGLY
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     _write(answer.text)
     for line in answer.failed:
         _say(line)

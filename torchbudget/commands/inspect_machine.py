@@ -55,7 +55,6 @@ def _run(options: argparse.Namespace) -> Answer:
                 for what, pool in pools
             ],
             "budget": asdict(budget),
-            "host_limited_by": host.name,
             "processors": processors,
             "free_descriptors": descriptors,
         }

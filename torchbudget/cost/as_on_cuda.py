@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  (torch's own usage)
 
 from torchbudget.errors import CostError
-from torchbudget.machine.allocators import cuda_allocator_settings
+from torchbudget.machine.allocators import has_expandable_segments
 from torchbudget.restoring import TrainingState
 from torchbudget.units import format_bytes
 
@@ -57,9 +57,8 @@ class AssumedCuda:
         """Read the settings of the environment; a device is not asked, which would start CUDA."""
         stated = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         each = sum(int(size) * int(number) * 1024 for size, number in stated)
-        settings = cuda_allocator_settings()
-        expandable = settings.get("expandable_segments", "").lower() == "true"
-        return cls(expandable, 2 * (each + 2**20) if each else WORKSPACE_BYTES)
+        workspace_bytes = 2 * (each + 2**20) if each else WORKSPACE_BYTES
+        return cls(has_expandable_segments(), workspace_bytes)
 
     @property
     def fixed_bytes(self) -> int:

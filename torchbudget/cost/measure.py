@@ -287,7 +287,7 @@ def describe_step(step: Callable[[Any], object]) -> dict[str, str]:
     mark them, and the attention that a model of transformers runs. Checkpoints that a model's own
     `forward` makes are not seen.
 
-    On CUDA also the allocator's settings in force, since segments of fixed sizes reserve more than
+    On CUDA also the kind of the allocator's segments, since those of fixed sizes reserve more than
     expandable ones do.
 
     >>> model = torch.nn.Linear(2, 3)

@@ -82,10 +82,6 @@ def run_steps(subject: Subject, room: int, traced: MeasuredCost | None) -> Measu
             reserve = reserve_of(runs.probes, runs.runner, subject, room)
             cost = replace(cost, offset=cost.offset + reserve)
     runs.runner.empty_cache()  # or what was reserved would be taken for what the next step needs
-    if runs.runner.sampled:
-        subject.notes.append(
-            "the peak of resident memory was sampled: /proc/self/clear_refs is not writable"
-        )
     if runs.runner.not_finite:
         subject.warn(
             "the step returned a loss that is not finite; does make_batch make a valid batch?"
@@ -117,7 +113,6 @@ class StepRunner:
     Attributes:
         memory: of the device; `None` on the CPU.
         idle_bytes: memory in use while no step runs.
-        sampled: whether a peak was only sampled.
         not_finite: whether a step returned a number that is not finite.
     """
 
@@ -132,7 +127,7 @@ class StepRunner:
         [self.idle_bytes] = self._ranks.largest(idle.bytes)
         # Of each probe: resident before its last step; on CUDA, outside the allocator after it.
         self._beside_bytes: list[int] = []
-        self.sampled = self.not_finite = False
+        self.not_finite = False
 
     def run(self, n: int, size: Size, *, held_out: bool = False) -> Probe:
         """Step on batches of one shape: twice the first time, since optimizers make their state.
@@ -209,7 +204,6 @@ class StepRunner:
                 self._wait()
                 seconds = time.perf_counter() - start_s
                 del batch, result
-        self.sampled |= peak.sampled
         return peak, peak.outside_bytes if self.memory is not None else beside_bytes, seconds
 
     def _wait(self) -> None:

@@ -21,13 +21,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.errors import OptionError
+from torchbudget.machine.high_water import restart_peak
 from torchbudget.machine.host import allow_more_descriptors, shared_memory
-from torchbudget.machine.process_tree import (
-    ProcessPages,
-    mapped_data_bytes,
-    process_pages,
-    restart_peak,
-)
+from torchbudget.machine.process_tree import ProcessPages, mapped_data_bytes, process_pages
 
 # A data set that is slow to read gets at least 8 batches, a fast one as many as 2 seconds allow.
 _ALWAYS: Final = 8

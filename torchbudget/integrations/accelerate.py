@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from torchbudget.integrations.hosted import HostedLoader, of_each_rank, of_this_rank
+from torchbudget.distributed import Ranks
+from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 
 
 def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
@@ -48,14 +49,20 @@ def prepare(accelerator: Any, loader: DataLoader[Any]) -> Any:
         dispatch_batches=False,
         non_blocking=accelerator.non_blocking,
     )
-    shard.base_dataloader = base
+    shard.base_dataloader, base.shard = base, shard
     shard._is_accelerate_prepared = True
-    accelerator.register_for_checkpointing(_Checkpoint(shard, base))
+    accelerator.register_for_checkpointing(base)
     return accelerator.prepare_data_loader(shard)
 
 
 class _BaseLoader(HostedLoader):
-    """The loader that a `DataLoaderShard` reads, one batch ahead of the loop."""
+    """The loader that a `DataLoaderShard` reads one batch ahead, and its position in checkpoints.
+
+    Attributes:
+        shard: the `DataLoaderShard`.
+    """
+
+    shard: Any
 
     def __init__(self, loader: DataLoader[Any], **ranks: int) -> None:
         super().__init__(loader, **ranks)
@@ -64,27 +71,12 @@ class _BaseLoader(HostedLoader):
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"a loader that torchbudget has prepared has no {name}. If skip_first_batches asks for "
-            "it, leave that out: after load_state the loader goes on within its epoch"
-        )
-
-
-class _Checkpoint:
-    """The position of a prepared loader, in the accelerator's checkpoint."""
-
-    def __init__(self, shard: Any, base: _BaseLoader) -> None:
-        self._shard = shard
-        self._base = base
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position of each rank, since the first one writes; a collective."""
-        base = self._base
-        position = base.source.state_dict() if base.reads is None else base.position(1)
-        return {"ranks": of_each_rank(position)}
+        position = self.source.state_dict() if self.reads is None else self.position(1)
+        return {"ranks": Ranks().gather_objects(position)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from this rank's position, in its epoch."""
-        self._base.go_to(of_this_rank(state_dict["ranks"]))
-        self._shard.iteration = self._base.source.epoch
+        self.go_to(of_this_rank(state_dict["ranks"]))
+        self.shard.iteration = self.source.epoch

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from torchbudget.distributed import gathered, is_distributed, ranks_of
+from torchbudget.distributed import ranks_of
 from torchbudget.errors import OptionError
 from torchbudget.protocols import ResumableSource
-from torchbudget.train.loop import read_as_plain
+from torchbudget.train.loop import read_as_plain, sources_of
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ class HostedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
-        source: Any = find_source(loader)
+        found = sources_of(loader).values()
+        source: Any = next((one for one in found if isinstance(one, ResumableSource)), None)
         if source is None:
             raise OptionError(
                 "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or "
@@ -90,20 +91,6 @@ class HostedLoader:
         """
         self.run = self.reads = None
         self.source.load_state_dict(position)
-
-
-def find_source(loader: Any) -> ResumableSource | None:
-    """Return the sampler or the stream of a loader, if it has one."""
-    for name in ("batch_sampler", "dataset"):
-        source = getattr(loader, name, None)
-        if isinstance(source, ResumableSource):
-            return source
-    return None
-
-
-def of_each_rank(value: T) -> list[T]:
-    """Return the value of each rank; a collective."""
-    return gathered(value) if is_distributed() else [value]
 
 
 def of_this_rank(positions: Sequence[T]) -> T:

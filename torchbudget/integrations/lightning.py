@@ -11,8 +11,9 @@ from typing import Any, Final
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
+from torchbudget.distributed import Ranks
 from torchbudget.errors import OptionError, StateError
-from torchbudget.integrations.hosted import HostedLoader, of_each_rank, of_this_rank
+from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 
 _DataModule: Any = object  # the data module comes after the mixin
 _KEY: Final = "torchbudget"  # in the data module's part of a checkpoint
@@ -49,17 +50,11 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         """Make the loaders, at the positions of the checkpoint.
 
         Raises:
-            OptionError: `overfit_batches` is set; `training_step` takes a `dataloader_iter`; or the
-                batches are dealt to other ranks than the strategy's data-parallel ones.
+            OptionError: `training_step` takes a `dataloader_iter`, or the batches are dealt to
+                other ranks than the strategy's data-parallel ones.
             StateError: the checkpoint is from within an epoch, and has no position; or it has
                 positions of another number of loaders.
         """
-        if self.trainer.overfit_batches:
-            raise OptionError(
-                "overfit_batches would train on the first batches of each epoch, and they are "
-                "others in every epoch here: leave it out, and have budget_loader make a loader "
-                "over a few samples"
-            )
         if "dataloader_iter" in signature(self.trainer.lightning_module.training_step).parameters:
             raise OptionError(
                 "a training_step with dataloader_iter reads batches ahead by itself, so that it is "
@@ -113,7 +108,7 @@ class BudgetDataMixin(_DataModule):  # type: ignore[misc]
         is_over = progress.is_last_batch and not in_step and progress.total.ready > self._began
         ahead = loop.max_batches == inf  # else Lightning needs no batch to find the end
         states = [loader.save(in_step, is_over=is_over, ahead=ahead) for loader in self._loaders]
-        return {**others, _KEY: of_each_rank(states)}
+        return {**others, _KEY: Ranks().gather_objects(states)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the data module; the loaders are made later."""

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchbudget.data.collate.collates import IDS, TransformersBatch
-from torchbudget.distributed import failing_together
+from torchbudget.distributed import Ranks
 from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchBudgetWarning
-from torchbudget.integrations.hosted import HostedLoader, find_source, of_each_rank, of_this_rank
+from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import halves, num_samples
 from torchbudget.train.loop import evaluation_mode
@@ -78,7 +78,15 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         kinds = {kind.__name__ for kind in type(self.accelerator.unwrap_model(self.model)).__mro__}
         self._shifts_labels = bool(causal & kinds) or self._loss_shifts_labels
         self._items = items = _Items(self, self.budget_loader())
-        _warn_of_parts(self)
+        if getattr(getattr(self.model, "config", None), "output_router_logits", False):
+            self.checks_weights = False
+            warn(
+                "config.output_router_logits adds a loss of the experts' balance, which is no sum "
+                "over micro-batches: the mean of theirs counts, and weights are not checked",
+                TorchBudgetWarning,
+            )
+        if any(isinstance(part, _BatchNorm) for part in self.model.modules()):
+            warn("batch normalisation sees micro-batches, not the whole step", BatchNormWarning)
         self.loss_is_scaled_for_ga = False  # the Trainer divides losses that are means,
         self.args.average_tokens_across_devices = False  # and multiplies them by no number of ranks
         loader: Any = DataLoader(items, batch_size=None, collate_fn=list)
@@ -119,7 +127,7 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
         weights = [self.micro_batch_weight(batch) for item in items for batch in item]
         if not all(0 <= weight < inf for weight in weights):
             raise OptionError(f"micro_batch_weight must return 0 or more, got {weights}")
-        of_ranks = of_each_rank(sum(weights))
+        of_ranks = Ranks().gather_objects(sum(weights))
         self._rank_weight = sum(of_ranks) / len(of_ranks)
         return items, None
 
@@ -135,8 +143,10 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             self.current_gradient_accumulation_steps = self._rank_weight / weight if weight else inf
             syncs = syncs_each or number == len(inputs)
             with nullcontext() if syncs else self.accelerator.no_sync(model=model):
-                counted = batch if weight else _counted(batch)
-                losses.append(super().training_step(model, counted, self._number(weight)))
+                if not weight and isinstance(batch.get("labels"), Tensor):
+                    # The mean of nothing is NaN, and so may be its gradients, if divided by inf.
+                    batch = {**batch, "labels": torch.zeros_like(batch["labels"])}
+                losses.append(super().training_step(model, batch, self._number(weight)))
         return torch.stack(losses).sum()
 
     def _number(self, weight: float) -> Tensor | None:
@@ -156,31 +166,18 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
             return found
 
         is_exact = self.accelerator.mixed_precision == "no" and not self.args.tf32
-        with failing_together(of_each_rank), self.compute_loss_context_manager():
+        with Ranks().together(), self.compute_loss_context_manager():
             batch = max(batches, key=num_samples)
             could_tell = num_samples(batch) > 1
             if self.checks_rows and isinstance(batch, TransformersBatch):
                 check_kept_apart(model, self._prepare_inputs(batch))
             if self.checks_weights and is_exact:
                 could_tell = check_weights(model, batch, loss=loss, weight=self.micro_batch_weight)
-        if any(of_each_rank(could_tell)):
+        if any(Ranks().gather_objects(could_tell)):
             self.checks_rows = self.checks_weights = False
 
-    def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
-        """Evaluate like the Trainer.
-
-        Raises:
-            OptionError: the Trainer would gather batches of unequal sizes, which never ends.
-        """
-        if self.args.world_size > 1 and find_source(dataloader) is not None:
-            raise OptionError(
-                "the Trainer gathers batches of equal sizes, and this loader has unequal ones: "
-                "leave get_eval_dataloader as it is, or evaluate with torchbudget.predict"
-            )
-        return super().evaluation_loop(dataloader, *more, **options)
-
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        positions = of_each_rank(self._items.position())
+        positions = Ranks().gather_objects(self._items.position())
         self.state.stateful_callbacks[_KEY] = {"ranks": positions}
         super()._save_checkpoint(*arguments, **options)
 
@@ -275,33 +272,6 @@ class _Items(HostedLoader, IterableDataset[list[Any]]):
         return self.source.steps_left if self._is_planned else length_hint(self.loader)
 
 
-def _counted(batch: Any) -> Any:
-    """Return a micro-batch, no label of which counts, with labels that do.
-
-    The mean of nothing is NaN, and so may be its gradients, which are divided by infinity.
-    """
-    labels = batch.get("labels")
-    return {**batch, "labels": torch.zeros_like(labels)} if isinstance(labels, Tensor) else batch
-
-
-def _warn_of_parts(trainer: Any) -> None:
-    """Warn of parts whose gradient is not the large batch's."""
-    if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
-        trainer.checks_weights = False
-        warn(
-            "config.output_router_logits adds a loss of the experts' balance, which is no sum over "
-            "micro-batches: the mean of theirs, by weight, counts once in each step. The check of "
-            "weights is left out",
-            TorchBudgetWarning,
-        )
-    if any(isinstance(part, _BatchNorm) for part in trainer.model.modules()):
-        warn(
-            "batch normalisation takes its statistics from each micro-batch, not the whole step; "
-            "use group or layer normalisation",
-            BatchNormWarning,
-        )
-
-
 def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     """Raise where a model's outputs for one sample depend on another sample of its row.
 
@@ -347,10 +317,9 @@ def check_kept_apart(model: nn.Module, batch: TransformersBatch) -> None:
     allowed = max(1e-5, torch.finfo(one.dtype).eps / 4) * one.abs().max()
     if (one - other).abs().max() > allowed:
         raise OptionError(
-            f"{_name(model)} lets the samples of a row see each other: its outputs for one sample "
-            "have changed with the tokens of another. Use flash attention, a block mask in flex "
-            "attention, a decoder that makes its mask from position_ids, or PadCollate. Where "
-            "positions are to mix, BudgetTrainerMixin takes checks_rows = False"
+            f"{type(model).__name__} lets the samples of a row see each other: its outputs for one "
+            "sample have changed with the tokens of another. Use flash attention, or PadCollate. "
+            "Where positions are to mix, BudgetTrainerMixin takes checks_rows = False"
         )
 
 
@@ -409,14 +378,12 @@ def check_weights(
     if not abs(summed - total * whole) <= total * rounding:
         share = (whole - second) / ((first - second) or nan)
         raise OptionError(
-            f"the loss of {_name(model)} is no mean over micro_batch_weight: of a micro-batch "
-            f"with the loss {whole:g}, its halves have {first:g} and {second:g}, and the first "
-            f"half a share of {weights[0] / total:.6g} by weight, of {share:.6g} by loss. "
-            "Override micro_batch_weight(self, batch) to return the number that the loss is the "
-            "mean over: of samples, or of labels that the model does not ignore. Make a sum a mean "
-            '(config.ctc_loss_reduction = "mean"). No weight is right for a loss with several '
-            "denominators, or if samples see each other or the padding. checks_weights = False "
-            "leaves this check out"
+            f"the loss of {type(model).__name__} is no mean over micro_batch_weight: of a "
+            f"micro-batch with the loss {whole:g}, its halves have {first:g} and {second:g}, and "
+            f"the first half a share of {weights[0] / total:.6g} by weight, of {share:.6g} by "
+            "loss. Override micro_batch_weight(self, batch) to return the number that the loss is "
+            "the mean over. No weight is right for a sum, for several denominators, or if samples "
+            "see each other or the padding. checks_weights = False leaves this check out"
         )
     return abs(first - second) > rounding
 
@@ -430,7 +397,3 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         state.restore()
-
-
-def _name(model: nn.Module) -> str:
-    return type(getattr(model, "module", model)).__name__  # without DistributedDataParallel

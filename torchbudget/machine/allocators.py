@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-from functools import lru_cache
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -22,7 +20,7 @@ _KERNELS: Final = "32"
 _KERNEL_CACHES: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CUDA_SEGMENTS: Final = "expandable_segments:True"
 # In torch's order: the first one that is set counts, even if it is empty.
-CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_CUDA_NAMES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def configure_allocators() -> None:
@@ -39,26 +37,22 @@ def configure_allocators() -> None:
       read when the process first uses CUDA. Before that, the bytes that other processes use on
       each GPU are noted, if NVML can be read.
 
-    Variables that the environment has already stay as they are; of CUDA's name and the newer
-    `PYTORCH_ALLOC_CONF`, which not every torch reads, a missing one gets the value that is stated
-    by any name. Processes that are started later inherit the variables, but must call
-    `trim_malloc()` themselves unless they are forked.
+    Variables that the environment has already stay as they are; CUDA's is set unless the
+    environment has one of its three names. Processes that are started later inherit the variables,
+    but must call `trim_malloc()` themselves unless they are forked.
 
     Warns:
-        MeasureWarning: CUDA is in use already, with segments of another kind, which stay.
+        MeasureWarning: CUDA is in use already, with segments of fixed sizes, which stay.
     """
     trim_malloc()
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, _KERNELS)
-    stated = _stated(CUDA_NAMES, _CUDA_SEGMENTS)
-    for name in (CUDA_NAMES[0], CUDA_NAMES[-1]):
-        os.environ.setdefault(name, stated)
-    if _in_force() is not None:
-        kept = cuda_allocator_settings()["expandable_segments"]
-        if kept != _parsed(stated).get("expandable_segments", kept):
+    if not any(name in os.environ for name in _CUDA_NAMES):
+        os.environ[_CUDA_NAMES[0]] = _CUDA_SEGMENTS
+        if not has_expandable_segments():
             warn(
-                "CUDA is in use already, so that its allocator keeps the settings that it has: "
-                f"expandable_segments:{kept}; call configure_allocators() first in the script",
+                "CUDA is in use already, so that its allocator keeps the segments of fixed sizes "
+                "that it has; call configure_allocators() first in the script",
                 MeasureWarning,
             )
     remember_free_bytes()
@@ -69,58 +63,30 @@ def kernel_caches_are_stated() -> bool:
     return all(name in os.environ for name in _KERNEL_CACHES)
 
 
-def cuda_allocator_settings() -> dict[str, str]:
-    """Return the settings of CUDA's caching allocator, by name.
+def has_expandable_segments() -> bool:
+    """Return whether the segments of CUDA's allocator grow instead of being replaced.
 
-    Torch reads them from the environment when the process first uses CUDA, and before 2.10 not
-    from `PYTORCH_ALLOC_CONF`. From then on those in force are returned.
-
-    Such as `{"expandable_segments": "True"}` after `configure_allocators()`.
+    Once the process uses CUDA, the setting in force counts; before, the environment's, which torch
+    reads then.
     """
-    in_force = _in_force()
-    if in_force is None:
-        return _parsed(_stated(CUDA_NAMES, ""))
-    settings = _parsed(in_force.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    # Not on every platform is what was asked for in force.
-    return {**settings, "expandable_segments": str(in_force.get("expandable_segments", False))}
-
-
-def _stated(names: tuple[str, ...], default: str) -> str:
-    return next((os.environ[name] for name in names if name in os.environ), default)
-
-
-def _parsed(text: str) -> dict[str, str]:
-    return dict(re.findall(r"(\w+):(\[[^]]*\]|[^,]*)", re.sub(r"\s", "", text)))
-
-
-def _in_force() -> dict[str, Any] | None:
-    """Return the settings that torch's allocator uses; None where it is not in use."""
-    if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
-        return None
-    settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
-    return settings
+    if torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        return bool(settings.get("expandable_segments", False))
+    stated = next((os.environ[name] for name in _CUDA_NAMES if name in os.environ), "")
+    return _CUDA_SEGMENTS in stated.replace(" ", "")
 
 
 def map_large_blocks(threshold_bytes: int = 2**17) -> bool:
     """Make glibc return each block of at least this size when it is freed; false elsewhere."""
-    mallopt = getattr(_library(), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes))
 
 
 def return_free_pages() -> None:
     """Make glibc return the pages that are free now, without another setting."""
-    trim = getattr(_library(), "malloc_trim", None)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
-
-
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    """Return the C library of this process; `None` where there is none to call."""
-    try:
-        return ctypes.CDLL(None)
-    except (OSError, TypeError):
-        return None
 
 
 def trim_malloc(threshold_bytes: int = 2**17) -> bool:
@@ -143,8 +109,8 @@ def trim_malloc(threshold_bytes: int = 2**17) -> bool:
     """
     done = map_large_blocks(threshold_bytes)
     return_free_pages()
-    library = _library()
-    if done and library is not None and hasattr(library, "mallinfo2"):
+    library = ctypes.CDLL(None)
+    if done and hasattr(library, "mallinfo2"):
         _take_free_blocks(library, threshold_bytes)
     return done
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from torchbudget.errors import MachineError, OptionError
-from torchbudget.machine.allocators import CUDA_NAMES, cuda_allocator_settings
+from torchbudget.machine.allocators import has_expandable_segments
 from torchbudget.machine.high_water import HighWater
 from torchbudget.machine.host import MemoryPool, machine_memory
 from torchbudget.machine.nvml import free_bytes_before, process_bytes, remember_free_bytes
@@ -22,15 +22,10 @@ from torchbudget.units import format_bytes
 # Where segments grow, torch compares its limit with a request rounded up to 2 MiB, and then takes
 # pages of 20 MiB. With segments of fixed sizes so much stays free.
 _BEYOND_BYTES: Final = 18 * 2**20
-_devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
-
-
 _OWN_POOL: Final = (0, 0)
-# Settings whose values in force torch returns, so that what the environment says is not needed.
-_READ_OFF: Final = ("backend", "expandable_segments")
-
-# By either name on CUDA and on ROCm.
+# By either name on CUDA and on ROCm: every request goes to the driver, as for debugging.
 _UNCACHED: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+_devices: dict[tuple[int, int], DeviceMemory] = {}  # by process and index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,34 +82,28 @@ def device_in_use(*, prefers_current: bool) -> int | None:
         prefers_current: the thread's current device, if anything is reserved there.
 
     Raises:
-        MachineError: the allocator does not say, as a pluggable one.
+        MachineError: torch allocates without its own allocator.
     """
+    _check_counted()
     devices = range(torch.cuda.device_count())
-    try:
-        if prefers_current and devices:
-            current = torch.cuda.current_device()
-            if torch.cuda.memory_reserved(current):
-                return current
-        reserved = [torch.cuda.memory_reserved(index) for index in devices]
-    except RuntimeError as error:
-        raise MachineError(f"cannot read what torch's allocator has reserved: {error}") from error
+    if prefers_current and devices:
+        current = torch.cuda.current_device()
+        if torch.cuda.memory_reserved(current):
+            return current
+    reserved = [torch.cuda.memory_reserved(index) for index in devices]
     return reserved.index(max(reserved)) if any(reserved) else None
 
 
-def check_counted() -> None:
-    """Check that torch's allocator counts what it allocates.
-
-    Raises:
-        MachineError: it passes every request on to the driver, as for debugging, or to
-            cudaMallocAsync, and counts no blocks.
-    """
+def _check_counted() -> None:
+    """Raise where torch allocates without its own allocator, which alone counts its blocks."""
+    backend = torch.cuda.get_allocator_backend()
     settings = [f"{name}=1" for name in _UNCACHED if os.environ.get(name) == "1"]
-    if any("cudaMallocAsync" in os.environ.get(name, "") for name in CUDA_NAMES):
-        settings.append("backend:cudaMallocAsync")
+    if backend != "native":
+        settings.append(f"backend:{backend}")
     if settings:
         raise MachineError(
-            f"{settings[0]} has torch allocate without its own allocator, which then counts "
-            "nothing: no peak of a CUDA device can be measured; leave it out"
+            f"with {settings[0]} torch allocates without its own allocator, which then counts "
+            "nothing, so that no use of a CUDA device can be read; leave it out"
         )
 
 
@@ -128,7 +117,7 @@ class TorchSource:
 
     Raises:
         OptionError: `device` is no CUDA device.
-        MachineError: there is no such device.
+        MachineError: there is no such device, or torch allocates without its own allocator.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -145,6 +134,7 @@ class TorchSource:
             properties = torch.cuda.get_device_properties(self.index)
         except RuntimeError as error:
             raise MachineError(f"cannot read the memory of {wanted}: {error}") from error
+        _check_counted()
         self._uuid = str(properties.uuid).removeprefix("GPU-")
         self._shares_hosts = bool(properties.is_integrated)
 
@@ -153,7 +143,7 @@ class TorchSource:
         own_bytes = process_bytes(self._uuid)
         try:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
-            stats = torch.cuda.memory_stats(self.index)  # which a pluggable allocator does not have
+            stats = torch.cuda.memory_stats(self.index)
         except RuntimeError as error:
             raise MachineError(f"cannot read the memory of cuda:{self.index}: {error}") from error
         if self._shares_hosts:  # of which the driver counts files that the kernel can drop as used
@@ -169,7 +159,7 @@ class TorchSource:
             allocated_bytes=stats.get("allocated_bytes.all.current", 0),
             peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
-            fraction=min(fraction(self.index), 1.0),  # cudaMallocAsync without a limit says more
+            fraction=fraction(self.index),
             retries=stats.get("num_alloc_retries", 0),
             ooms=stats.get("num_ooms", 0),
         )
@@ -196,33 +186,16 @@ class TorchSource:
         return torch.cuda.get_device_name(self.index)
 
     def allocator(self) -> str:
-        """Return the allocator that is in force, and its settings.
-
-        What the segments are like is read off one of them. Other settings are those that the
-        environment states, of which torch does not return what is in force.
-        """
-        backend, segments = torch.cuda.get_allocator_backend(), self._segments()
-        if not segments:
-            return backend
-        growing = any(one.get("is_expandable", False) for one in segments)
-        kind = "expandable segments" if growing else "segments of fixed sizes"
-        others = cuda_allocator_settings().items()
-        options = [f"{k}:{value}" for k, value in others if k not in _READ_OFF]
-        return ", ".join([backend, kind, *options])
+        """Return the kind of the allocator's segments, by which the reserved bytes differ."""
+        return "expandable segments" if has_expandable_segments() else "segments of fixed sizes"
 
     def graph_bytes(self) -> int:
         """Return the bytes reserved in memory pools but the default one, as for CUDA graphs."""
         return sum(
             one["total_size"]
-            for one in self._segments()
-            if tuple(one.get("segment_pool_id", _OWN_POOL)) != _OWN_POOL
+            for one in torch.cuda.memory_snapshot()
+            if one["device"] == self.index and tuple(one["segment_pool_id"]) != _OWN_POOL
         )
-
-    def _segments(self) -> list[dict[str, Any]]:
-        """The allocator's memory segments on this device. Empty for backends without snapshots."""
-        if torch.cuda.get_allocator_backend() != "native":
-            return []
-        return [one for one in torch.cuda.memory_snapshot() if one["device"] == self.index]
 
 
 def named_cuda(device: torch.device | str) -> torch.device:

@@ -95,14 +95,19 @@ def _read() -> tuple[int, ...]:
     return (read_fields(ROOT / "proc/self/status").get("VmHWM", 0),)
 
 
-def _clear() -> bool:
+def restart_peak(pid: int | None = None) -> bool:
+    """Reset a process's mark itself; return whether the kernel allowed it.
+
+    Args:
+        pid: a child; None is this process, whose mark has one owner, `RESIDENT`.
+    """
     try:
-        (ROOT / "proc/self/clear_refs").write_text("5")
+        (ROOT / "proc" / str(pid or "self") / "clear_refs").write_text("5")
     except OSError:
         return False
     return True
 
 
 # The mark of this process's resident memory, `VmHWM`.
-RESIDENT: Final = HighWater(_read, _clear)
+RESIDENT: Final = HighWater(_read, restart_peak)
 os.register_at_fork(after_in_child=RESIDENT.renew_lock)

@@ -265,16 +265,20 @@ class ControlGroups:
         return tuple(pools)
 
     def events(self) -> GroupEvents:
-        """Return the events so far; none where a file cannot be read."""
+        """Return the events so far.
+
+        Raises:
+            MachineError: a file exists, but cannot be read.
+        """
         if self.version == 1:  # each group counts what hits its own limit
             # Without swap, a limit of memory and swap together is the one that is hit.
             names = ("memory.failcnt", "memory.memsw.failcnt")
-            failures = [_number(folder / name) for folder in self.folders for name in names]
-            control = [_fields(folder / "memory.oom_control") for folder in self.folders]
+            failures = [read_number(folder / name) for folder in self.folders for name in names]
+            control = [read_fields(folder / "memory.oom_control") for folder in self.folders]
             kills = sum(one.get("oom_kill", 0) for one in control)
-            return GroupEvents(stalled_s=None, refusals=sum(failures), kills=kills)
+            return GroupEvents(stalled_s=None, refusals=sum(filter(None, failures)), kills=kills)
         # Version 2 counts a group's events in its ancestors too.
-        events = [_fields(folder / "memory.events") for folder in self.folders]
+        events = [read_fields(folder / "memory.events") for folder in self.folders]
         return GroupEvents(
             stalled_s=_stalled_s(self.folders[0] / "memory.pressure") if self.folders else None,
             refusals=max((one.get("max", 0) for one in events), default=0),
@@ -292,6 +296,9 @@ def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool,
       limit above it, out of `memory.stat`, which is all that a container sees of it;
     - version 2: the lower of `memory.max` and `memory.high`: beyond the latter no process is
       killed, but the kernel slows every allocation down until training stands still.
+
+    Groups of version 1 are taken to charge those above them (`memory.use_hierarchy`, always so from
+    Linux 5.11 on).
 
     Used is what is charged to the group, less the page cache on the kernel's lists of file pages
     and (version 2) reclaimable slabs, as in the machine's own "available" memory. Files in tmpfs
@@ -314,18 +321,6 @@ def cgroup_memory(*, own_bytes: int = 0, root: Path = ROOT) -> tuple[MemoryPool,
     return ControlGroups.of(root=root).pools(own_bytes=own_bytes)
 
 
-def _number(path: Path) -> int:
-    with suppress(MachineError):
-        return read_number(path) or 0
-    return 0
-
-
-def _fields(path: Path) -> dict[str, int]:
-    with suppress(MachineError):
-        return read_fields(path)
-    return {}
-
-
 def _stalled_s(path: Path) -> float | None:
     """Read a line such as `some avg10=0.00 avg60=0.00 avg300=0.00 total=1234`, in microseconds."""
     with suppress(MachineError):  # the kernel may have been told not to count
@@ -341,8 +336,7 @@ def groups_of(
 ) -> tuple[int, tuple[Path, ...]]:
     """Return the version of a controller, and the folders of a process's groups.
 
-    The folders go from the process's own group up to the topmost that is visible; of memory, as far
-    as it is charged upwards.
+    The folders go from the process's own group up to the topmost that is visible.
 
     Args:
         controller: `"memory"` or `"cpu"`.
@@ -372,16 +366,11 @@ def groups_of(
             folder = mount_point / path.relative_to(mount_root)
             if folder.is_dir():
                 ancestors = [folder]
-                while ancestors[-1] != mount_point and _charges_upwards(ancestors[-1].parent):
+                while ancestors[-1] != mount_point:
                     ancestors.append(ancestors[-1].parent)
                 return version, tuple(ancestors)
     # A container sees its own group at the mount's root, but `/proc` may show its path outside.
     return version, tuple(mount_point for _, mount_point in mounts[:1])
-
-
-def _charges_upwards(folder: Path) -> bool:
-    """Return whether a group is charged for its children: an option before Linux 5.11."""
-    return read_number(folder / "memory.use_hierarchy") != 0
 
 
 def _cgroup_mounts(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 
-from torchbudget.machine.device import DeviceMemory, check_counted, device_memory, is_cpu
+from torchbudget.errors import MachineError
+from torchbudget.machine.device import DeviceMemory, device_memory, is_cpu
 from torchbudget.machine.high_water import RESIDENT
 
 
@@ -26,7 +25,6 @@ class Peak:
         reserved_before_bytes: on CUDA, what it had reserved when the context began.
         outside_bytes: on CUDA, the part outside the allocator when the context ended.
         allocated_bytes: on CUDA, the most that living tensors took.
-        sampled: whether memory was only read every millisecond.
         retries: on CUDA, how many allocations succeeded only after the allocator had returned its
             free blocks to the device: torch's `num_alloc_retries`.
         failures: on CUDA, how many allocations failed: torch's `num_ooms`. Some libraries go on
@@ -38,7 +36,6 @@ class Peak:
     reserved_before_bytes: int = 0
     outside_bytes: int = 0
     allocated_bytes: int = 0
-    sampled: bool = False
     retries: int = 0
     failures: int = 0
 
@@ -49,8 +46,7 @@ def peak_memory(device: torch.device | str, *, synchronize: bool = True) -> Iter
 
     Contexts may be nested, and a `MemoryMonitor` may run around them: each has its own peak.
 
-    On the CPU that is the high-water mark of resident memory, which is reset first; where the
-    kernel does not allow that, a thread reads the resident memory every millisecond. On CUDA see
+    On the CPU that is the high-water mark of resident memory, which is reset first. On CUDA see
     `torchbudget.machine.device`; memory outside torch's allocator is read when the context ends.
 
     Args:
@@ -60,19 +56,21 @@ def peak_memory(device: torch.device | str, *, synchronize: bool = True) -> Iter
 
     Raises:
         OptionError: the device is neither a CPU nor a CUDA device.
-        MachineError: there is no such device, or it does not answer; or torch's allocator counts
-            nothing.
+        MachineError: there is no such device, or it does not answer; torch's allocator counts
+            nothing; or, on the CPU, the kernel does not let the mark be reset.
     """
     peak = Peak()
     if not is_cpu(device):
-        check_counted()
         yield from _on_device(peak, device_memory(device), synchronize=synchronize)
-    elif (mark := RESIDENT.begin()) is not None:
-        yield peak
-        [peak.bytes] = mark.most()
-    else:
-        peak.sampled = True
-        yield from _sampled(peak)
+        return
+    mark = RESIDENT.begin()
+    if mark is None:
+        raise MachineError(
+            "the peak of resident memory is unknown, since /proc/self/clear_refs is not writable "
+            "here; measure the cost with method='trace'"
+        )
+    yield peak
+    [peak.bytes] = mark.most()
 
 
 def _on_device(peak: Peak, memory: DeviceMemory, *, synchronize: bool) -> Iterator[Peak]:
@@ -93,22 +91,3 @@ def _on_device(peak: Peak, memory: DeviceMemory, *, synchronize: bool) -> Iterat
     # Less than before: they were reset inside, by torch.cuda.reset_accumulated_memory_stats.
     peak.retries = max(after.retries - before.retries, 0)
     peak.failures = max(after.ooms - before.ooms, 0)
-
-
-def _sampled(peak: Peak) -> Iterator[Peak]:
-    process = psutil.Process()
-    ended = threading.Event()
-
-    def sample() -> None:
-        while True:
-            peak.bytes = max(peak.bytes, process.memory_info().rss)
-            if ended.wait(0.001):
-                return
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        thread.join()

@@ -115,18 +115,15 @@ def process_memory(
             pages = read_fields(folder / "smaps_rollup")
         except MachineError as error:  # another user's process shows its status only
             has_ended = has_ended or isinstance(error.__cause__, ProcessLookupError)
-    mapped_bytes = status.get("RssShmem", 0)
-    unreclaimable_bytes = anonymous_bytes + mapped_bytes
-    if "Pss_Anon" in pages:
-        unreclaimable_bytes = pages["Pss_Anon"] + pages.get("Pss_Shmem", 0)
+    mapped_bytes = pages.get("Pss_Shmem", status.get("RssShmem", 0))
     return ProcessMemory(
         pid=status["Pid"],
         resident_bytes=status.get("VmRSS", 0),
         peak_resident_bytes=status.get("VmHWM"),
         anonymous_bytes=anonymous_bytes,
-        shared_bytes=pages.get("Pss_Shmem", mapped_bytes if "Pss" in pages else 0),
+        shared_bytes=pages.get("Pss_Shmem", 0),
         proportional_bytes=pages.get("Pss", anonymous_bytes),
-        unreclaimable_bytes=unreclaimable_bytes,
+        unreclaimable_bytes=pages.get("Pss_Anon", anonymous_bytes) + mapped_bytes,
         is_proportional="Pss" in pages or has_ended,
     )
 
@@ -285,18 +282,6 @@ def _mapping_bytes(folder: Path, field: str) -> Iterator[tuple[list[str], int]]:
             mapping = [*fields, ""][:6]
         elif fields[0] == field:
             yield mapping, int(fields[1]) * 1024
-
-
-def restart_peak(pid: int) -> None:
-    """Make the high-water mark of a child begin anew, where the kernel allows it.
-
-    This process's own mark has one owner: see `torchbudget.machine.high_water`.
-
-    Args:
-        pid: the child.
-    """
-    with suppress(OSError):
-        (ROOT / "proc" / str(pid) / "clear_refs").write_text("5")
 
 
 def untouched_shared_bytes(tree: Sequence[ProcessMemory], *, root: Path = ROOT) -> int:

@@ -1,7 +1,6 @@
 """A rank that trains under Accelerate, with the adapter and without it."""
 
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.integrations.cells import EPOCHS, LENGTHS, each_cell, ids, loader_of, name_of, story
+from tests.integrations.cells import EPOCHS, LENGTHS, ids, loader_of, story, write_cells
 from torchbudget.errors import OptionError, ShardedTwiceError
 from torchbudget.integrations.accelerate import prepare
 
@@ -77,11 +76,9 @@ def check_a_loop_that_is_broken_off() -> None:
 
 
 def check_refusals() -> None:
-    """Skipping what a loaded position has passed already; batches that are dealt otherwise."""
+    """Batches that are dealt otherwise; processes of one model take the same ones."""
     accelerator = accelerator_of()
     for source in ("sampler", "stream"):
-        with pytest.raises(AttributeError, match="If skip_first_batches asks for"):
-            accelerator.skip_first_batches(prepare(accelerator, loader_of(source, 0)), 1)
         with pytest.raises(OptionError, match=f"pass num_replicas={ranks}, rank={rank}"):
             prepare(accelerator, loader_of(source, 0, num_replicas=ranks + 1, rank=0))
     accelerator.state.parallelism_config = ParallelismConfig(tp_size=ranks)  # it needs GPUs itself
@@ -90,17 +87,12 @@ def check_refusals() -> None:
 
 
 check_a_loop_that_is_broken_off()
-cells = {
+settings = {
     "default": run,
     "others": lambda *cell: run(*cell, **OTHERS),
     "stateful": lambda *cell: run(*cell, StatefulDataLoader, **STATEFUL),
     "by itself": by_itself,
     "by itself, stateful": lambda *cell: by_itself(*cell, **STATEFUL),
 }
-results = {
-    name_of(name, setting): result
-    for setting, cell in cells.items()
-    for name, result in each_cell(cell).items()
-}
-check_refusals()
-(folder / f"{rank}.json").write_text(json.dumps(results))
+write_cells(settings)
+check_refusals()  # the last: Accelerate's state is the process's

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ def load(kind: str, workers: int) -> Any:
 
 
 found = {}
-for kind in KINDS:
-    for workers in (0, 2):
-        found[f"{kind}, {workers}"] = (save if saves == "True" else load)(kind, workers)
-        dist.barrier()
+for kind, workers in product(KINDS, (0, 2)):
+    found[f"{kind}, {workers}"] = (save if saves == "True" else load)(kind, workers)
+    dist.barrier()
 Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))

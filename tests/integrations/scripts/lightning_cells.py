@@ -1,6 +1,5 @@
 """A rank that trains under Lightning, with the data module's mixin and without it."""
 
-import json
 import logging
 import os
 import sys
@@ -22,14 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
-from tests.integrations.cells import (  # noqa: E402
-    BUDGET,
-    EPOCHS,
-    each_cell,
-    loader_of,
-    name_of,
-    story,
-)
+from tests.integrations.cells import BUDGET, EPOCHS, loader_of, story, write_cells  # noqa: E402
 from torchbudget.errors import DiscardedStateWarning, OptionError, StateError  # noqa: E402
 from torchbudget.integrations.lightning import BudgetDataMixin  # noqa: E402
 
@@ -148,11 +140,6 @@ def run(source: str, workers: int, by: str = "batch", kind: Any = DataLoader) ->
     return story(parts_of(lambda: loader_of(source, workers, kind), by), ONCE)
 
 
-def check_that_a_step_that_fails_comes_again(source: str, workers: int) -> None:
-    told = run(source, workers, "error")
-    assert told["in_parts"] == [[*chain(*told["whole"])]] * len(ONCE)
-
-
 def check_a_limit(source: str) -> None:
     """It ends epochs, which do not go on."""
 
@@ -203,7 +190,6 @@ def check_refused(error: type[Exception], text: str, data: Any, **options: Any) 
 
 def check_refusals() -> None:
     data = Data(lambda: loader_of("sampler", 0))
-    check_refused(OptionError, "overfit_batches", data, overfit_batches=2)
     check_refused(OptionError, "take batch", data, model=Iterating())
     others = Data(lambda: loader_of("stream", 0, num_replicas=ranks + 1, rank=0))
     check_refused(OptionError, f"pass num_replicas={ranks}, rank={rank}", others)
@@ -231,20 +217,15 @@ check_refusals()
 if ranks == 1:
     check_the_search_of_a_learning_rate()
 for source in ("sampler", "stream"):
-    check_that_a_step_that_fails_comes_again(source, 2)
     check_a_limit(source)
     check_several_loaders(source)
-cells = {
+settings = {
     "DataLoader": run,
     "StatefulDataLoader": lambda *cell: run(*cell, kind=StatefulDataLoader),
     "max_steps": lambda *cell: run(*cell, "max_steps"),
+    "a step fails": lambda *cell: run(*cell, "error"),
     "by itself": lambda *cell: by_itself(*cell, **BY_ITSELF),
     "by itself, use_distributed_sampler": by_itself,
     "without": resumed_without_the_mixin,
 }
-results = {
-    name_of(name, setting): result
-    for setting, cell in cells.items()
-    for name, result in each_cell(cell).items()
-}
-(folder / f"{rank}.json").write_text(json.dumps(results))
+write_cells(settings)

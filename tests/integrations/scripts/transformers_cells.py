@@ -1,6 +1,5 @@
 """A rank that trains by transformers' Trainer, with the mixin and without it."""
 
-import json
 import os
 import sys
 import warnings
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.integrations.cells import EPOCHS, LENGTHS, each_cell, loader_of, name_of
+from tests.integrations.cells import EPOCHS, LENGTHS, loader_of, write_cells
 from torchbudget.errors import OptionError, RankError, ShardedTwiceError, StateError
 from torchbudget.integrations.transformers import BudgetTrainerMixin
 
@@ -34,11 +33,10 @@ class Model(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
         self.batches: list[Any] = []
-        self.evaluated: list[Any] = []
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, **more: Any) -> Any:
-        if torch.is_grad_enabled() or not self.training:
-            (self.batches if self.training else self.evaluated).append(ids.tolist())
+        if torch.is_grad_enabled():
+            self.batches.append(ids.tolist())
         losses = self.weight * ids.double()
         if labels is None:
             return {"losses": losses}
@@ -184,11 +182,6 @@ class NoLocalSums:
         return super().get_train_dataloader()  # type: ignore[misc]
 
 
-class Evaluated:
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return loader("sampler", shuffle=False)
-
-
 def loss_of_number(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
     total: Tensor = (outputs["losses"] * labels.ne(-100)).sum()
     return total / num_items_in_batch
@@ -217,13 +210,6 @@ def check_refusals() -> None:
     alone = PLANNED | {"num_replicas": 1, "rank": 0}
     trainer = trainer_of(loader("sampler", **alone), Steps(), TensorParallel)
     assert len(trainer.get_train_dataloader()) == 9  # 203 samples, 24 a step
-    trainer = trainer_of(loader("sampler", **PLANNED), Steps(), Evaluated)
-    if ranks == 1:
-        trainer.evaluate()
-        assert sorted(chain(*trainer.model.evaluated)) == [*range(len(LENGTHS))]
-        return
-    with pytest.raises(OptionError, match="leave get_eval_dataloader"):
-        trainer.evaluate()
 
 
 def by_itself(source: str, workers: int, **options: Any) -> Any:
@@ -250,16 +236,11 @@ for source in ("sampler", "stream"):
     check_epochs_of_a_given_length(source, 2)
 check_that_losses_are_weighted_alike()
 check_refusals()
-cells = {
+settings = {
     "with the mixin": run,
     "StatefulDataLoader": lambda *cell: run(*cell, StatefulDataLoader),
     "by itself": by_itself,
     "by itself, prepared": lambda *cell: by_itself(*cell, prepared=True),
     "resumed": resumed_without_the_mixin,
 }
-results = {
-    name_of(name, setting): result
-    for setting, cell in cells.items()
-    for name, result in each_cell(cell).items()
-}
-(folder / f"{rank}.json").write_text(json.dumps(results))
+write_cells(settings)
