@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 from torchbudget.distributed import ranks_of
 from torchbudget.errors import OptionError
-from torchbudget.protocols import ResumableSource
-from torchbudget.train.loop import read_as_plain, sources_of
+from torchbudget.train.loop import read_as_plain, source_of
 
 T = TypeVar("T")
 
@@ -40,8 +39,7 @@ class HostedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
-        found = sources_of(loader).values()
-        source: Any = next((one for one in found if isinstance(one, ResumableSource)), None)
+        source = source_of(loader)
         if source is None:
             raise OptionError(
                 "this needs a DataLoader whose batch_sampler is a MemoryBudgetBatchSampler or "

@@ -22,7 +22,7 @@ from torchbudget.errors import BatchNormWarning, OptionError, StateError, TorchB
 from torchbudget.integrations.hosted import HostedLoader, of_this_rank
 from torchbudget.random_state import RandomState
 from torchbudget.train.batches import halves, num_samples
-from torchbudget.train.loop import evaluation_mode
+from torchbudget.train.loop import evaluation_mode, source_of
 from torchbudget.warn import warn
 
 _Trainer: Any = object  # the Trainer comes after the mixin
@@ -175,6 +175,16 @@ class BudgetTrainerMixin(_Trainer):  # type: ignore[misc]
                 could_tell = check_weights(model, batch, loss=loss, weight=self.micro_batch_weight)
         if any(Ranks().gather_objects(could_tell)):
             self.checks_rows = self.checks_weights = False
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], *more: Any, **options: Any) -> Any:
+        """Evaluate like the Trainer.
+
+        Raises:
+            OptionError: the Trainer would gather batches of unequal sizes, which never ends.
+        """
+        if self.args.world_size > 1 and source_of(dataloader) is not None:
+            raise OptionError("several processes gather equal batches only: use predict instead")
+        return super().evaluation_loop(dataloader, *more, **options)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         positions = Ranks().gather_objects(self._items.position())

@@ -123,11 +123,11 @@ def loop_over(loader: Any) -> Iterator[Any]:
     So it is an error where the loop ends before the epoch does, as after a `StopIteration` out of
     a `collate_fn`, and batches are compared with what was planned.
     """
-    for source in sources_of(loader).values():
-        if isinstance(source, ResumableSource):
-            if not isinstance(loader, Stateful):
-                return source.tracked(loader)
-            source.check_ranks()
+    source = source_of(loader)
+    if source is not None and not isinstance(loader, Stateful):
+        return source.tracked(loader)  # type: ignore[no-any-return]
+    if source is not None:
+        source.check_ranks()
     return iter(loader)
 
 
@@ -136,13 +136,18 @@ def sources_of(loader: Any) -> dict[str, Any]:
     return {name: getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")}
 
 
+def source_of(loader: Any) -> Any:
+    """The budgeted sampler or stream that a loader reads, or `None`."""
+    found = sources_of(loader).values()
+    return next((one for one in found if isinstance(one, ResumableSource)), None)
+
+
 def read_as_plain(loader: Any) -> Any:
     """Return a `DataLoader` for a `StatefulDataLoader` whose sampler or stream has the position.
 
     After the last batch of an epoch its own state would go on with the batches of the next epoch.
     """
-    resumable = any(isinstance(source, ResumableSource) for source in sources_of(loader).values())
-    if not (resumable and isinstance(loader, Stateful)):
+    if source_of(loader) is None or not isinstance(loader, Stateful):
         return loader
     plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
     vars(plain).update(vars(loader), _iterator=None)
