@@ -345,6 +345,8 @@ class Covering:
             first = next(one for one in (11, 13, 17, 19) if one not in size)
             try:
                 self._symbolic[size] = self.tracer.symbolic(self._recipe, (first, *size))
+                if self._symbolic[size].failed([(2 * first + 1, *size)]).any():
+                    self._recipe = None
             except (UntraceableError, ValueDependentError) as error:
                 self.reason, self._recipe = str(error), None
             self.subject.advance(1)
@@ -385,7 +387,8 @@ class Covering:
             why = self.reason and f" ({self.reason})"
             most = format_bytes(math.ceil(self.grid.raised_bytes))
             self.subject.notes.append(
-                f"interpolated where no expression holds{why}; the largest error on other shapes, "
+                f"interpolated where no expression holds{why}, for batches of up to "
+                f"{self.grid.most:,} samples; the largest error on other shapes, "
                 f"{self.grid.raised_share:.2%}, but no more than {most}, is added there"
             )
 
