@@ -60,7 +60,10 @@ def samples(n: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 class SeededByWorkers(Dataset[dict[str, Tensor]]):
-    """Samples with labels that a worker draws with its seed and the index, as augmentations are."""
+    """Samples with labels that a worker draws as augmentations are.
+
+    With the index and the seed that workers share: after a restart another one may read a sample.
+    """
 
     def __init__(self, data: Sequence[dict[str, Tensor]]) -> None:
         self.data = data
@@ -70,7 +73,7 @@ class SeededByWorkers(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         info = get_worker_info()
-        generator = torch.Generator().manual_seed(index + (0 if info is None else info.seed))
+        generator = torch.Generator().manual_seed(index + (info.seed - info.id if info else 0))
         labels = self.data[index]["labels"]
         noise = torch.rand(labels.shape, generator=generator) < 0.3
         return self.data[index] | {"labels": torch.where(noise, 0, labels)}
