@@ -36,10 +36,11 @@ def test_groups_on_the_host_and_shares_of_the_machine(tmp_path: Path) -> None:
 
     Ranks share their machine's memory by torchrun's word or the caller's, or none takes it all.
     """
-    for rank, (groups, refused, shares) in enumerate(run_ranks(script("groups"), tmp_path, 3)):
+    told = run_ranks(script("planning.groups"), tmp_path, 3)
+    for rank, (groups, refused, shares) in enumerate(told):
         assert groups == ["gloo", 1, True, 2 if rank else None, True]
         for message in refused:
-            assert message.startswith("this is one of 3 ranks, and its launcher does not say how")
+            assert "this is one of 3 ranks, and its launcher does not say how" in message
         assert shares == pytest.approx([1 / 2, 1 / 3], rel=0.05)
 
 
@@ -50,4 +51,4 @@ def test_children_of_a_rank_do_not_wait_for_its_threads(tmp_path: Path) -> None:
 
     Gloo's thread would be at work in the interpreter then, whose locks the child finds closed.
     """
-    assert run_ranks(script("forking"), tmp_path, 2) == [0, 0]
+    assert run_ranks(script("planning.fork"), tmp_path, 2) == [0, 0]

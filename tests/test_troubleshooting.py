@@ -84,7 +84,7 @@ def test_what_a_user_does_meets_it(name: str, tmp_path: Path) -> None:
     if name == "ShardedTwiceError":
         pytest.importorskip("accelerate")
     if name in RANKS:
-        met = run_ranks(script("provoking"), tmp_path, RANKS[name], name)
+        met = run_ranks(script("planning.provoke"), tmp_path, RANKS[name], name)
     else:
         met = [collected(name, tmp_path)]
     for found in met:

@@ -88,7 +88,7 @@ def test_ranks_that_start_after_the_sampler_was_made(start: Any, tmp_path: Path)
     list(begun_stream)
     streamed_state = begun_stream.state_dict()
     states = [json.dumps(one) for one in (stopped(0).state_dict(), streamed_state)]
-    found = start(script("starting_late"), tmp_path, 2, *states)
+    found = start(script("planning.start_late"), tmp_path, 2, *states)
     for rank, one in enumerate(found):
         drawn, part = list(sampler_of(num_replicas=2, rank=rank)), stopped(rank)
         assert one["ranks"] == [2, rank, 0]
@@ -116,7 +116,7 @@ def test_ranks_that_start_after_the_sampler_was_made(start: Any, tmp_path: Path)
 @pytest.mark.slow
 def test_a_spawned_worker_takes_what_its_parent_saw(tmp_path: Path) -> None:
     """It has no process group to ask: the parts of both ranks are still each sample once."""
-    first, second = run_ranks(script("spawning"), tmp_path, 2)
+    first, second = run_ranks(script("planning.spawn"), tmp_path, 2)
     assert len(first) == len(second)
     assert sorted(number for batch in first + second for number in batch) == list(range(60))
 
@@ -128,7 +128,7 @@ def test_a_spawned_worker_takes_what_its_parent_saw(tmp_path: Path) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of two ranks, each case of the script in turn."""
     folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(script("comparing"), folder, 2, json.dumps(LENGTHS.tolist()))
+    return run_ranks(script("planning.compare"), folder, 2)
 
 
 @pytest.mark.distributed
@@ -207,7 +207,7 @@ def test_what_fails_on_one_rank_fails_on_all(outcomes: list[dict[str, Any]]) -> 
 @pytest.mark.distributed
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     """The others raise at the group's timeout, instead of waiting for it in their first step."""
-    first, _, third = run_ranks(script("missing"), tmp_path, 3)
-    assert first.startswith("not all ranks came")
+    first, _, third = run_ranks(script("planning.missing"), tmp_path, 3)
+    assert first.startswith("RankError: not all ranks came")
     assert "Rank 1 failed" in first or "Ranks 1 failed" in first
-    assert third.startswith("not all ranks came")
+    assert third.startswith("RankError: not all ranks came")

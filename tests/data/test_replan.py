@@ -208,7 +208,7 @@ def test_what_cannot_be_corrected() -> None:
 @pytest.mark.distributed
 def test_ranks_replan_together(tmp_path: Path) -> None:
     """One rank sees a step that needs more: all replan from the same window on."""
-    found = run_ranks(script("replanning"), tmp_path, 3)
+    found = run_ranks(script("planning.replan"), tmp_path, 3)
     epochs = [epoch for epoch, _ in found]
     assert len({len(epoch) for epoch in epochs}) == 1
     assert counted(batch for epoch in epochs for batch in epoch) == Counter(range(2000))

@@ -55,7 +55,7 @@ def tell(
         killed = () if is_last else range(start["ranks"])
         arguments = [files, chapter, 0 if is_last else after_s, kind, start["workers"]]
         arguments += [start["budget"], at_windows, json.dumps(options)]
-        text = script("story")
+        text = script("planning.story")
         run_ranks(text, folder, start["ranks"], *arguments, killed=killed, within_s=within_s)
         if saved.exists():
             found = json.loads(saved.read_text())

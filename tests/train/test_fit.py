@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -22,9 +18,8 @@ from tests.support.fake_device import FakeDevice, put_in_place
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
 from tests.support.trainings import (
-    KINDS,
-    POSITIONED,
     BrokenOff,
+    Creeping,
     Tagger,
     Training,
     assert_equal,
@@ -36,72 +31,20 @@ from tests.support.trainings import (
 from torchbudget import (
     GiB,
     MemoryBudgetBatchSampler,
+    MemoryMonitor,
     PadCollate,
     PaddedCost,
     evaluate,
 )
 from torchbudget.errors import BudgetError, OptionError, StateError
+from torchbudget.machine.process_tree import process_memory
+from torchbudget.observe.report import read_records, recorded_runs
+from torchbudget.random_state import RandomState
 from torchbudget.train import fit as fit_module
 from torchbudget.train.fit import Epoch
+from torchbudget.train.loop import train_epoch
 from torchbudget.train.step import Step
-
-# ---------------------------------------------------------------------- law 4
-
-
-def check_broken_off(kind: str, breaks: Sequence[int], end: int | None, **options: Any) -> None:
-    """Broken off after numbers of records, again and again, a training ends as if it had not."""
-    with tempfile.TemporaryDirectory() as name:
-        whole, folders = Training(kind, end, **options), (Path(name, "part"), Path(name, "whole"))
-        expected = whole.fit_until(0, folders[1])
-        for records in [*breaks, 0]:
-            part = Training(kind, end, **options)
-            found = part.fit_until(records, folders[0])
-        assert found is not None
-        assert expected is not None
-        if found:
-            part.check(whole, *folders)
-        assert_equal(part.model, whole.model)
-        facts = [(e.number, e.loss, e.validation, e.steps, e.skipped) for e in found]
-        assert facts == [(e.number, e.loss, e.validation, e.steps, e.skipped) for e in expected]
-
-
-@pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_broken_off_and_resumed_is_uninterrupted(kind: str, free: bool) -> None:
-    """Model, average, schedules, statistics, best model and epochs, bit for bit.
-
-    Within an epoch and at its end, before the first checkpoint too; dropout draws its numbers.
-    """
-    check_broken_off(kind, [1, 3, 2], None, free=free)
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(
-    kind=st.sampled_from(KINDS),
-    breaks=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    end=st.none() | st.integers(1, 6),
-    free=st.booleans(),
-)
-def test_broken_off_anywhere(kind: str, breaks: Sequence[int], end: int | None, free: bool) -> None:
-    """The same at random places, of trainings that a callback ends, too."""
-    check_broken_off(kind, breaks, end, free=free)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("kind", [*POSITIONED[:2], "shuffled"])
-@pytest.mark.parametrize("stateful", [True, False])
-def test_workers_are_seeded_as_in_the_uninterrupted_training(
-    stateful: bool, kind: str, persistent: bool
-) -> None:
-    """Starting them draws no number that the uninterrupted training would not have drawn."""
-    loader: Any = DataLoader
-    if stateful:
-        loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    options = {"num_workers": 2, "persistent_workers": persistent and kind != "stream"}
-    check_broken_off(kind, [3, 2], None, loader=loader, **options)
+from torchbudget.units import MiB
 
 
 @pytest.mark.parametrize("kind", ["sampler", "stream"])
@@ -161,24 +104,31 @@ def test_patience() -> None:
     for group in training.optimizer.param_groups:
         group["lr"] = 0.0
     assert len(training.fit(patience=2, epochs=9)) == 3
-    with pytest.raises(OptionError, match="needs validation"):
-        training.fit(patience=2, validation=None)
+
+
+def of_other_sizes() -> DataLoader[Any]:
+    sampler = MemoryBudgetBatchSampler([1] * 20, PaddedCost(unit_bytes=1), 64)
+    return DataLoader(samples(40, 0), batch_sampler=sampler, collate_fn=PadCollate())
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "match"),
     [
-        {"epochs": math.nan},
-        {"epochs": -1},
-        {"patience": 0},
-        {"checkpoint_steps": 0, "folder": "never"},
-        {"checkpoint_steps": 2},
+        ({"epochs": math.nan}, "epochs"),
+        ({"epochs": -1}, "epochs"),
+        ({"patience": 0}, "patience"),
+        ({"patience": 2, "validation": None}, "needs validation"),
+        ({"checkpoint_steps": 0, "folder": "never"}, "checkpoint_steps"),
+        ({"checkpoint_steps": 2}, "checkpoint_steps"),
+        ({"validation": of_other_sizes()}, "has 20 sizes, but the data set has 40 samples"),
+        ({"loader": of_other_sizes()}, "has 20 sizes, but the data set has 40 samples"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    """Before anything is trained or written; also checkpoints that would have no folder."""
+def test_what_cannot_be_trained_is_refused(options: dict[str, Any], match: str) -> None:
+    """Before anything is trained or written; half of the samples would be left out in silence."""
     training, before = Training(), Training().model
-    with pytest.raises(OptionError, match=next(iter(options))):
+    training.loader = options.pop("loader", training.loader)
+    with pytest.raises(OptionError, match=match):
         training.fit(**options)
     assert_equal(training.model, before)
 
@@ -191,17 +141,6 @@ def test_an_iterator_that_is_used_up_is_noticed(name: str) -> None:
     assert len(training.fit(epochs=1)) == 1
     with pytest.raises(OptionError, match=r"no batch.*used up"):
         training.fit(epochs=1)
-
-
-@pytest.mark.parametrize("place", ["loader", "validation"])
-def test_sizes_of_another_data_set_are_refused(place: str) -> None:
-    """Half of the samples would never be trained on, or evaluated, in silence."""
-    sampler = MemoryBudgetBatchSampler([1] * 20, PaddedCost(unit_bytes=1), 64)
-    wrong = DataLoader(samples(40, 0), batch_sampler=sampler, collate_fn=PadCollate())
-    training = Training()
-    setattr(training, place, wrong)
-    with pytest.raises(OptionError, match="has 20 sizes, but the data set has 40 samples"):
-        training.fit()
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
@@ -325,7 +264,7 @@ def test_fitting_over_ranks(tmp_path: Path) -> None:
 
     Ranks with unequal numbers of batches go on at their own places, each step with its samples.
     """
-    first, second = run_ranks(script("fit_ranks"), tmp_path, 2, tmp_path / "files")
+    first, second = run_ranks(script("fitting.fit_together"), tmp_path, 2, tmp_path / "files")
     assert first["weights"] == second["weights"]
     for kind in ("sampler", "uneven"):
         whole, *parts = first["weights"][kind]
@@ -348,7 +287,7 @@ def test_fitting_over_ranks(tmp_path: Path) -> None:
     assert "rank 1 no checkpoint: use a folder that all nodes see" in second["folders"]
     places = first["other number"]
     assert "were at different places of the epoch" in places
-    assert "go on with 2 ranks" in places
+    assert "go on with 3 ranks" in places
 
 
 def test_seeds_of_workers_differ_between_epochs() -> None:
@@ -367,3 +306,89 @@ def test_seeds_of_workers_differ_between_epochs() -> None:
     )  # fmt: skip
     half = len(seen) // 2
     assert sorted(seen[:half]) != sorted(seen[half:])
+
+
+# ---------------------------------------------------------------------- a monitor
+
+
+@pytest.mark.slow
+def test_batches_are_cut_down_while_memory_creeps_up(tmp_path: Path) -> None:
+    """The margin grows, later windows are cut smaller, every sample still comes once an epoch."""
+    run = Creeping()
+    path = tmp_path / "run.jsonl"
+    with MemoryMonitor(path=path, replan=run.sampler, replan_batches=5) as monitor:
+        run.fit(monitor, epochs=2)
+    assert run.sampler.plan.rules.cost.margin > 0.1
+    half = len(run.numbers) // 4
+    assert sum(run.numbers[:half]) / half > 1.3 * sum(run.numbers[-half:]) / half
+    assert sum(run.numbers) == 2 * 200
+    batches = [record for record in read_records(path) if record["event"] == "batch"]
+    assert [record["n"] for record in batches] == run.numbers
+    assert batches[-1]["bytes"] > batches[0]["bytes"] + MiB(100)
+
+
+def test_without_a_leak_nothing_is_changed(tmp_path: Path) -> None:
+    """Law 9: the training is the same, bit for bit, and so are the random generators after it."""
+    ends = []
+    resident_bytes = process_memory(shares=False).resident_bytes
+    for monitored in (False, True):
+        torch.manual_seed(5)
+        run = Creeping(leaks=False, resident_bytes=resident_bytes)
+        path = tmp_path / f"{monitored}.jsonl"
+        if monitored:
+            monitor = MemoryMonitor(path=path, interval_s=0.001, replan=run.sampler)
+            with monitor:
+                run.fit(monitor, epochs=2)
+                monitor.snapshot("end")
+        else:
+            run.fit(None, epochs=2)
+        ends.append((run, RandomState.take()))
+    (plain, before), (observed, after) = ends
+    assert_equal(plain.model, observed.model)
+    assert plain.numbers == observed.numbers
+    assert plain.sampler.state_dict() == observed.sampler.state_dict()
+    assert (before.python, before.numpy) == (after.python, after.numpy)
+    assert before.cpu.equal(after.cpu)
+
+
+def test_batches_without_sizes_are_measured_but_correct_no_sampler(tmp_path: Path) -> None:
+    """Nor does what is no measured cost."""
+    batch = {"x": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.zeros(2, 3).long()}
+    path = tmp_path / "run.jsonl"
+
+    def train(monitor: MemoryMonitor) -> None:
+        training = Training("list")
+        arguments = training.model, [batch] * 3, loss_of, training.accumulator
+        train_epoch(*arguments, weight=lambda _: 1, monitor=monitor)
+
+    with MemoryMonitor(path=path) as monitor:
+        train(monitor)
+    batches = [record for record in read_records(path) if record["event"] == "batch"]
+    assert len(batches) == 3
+    assert all(record["bytes"] > 0 and "size" not in record for record in batches)
+    assert [len(run.batches) for run in recorded_runs(path)] == [3]
+    run = Creeping(leaks=False, resident_bytes=process_memory(shares=False).resident_bytes)
+    with MemoryMonitor(replan=run.sampler) as monitor:
+        with pytest.raises(OptionError, match="padded size of each batch"):
+            train(monitor)
+        with pytest.raises(OptionError, match="got 3 and None"), monitor.batch(3):
+            pass
+    with pytest.raises(OptionError, match="only a measured cost"):
+        MemoryMonitor(replan=Training().sampler)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_agree_on_what_one_of_them_sees(tmp_path: Path) -> None:
+    """One rank's memory creeps up: both plan with its margin, as many batches on each.
+
+    A monitor on one rank only is refused on both.
+    """
+    (refused, margin, numbers), (refused_too, margin_too, numbers_too) = run_ranks(
+        script("fitting.creep"), tmp_path, 2
+    )
+    assert refused == refused_too
+    assert "a monitor, must be on every rank" in refused
+    assert margin == margin_too > 0.05
+    assert len(numbers) == len(numbers_too)
+    assert sum(numbers) + sum(numbers_too) == 2 * 200

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from torchbudget import (
     MemoryBudgetBatchSampler,
     PackCollate,
     PadCollate,
-    PaddedCost,
     predict,
 )
 from torchbudget.errors import OptionError, OtherNumbersWarning, SampleError, StateError
@@ -52,14 +51,19 @@ def plans(draw: st.DrawFn) -> tuple[Any, Any, int, dict[str, Any]]:
 @settings(max_examples=12)
 @given(plans())
 def test_it_is_the_model_one_sample_at_a_time(plan: Any) -> None:
-    """Whatever the sizes, the windows, the budget and the order of the epoch."""
+    """Whatever the sizes, the windows, the budget, which is kept, and the order of the epoch."""
     sizes, cost, budget, options = plan
     torch.manual_seed(0)
-    model = Encoder()
-    found = predict(model, loader_of(sizes, budget, cost, **options))
-    expected = one_by_one(model, sizes)
-    assert len(found) == len(sizes)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    model, seen = Encoder(), []
+
+    def noted(batch: Any) -> Tensor:
+        seen.append(batch.data.shape)
+        return model(batch)
+
+    found = predict(noted, loader_of(sizes, budget, cost, **options))
+    assert not any(one.requires_grad or one.is_inference() for one in found)  # to be trained on
+    torch.testing.assert_close(found, one_by_one(model, sizes), rtol=1e-12, atol=1e-13)
+    assert all(int(cost.batch_bytes(*shape)) <= budget for shape in seen)
 
 
 def alone(n: int, **options: Any) -> Any:
@@ -129,6 +133,16 @@ def test_a_call_inside_a_loop_over_the_same_loader() -> None:
     assert came + sum(map(len, resumed)) == len(LENGTHS)
 
 
+def other_loader(kind: str) -> Any:
+    if kind == "stream":
+        stream = BudgetedIterableDataset([texts_of([3, 4])], TOKENS, 100, size=len)
+        return DataLoader(stream, batch_size=None)
+    return [texts_of([3])] if kind == "list" else DataLoader(texts_of([3, 3]), batch_size=2)
+
+
+UNKNOWN = r"predict needs a DataLoader.*shuffle=False"
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -142,32 +156,18 @@ def test_a_call_inside_a_loop_over_the_same_loader() -> None:
         ({"num_replicas": 3, "rank": 1}, "deals to 3 ranks, of which this is number 1, but the"),
         ({"sizes": LENGTHS[:-1], "texts": LENGTHS}, "299 sizes, but the data set has 300 samples"),
         ({"num_workers": 1, "in_order": False}, "in_order=True"),
+        ("fixed batches", UNKNOWN),
+        ("stream", UNKNOWN),
+        ("list", UNKNOWN),
     ],
 )
-def test_an_epoch_that_is_not_each_sample_once(options: dict[str, Any], match: str) -> None:
+def test_an_epoch_that_is_not_each_sample_once(options: Any, match: str) -> None:
     """It is refused before the first batch."""
     called: list[Any] = []
+    loader = other_loader(options) if isinstance(options, str) else loader_of(**options)
     with pytest.raises(OptionError, match=match):
-        predict(called.append, loader_of(**options))
+        predict(called.append, loader)
     assert not called
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader(texts_of([3, 3]), batch_size=2),
-        lambda: DataLoader(
-            BudgetedIterableDataset([texts_of([3, 4])], TOKENS, 100, size=len), batch_size=None
-        ),
-        lambda: [texts_of([3])],
-    ],
-    ids=["fixed batches", "stream", "list"],
-)
-def test_loaders_whose_samples_are_unknown(make: Any) -> None:
-    with pytest.raises(OptionError, match=r"predict needs a DataLoader.*shuffle=False"):
-        predict(Encoder(), make())
-    with pytest.raises(OptionError, match="gather must be 'all' or 'first', got 'last'"):
-        predict(Encoder(), loader_of(), gather="last")
 
 
 class Short(DataLoader[Any]):
@@ -214,7 +214,7 @@ class Fixed(nn.Module):
         return self.second(self.first[0](batch))
 
 
-@pytest.mark.parametrize("wrap", ["module", "function", "partial", "method"])
+@pytest.mark.parametrize("wrap", ["module", "function", "partial", "method", "unregistered"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_modes_are_restored(wrap: str, fails: bool) -> None:
     """Bit for bit, also after an error, wherever the module is."""
@@ -225,50 +225,20 @@ def test_modes_are_restored(wrap: str, fails: bool) -> None:
     def call(model: Any, batch: Any) -> Any:
         return model(batch)
 
+    listing: Any = nn.Module()
+    listing.inner = [model]  # which registers nothing
     called: Any = {
         "module": model,
         "function": lambda batch: call(model, batch),
         "partial": partial(call, model),
         "method": model.forward,
+        "unregistered": lambda batch: call(listing.inner[0], batch),
     }[wrap]
-    if fails:
-        with pytest.raises(OptionError):
-            predict(called, loader_of(), split_outputs=lambda *_: [])
-    else:
-        predict(called, loader_of())
+    split = {"split_outputs": lambda *_: []} if fails else {}
+    with pytest.raises(OptionError) if fails else nullcontext():
+        predict(called, loader_of(), **split)
     assert [module.training for module in model.modules()] == modes
     assert torch.is_grad_enabled()
-
-
-def test_a_network_that_is_not_registered_is_set_to_evaluation_too() -> None:
-    model = Fixed()
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = [model]
-
-        def forward(self, batch: Any) -> Tensor:
-            return self.inner[0](batch)
-
-    assert len(predict(Wrapper(), loader_of())) == len(LENGTHS)
-
-
-def test_outputs_can_be_trained_on() -> None:
-    """They are plain tensors without a graph; no batch is over the budget."""
-    cost, seen = PaddedCost(unit_bytes=3, sample_bytes=2), []
-    model = Encoder()
-
-    def noted(batch: Any) -> Tensor:
-        seen.append(batch.data.shape)
-        return model(batch)
-
-    embedded = torch.stack(predict(noted, loader_of(budget=2000, cost=cost)))
-    assert not embedded.requires_grad
-    head = nn.Linear(4, 1).double()
-    head(embedded).sum().backward()
-    assert head.weight.grad is not None
-    assert all(int(cost.batch_bytes(*shape)) <= 2000 for shape in seen)
 
 
 # ---------------------------------------------------------------------- outputs
@@ -309,48 +279,21 @@ def test_model_outputs_of_transformers() -> None:
     assert found[0].last_hidden_state.equal(texts_of([3, 1])[0])
 
 
-def test_rows_keep_their_padding_unless_they_are_split() -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_rows_keep_their_padding_unless_they_are_split(packs: bool) -> None:
+    """Packed rows must be split."""
     sizes = [3, 1, 4]
-    padded = predict(lambda batch: batch.data, loader_of(sizes))
-    assert [len(one) for one in padded] == [4, 4, 4]
-    cut = predict(
-        lambda batch: batch.data,
-        loader_of(sizes),
-        split_outputs=lambda rows, batch: [r[:n] for r, n in zip(rows, batch.lengths, strict=True)],
-    )
+    loader = loader_of(sizes, collate_fn=PackCollate() if packs else PadCollate())
+
+    def split(rows: Tensor, batch: Any) -> Any:
+        lengths = batch.lengths.tolist()
+        return rows.split(lengths) if packs else map(lambda row, n: row[:n], rows, lengths)
+
+    cut = predict(lambda batch: batch.data, loader, split_outputs=split)
     assert all(map(torch.equal, cut, texts_of(sizes)))
-
-
-def test_packed_outputs_are_split_by_lengths() -> None:
-    sizes = [3, 1, 4, 2]
-    sampler = MemoryBudgetBatchSampler(sizes, TOKENS, 8, shuffle=False)
-    loader = DataLoader(texts_of(sizes), batch_sampler=sampler, collate_fn=PackCollate())
-    with pytest.raises(OptionError, match=r"must be tensors of shape \(2, …\), got a tensor of sh"):
-        predict(lambda batch: batch.data, loader)
-    found = predict(
-        lambda batch: batch.data,
-        loader,
-        split_outputs=lambda values, batch: values.split(batch.lengths.tolist()),
-    )
-    assert all(map(torch.equal, found, texts_of(sizes)))
-
-
-def test_an_output_keeps_its_own_bytes_only() -> None:
-    """No row keeps its batch, nor is it the model's buffer for the next one."""
-    buffer = torch.zeros(300, 1000)
-    kept: list[Any] = []
-
-    def model(batch: Any) -> Tensor:
-        kept.append(weakref.ref(batch))
-        buffer[: batch.num_samples] = batch.lengths.reshape(-1, 1)
-        return buffer[: batch.num_samples]
-
-    found = predict(model, loader_of())
-    assert all(one.untyped_storage().nbytes() == 4000 for one in found)
-    assert [int(one[0]) for one in found] == LENGTHS.tolist()
-    gc.collect()
-    assert len(kept) > 3
-    assert not any(one() for one in kept)
+    match = r"must be tensors of shape \(3, …\), got a tensor of sh"
+    with pytest.raises(OptionError, match=match) if packs else nullcontext():
+        assert [len(one) for one in predict(lambda batch: batch.data, loader)] == [4, 4, 4]
 
 
 class Made:
@@ -360,9 +303,13 @@ class Made:
         self.batch, self.num_samples = batch, batch.num_samples
 
 
-def test_a_batch_and_its_outputs_are_gone_before_the_next_is_made() -> None:
-    """Or the memory of two would be needed at once."""
+def test_no_batch_is_kept() -> None:
+    """A batch and its outputs are gone before the next is made, or two would need memory at once.
+
+    An output keeps its own bytes only, and is not the model's buffer for the next batch.
+    """
     alive: list[weakref.ref[Any]] = []
+    buffer = torch.zeros(300, 1000)
 
     def collate(texts: list[Tensor]) -> Made:
         assert [one for one in alive if one() is not None] == []
@@ -370,14 +317,17 @@ def test_a_batch_and_its_outputs_are_gone_before_the_next_is_made() -> None:
         alive.append(weakref.ref(made))
         return made
 
-    def model(made: Made) -> Tensor:
-        outputs = made.batch.data.double().sum(1)
-        alive.append(weakref.ref(outputs))
-        return outputs
+    def model(made: Made) -> tuple[Tensor, Tensor]:
+        sums = made.batch.data.double().sum(1)
+        alive.append(weakref.ref(sums))
+        buffer[: made.num_samples] = made.batch.lengths.reshape(-1, 1)
+        return sums, buffer[: made.num_samples]
 
     loader = loader_of(collate_fn=collate)
     found = predict(model, loader)
-    assert [float(one) for one in found] == [float(one.sum()) for one in texts_of(LENGTHS)]
+    assert [float(one) for one, _ in found] == [float(one.sum()) for one in texts_of(LENGTHS)]
+    assert [int(one[0]) for _, one in found] == LENGTHS.tolist()
+    assert all(one.untyped_storage().nbytes() == 4000 for _, one in found)
     assert len(alive) == 2 * len(loader) > 4
 
 
@@ -397,6 +347,9 @@ def test_outputs_that_are_no_rows(outputs: Any, match: str) -> None:
     with pytest.raises(OptionError, match=where + ".*" + match):
         predict(outputs, loader_of([3, 4, 5]))
 
+    with pytest.raises(OptionError, match="gather must be 'all' or 'first', got 'last'"):
+        predict(Encoder(), loader_of(), gather="last")
+
 
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_another_number_of_outputs(number: int) -> None:
@@ -412,7 +365,7 @@ def test_another_number_of_outputs(number: int) -> None:
 @pytest.mark.parametrize(("ranks", "workers", "chunk_bytes"), [(1, 0, 10**6), (2, 1, 1)])
 def test_outputs_over_ranks(tmp_path: Path, ranks: int, workers: int, chunk_bytes: int) -> None:
     """Every rank or the first one gets all; a rank that fails, or plans otherwise, fails on all."""
-    told = run_ranks(script("predicting"), tmp_path, ranks, workers, chunk_bytes)
+    told = run_ranks(script("predicting.outputs"), tmp_path, ranks, workers, chunk_bytes)
     assert [one["all"] for one in told] == [300] * ranks
     assert [one["first"] for one in told] == [300] + [0] * (ranks - 1)
     assert sum(one["samples"] for one in told) == 300

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from tests.support.costs import measured
 from tests.support.large_steps import (
@@ -23,12 +29,13 @@ from tests.support.large_steps import (
     make_model,
     sgd,
 )
-from tests.support.out_of_memory_texts import AMBIGUOUS, CERTAIN, NEVER, ids
 from tests.support.rank_scripts import script
 from tests.support.ranks import run_ranks
-from torchbudget import GradAccumulator, PaddedCost
-from torchbudget.errors import ForeignStepWarning, OptionError, SampleTooLargeError, StepError
+from torchbudget import GradAccumulator, PackCollate, PadCollate, PaddedCost
+from torchbudget.errors import OptionError, SampleTooLargeError, StepError
 from torchbudget.machine import out_of_memory
+from torchbudget.protocols import SplittableBatch, SplittablePaddedBatch
+from torchbudget.train.batches import check_splittable, halves, moved, num_samples
 
 
 @pytest.mark.slow
@@ -36,134 +43,100 @@ from torchbudget.machine import out_of_memory
 def test_a_failed_allocation_is_undone(tmp_path: Path) -> None:
     """In forward or backward: each sample counts once, and the steps are the same.
 
-    Without dropout and batch statistics they differ by at most 1e-12 from the uncut run's. With
-    them they are, bit for bit, those of a run that was cut so from the start: random numbers and
-    buffers of the failed attempt are gone. Where one sample does not fit, all is as it was.
+    With dropout and batch statistics they are, bit for bit, those of a run that was cut so from the
+    start: random numbers and buffers of the failed attempt are gone.
     """
-    [(dropped, plain, hopeless)] = run_ranks(script("starved"), tmp_path, 1)
-    for found in (dropped, plain):
-        assert found["failures"] == [5, 5]
-        assert found["counted"]
-        assert found["last"] == [3, 12]
-        assert found["difference"] <= EXACT
-    assert dropped["same"]
-    assert "out of memory with one sample" in hopeless.pop("text")
-    assert hopeless == {"tries": 3, "same": True, "clean": True, "random": True}
+    [undone] = run_ranks(script("starved.undone"), tmp_path, 1)
+    assert undone == {"same": True, "failures": [5, 5], "counted": True, "last": [3, 12]}
 
 
-class Fails(torch.autograd.Function):
-    """The identity, which raises an error once, in its forward or its backward."""
-
-    place: str
-    errors: list[BaseException]
-
-    @classmethod
-    def at(cls, place: str) -> None:
-        if cls.place == place and cls.errors:
-            raise cls.errors.pop()
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        Fails.at("forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        Fails.at("backward")
-        return gradient
+AMBIGUOUS = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"
 
 
-def gradients_of(error: BaseException | None) -> list[Any]:
-    """What a batch gives in which this error is raised once: gradients, and how often it failed."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 1).double(), torch.randn(6, 3).double()
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    Fails.errors = [] if error is None else [error]
-
-    def step(x: torch.Tensor) -> None:
-        with accumulator.micro_batch(weight=len(x)):
-            accumulator.backward(Fails.apply(model(x)).square().sum())
-
-    try:
-        accumulator.run_or_split(step, x)
-    except BaseException:
-        assert [parameter.grad for parameter in model.parameters()] == [None, None]
-        raise
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    accumulator.flush()
-    return [*found, accumulator.out_of_memory]
-
-
-@pytest.fixture(params=("forward", "backward"))
-def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place of the error, however short this machine is of memory while the tests run."""
-    monkeypatch.setattr(out_of_memory, "_left", list)
-    Fails.place = request.param
-
-
-def check_undone(error: BaseException) -> None:
-    *found, times = gradients_of(error)
-    *expected, _ = gradients_of(None)
-    assert times == 1
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.usefixtures("_place")
-@pytest.mark.parametrize(("kind", "text"), CERTAIN, ids=ids(CERTAIN))
-def test_certain_texts_are_undone(kind: type, text: str) -> None:
-    check_undone(kind(text))
-
-
-@pytest.mark.usefixtures("_place")
-@pytest.mark.parametrize(("kind", "text"), AMBIGUOUS, ids=ids(AMBIGUOUS))
-def test_ambiguous_texts_are_undone_where_an_allocation_failed(
-    kind: type, text: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("text", "counts", "is_undone"),
+    [
+        ("CUDA driver error: out of memory", False, True),
+        (AMBIGUOUS, False, False),
+        (AMBIGUOUS, True, True),
+        ("CUDA error: device-side assert triggered", True, False),
+    ],
+)
+def test_errors_are_undone_or_passed_on(
+    text: str, counts: bool, is_undone: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device's count of failures rises while the attempt runs, as it does inside of cuDNN."""
-    with pytest.raises(kind):
-        gradients_of(kind(text))
-    for module in ("torchbudget.train.retry", "torchbudget.machine.out_of_memory"):
-        monkeypatch.setattr(f"{module}.failed_allocations", lambda: 0 if Fails.errors else 1)
-    check_undone(kind(text))
+    """By a text, or by a device's count of failures that rises while the attempt runs.
 
+    An error that is passed on leaves nothing of the batch, either. `tests/machine` has every text.
+    """
+    model, large, data = make_model("CNN"), make_model("CNN"), Data.make(6)
+    accumulator, failing = GradAccumulator(sgd(model), model), [RuntimeError(text)]
+    monkeypatch.setattr(out_of_memory, "_left", list)  # however short this machine is of memory
+    for module in ("torchbudget.train.retry", "torchbudget.machine.out_of_memory") * counts:
+        monkeypatch.setattr(f"{module}.failed_allocations", lambda: int(not failing))
 
-@pytest.mark.usefixtures("_place")
-@pytest.mark.parametrize(("kind", "text"), NEVER, ids=ids(NEVER))
-def test_other_errors_are_passed_on(kind: type, text: str) -> None:
-    """The batch is undone, too."""
-    with pytest.raises(kind):
-        gradients_of(kind(text))
+    def fail(*_: Any) -> None:
+        if failing:
+            raise failing.pop()
+
+    def step(batch: Any) -> None:
+        part = Data(*batch)
+        with accumulator.micro_batch(weight=part.weight):
+            loss = loss_sum(model, part)
+            loss.register_hook(fail)
+            if place == "forward":
+                fail()
+            accumulator.backward(loss)
+
+    passed_on = pytest.raises(RuntimeError, match=text.rsplit(maxsplit=1)[-1])
+    with nullcontext() if is_undone else passed_on:
+        accumulator.run_or_split(step, (data.x, data.y))
+    assert accumulator.out_of_memory == is_undone
+    if is_undone:
+        accumulator.step()
+        large_step(large, sgd(large), data)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert difference(model, large) <= EXACT
 
 
 class Counting(nn.Module):
-    """A buffer that each forward replaces, from a number or, at first, from nothing."""
+    """A buffer that the first forward makes, and each later one replaces."""
 
-    def __init__(self, start: torch.Tensor | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
-        self.register_buffer("seen", start)
+        self.register_buffer("seen", None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.seen = torch.ones(()) if self.seen is None else self.seen + 1
         return self.layer(x)
 
 
-def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
-    """Memory runs out on four samples, the second half raises: nothing of the batch stays."""
-    model = Counting(torch.zeros(()))
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=3)
-    first = torch.ones(2, 2)
+def made(steps: int, act: Callable[[Tensor], object] = len) -> tuple[Any, ...]:
+    """A model, its accumulator, and a function for which four samples are too many."""
+    model = Counting()
+    accumulator = GradAccumulator(sgd(model), model, steps=steps)
 
-    def step(x: torch.Tensor) -> None:
+    def step(x: Tensor) -> None:
         with accumulator.micro_batch(weight=len(x)):
             accumulator.backward(model(x).sum())
+            act(x)
             if len(x) == 4:
                 raise MemoryError
-            if x[0, 0] == 5:
-                raise ValueError("the second half")
 
-    accumulator.run_or_split(step, first)
+    return model, accumulator, step
+
+
+def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
+    """Memory runs out on four samples, the second half raises: nothing of the batch stays."""
+
+    def fail(x: Tensor) -> None:
+        if x[0, 0] == 5:
+            raise ValueError("the second half")
+
+    model, accumulator, step = made(3, fail)
+    accumulator.run_or_split(step, torch.ones(2, 2))
     before = [p.grad.clone() for p in model.parameters()]
     x = torch.ones(4, 2)
     x[2:] = 5
@@ -178,59 +151,35 @@ def test_a_part_that_fails_for_good_takes_the_whole_batch_along() -> None:
 
 def test_a_batch_that_a_step_has_taken_is_not_undone() -> None:
     """The function fails after the step, in its logging say: nothing counts twice."""
-    model = nn.Linear(2, 1)
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
-    fails = [False]
+    model, accumulator, step = made(2)
 
-    def step(x: torch.Tensor) -> None:
-        with accumulator.micro_batch(weight=len(x)):
-            accumulator.backward(model(x).sum())
-            if len(x) == 4:
-                raise MemoryError
-        if fails[0] and accumulator.stepped:
+    def logged(x: Tensor) -> None:
+        step(x)
+        if accumulator.stepped:
             raise ValueError("the logging")
 
     accumulator.run_or_split(step, torch.ones(4, 2))
-    fails[0] = True
     with pytest.raises(ValueError, match="the logging"):
-        accumulator.run_or_split(step, torch.ones(4, 2))
-    assert accumulator.last is not None
+        accumulator.run_or_split(logged, torch.ones(4, 2))
     assert accumulator.last.weight == 8
     assert all(p.grad is None for p in model.parameters())
     assert accumulator.pending == 0
 
 
-def test_a_buffer_that_a_failed_forward_made_is_made_again() -> None:
-    model = Counting(None)
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=1)
+def test_buffers_and_generators_are_put_back() -> None:
+    """A buffer that a failed forward made is made again.
 
-    def step(x: torch.Tensor) -> None:
-        with accumulator.micro_batch(weight=len(x)):
-            accumulator.backward(model(x).sum())
-            if len(x) == 4:
-                raise MemoryError
+    The generators of `random`, NumPy and torch are where they were when the attempt began.
+    """
+    drawn: list[Any] = []
 
+    def draw(_: Tensor) -> None:
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+
+    model, accumulator, step = made(1, draw)
     accumulator.run_or_split(step, torch.ones(4, 2))
     assert model.seen == 2
-
-
-def test_generators_are_put_back() -> None:
-    """Those of `random`, NumPy and torch are where they were when the failed attempt began."""
-    model = nn.Linear(2, 1)
-    accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    drawn = []
-
-    def step(x: torch.Tensor) -> None:
-        numpy = np.random.rand()
-        drawn.append((random.random(), numpy, torch.rand(()).item()))
-        with accumulator.micro_batch(weight=len(x)):
-            accumulator.backward(model(x).sum())
-            if len(x) == 4:
-                raise MemoryError
-
-    accumulator.run_or_split(step, torch.ones(4, 2))
     assert drawn[0] == drawn[1] != drawn[2]
-    accumulator.flush()
 
 
 def test_a_batch_comes_as_it_was_into_every_run() -> None:
@@ -265,7 +214,7 @@ def test_a_batch_comes_as_it_was_into_every_run() -> None:
 
 def test_what_cannot_be_split() -> None:
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with pytest.raises(OptionError, match=r"needs GradAccumulator\(…, module"):
         GradAccumulator(optimizer).run_or_split(print, torch.zeros(2))
     accumulator = GradAccumulator(optimizer, model)
@@ -290,17 +239,21 @@ class NoMemory(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_runs_out_of_memory() -> None:
-    """Its gradients do not enter the next step, whose weights do not know them."""
+@pytest.mark.parametrize("scales", [False, True])
+def test_an_optimizer_that_runs_out_of_memory(scales: bool) -> None:
+    """Its gradients do not enter the next step, whose weights do not know them.
+
+    A scaler unscales the next ones.
+    """
     model, large = make_model("CNN"), make_model("CNN")
     optimizer = NoMemory(model.parameters(), lr=0.1)
-    accumulator = GradAccumulator(optimizer, model, steps=1)
-
-    def step(data: Data) -> None:
-        accumulate(accumulator, model, [data])
-
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scales else None
+    accumulator = GradAccumulator(optimizer, model, steps=1, scaler=scaler)
+    data = Data.make(4)
     with pytest.raises(SampleTooLargeError, match="in the optimizer's step"):
-        accumulator.run_or_split(lambda x: step(Data(*x)), (Data.make(4).x, Data.make(4).y))
+        accumulator.run_or_split(
+            lambda x: accumulate(accumulator, model, [Data(*x)]), (data.x, data.y)
+        )
     assert all(parameter.grad is None for parameter in model.parameters())
     accumulate(accumulator, model, [Data.make(8)])
     large_step(large, torch.optim.SGD(large.parameters(), lr=0.1), Data.make(8))
@@ -318,21 +271,6 @@ def test_sparse_gradients_that_are_clipped() -> None:
     ):
         accumulator.backward(embedding(torch.tensor([1, 2])).sum())
     assert embedding.weight.grad is None
-    accumulator = GradAccumulator(optimizer, embedding)
-    with accumulator.micro_batch(2, last=True):
-        accumulator.backward(embedding(torch.tensor([1, 2])).sum())
-    assert accumulator.stepped
-
-
-def test_gradients_of_before_are_noticed_in_run_or_split() -> None:
-    """Gradients that are set aside for a run count for the step as well: they are warned of."""
-    model = make_model("CNN")
-    accumulator = GradAccumulator(sgd(model), model, steps=1)
-    loss_sum(model, Data.make(4)).backward()
-    with pytest.warns(ForeignStepWarning, match="were there before"):
-        accumulator.run_or_split(
-            lambda x: accumulate(accumulator, model, [Data(*x)]), (Data.make(4).x, Data.make(4).y)
-        )
 
 
 def test_a_second_micro_batch_in_run_or_split() -> None:
@@ -340,7 +278,7 @@ def test_a_second_micro_batch_in_run_or_split() -> None:
     model = make_model("CNN")
     accumulator = GradAccumulator(sgd(model), model, steps=4)
 
-    def twice(x: torch.Tensor) -> None:
+    def twice(x: Tensor) -> None:
         accumulate(accumulator, model, [Data.make(2), Data.make(2)])
 
     with pytest.raises(StepError, match="opened a second micro_batch"):
@@ -348,3 +286,80 @@ def test_a_second_micro_batch_in_run_or_split() -> None:
     assert accumulator.pending == 1
     accumulator.flush()
     assert accumulator.last.weight == Data.make(2).weight
+
+
+# ---------------------------------------------------------------------- batches
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    rest: Any
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that is no dict, as transformers' `BatchEncoding`."""
+
+
+def nested(n: int) -> Any:
+    """N samples in nested containers, with a `None`."""
+    x = torch.arange(n)
+    inner = {"y": [x.unsqueeze(1), None], "z": MappingProxyType({"x": x})}
+    return Encoding(pair=Pair(x.float(), inner), x=x)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    rest = batch["pair"].rest
+    assert rest["y"][1] is None
+    return [batch["pair"].x, rest["y"][0], rest["z"]["x"], batch["x"]]
+
+
+@given(st.integers(2, 9))
+def test_halves_are_the_batch(n: int) -> None:
+    """In order, of the same structure; of an odd number the first has one more."""
+    batch = nested(n)
+    check_splittable(batch)
+    first, second = halves(batch)
+    assert isinstance(first, Encoding)
+    assert [num_samples(one) for one in (batch, first, second)] == [n, (n + 1) // 2, n // 2]
+    for whole, *parts in zip(*map(tensors_of, (batch, first, second)), strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_batches_of_collates_split_themselves() -> None:
+    samples = [{"x": torch.arange(n)} for n in (3, 1, 4)]
+    for collate in (PadCollate(), PackCollate()):
+        batch = collate(samples)
+        assert isinstance(batch, SplittableBatch)
+        assert [num_samples(part) for part in halves(batch)] == [1, 2]
+        assert isinstance(batch, SplittablePaddedBatch) == isinstance(collate, PadCollate)
+
+
+class Counted:
+    """It says how many samples it has, and cannot be split."""
+
+    num_samples = 4
+
+
+TEXTS = Encoding(x=torch.zeros(2), texts=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(()), [], TEXTS, (torch.zeros(2), torch.zeros(3)), Counted()]
+)
+def test_batches_that_cannot_be_split(batch: Any) -> None:
+    for function in (halves, check_splittable):
+        with pytest.raises(OptionError, match="not made of tensors"):
+            function(batch)
+    if isinstance(batch, Counted):
+        assert num_samples(batch) == 4
+    else:
+        with pytest.raises(OptionError, match="not made of tensors"):
+            num_samples(batch)
+
+
+def test_tensors_and_batches_are_moved() -> None:
+    batch = nested(2)
+    assert moved(batch, None) is batch
+    collated = PadCollate()([{"x": torch.arange(3)}])
+    for one in (*tensors_of(moved(batch, "meta")), moved(collated, "meta")["x"]):
+        assert one.device.type == "meta"

@@ -1,9 +1,8 @@
 """A process whose memory ends for real, in forward or backward, beside one that is undisturbed."""
 
-import json
-import os
+from __future__ import annotations
+
 import resource
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from tests.support.large_steps import difference
 from torchbudget import GradAccumulator
-from torchbudget.errors import BatchNormWarning, SampleTooLargeError
+from torchbudget.errors import BatchNormWarning
 from torchbudget.machine.allocators import trim_malloc
 from torchbudget.train import retry
 
@@ -67,19 +65,9 @@ class Wide(nn.Module):
         return out
 
 
-class Planned:
-    """Steps of given numbers of micro-batches."""
-
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-
-    def accumulates(self) -> bool:
-        return True
-
-
-def make(steps: Any = 3, width: int = WIDE) -> tuple[Wide, GradAccumulator]:
-    model = Wide(width)
-    return model, GradAccumulator(torch.optim.AdamW(model.parameters()), model, steps=steps)
+def make() -> tuple[Wide, GradAccumulator]:
+    model = Wide(WIDE)
+    return model, GradAccumulator(torch.optim.AdamW(model.parameters()), model)
 
 
 def step_of(model: Wide, accumulator: GradAccumulator, counted: list[Any]) -> Callable[..., None]:
@@ -106,59 +94,30 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=BatchNormWarning)
 
 
-def run(*, dropout: bool) -> dict[str, Any]:
-    """Memory ends at each place once; with dropout the other run is cut so from the start."""
+def undone() -> dict[str, Any]:
+    """Memory ends at each place once; the other run is cut so from the start."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(36, 4)))
     x[:, 0] = torch.arange(36)
     failing = dict(zip(rng.choice(9, len(PLACES), replace=False).tolist(), PLACES, strict=True))
-    halved = failing if dropout else {}
-    model, accumulator = make()
-    calm, undisturbed = make(
-        Planned([sum(1 + (number in halved) for number in range(at, at + 3)) for at in (0, 3, 6)])
-    )
-    for one in () if dropout else (model, calm):
-        one.eval()
     counted: list[Any] = []
+    (model, accumulator), (calm, undisturbed) = make(), make()
     step, calm_step = step_of(model, accumulator, counted), step_of(calm, undisturbed, [])
-    torch.manual_seed(7)
-    for number, batch in enumerate(x.split(4)):
-        model.fails += [failing[number]] if number in failing else []
-        accumulator.run_or_split(step, batch)
-    torch.manual_seed(7)
-    for number, batch in enumerate(x.split(4)):
-        for part in batch.split(2) if number in halved else [batch]:  # the same cut, by hand
-            calm_step(part)
+    for disturbs in (True, False):
+        torch.manual_seed(7)
+        for number, batch in enumerate(x.split(4)):
+            if disturbs:
+                model.fails += [failing[number]] if number in failing else []
+                accumulator.run_or_split(step, batch)
+            else:
+                for part in batch.split(2) if number in failing else [batch]:
+                    calm_step(part)
+            if number % 3 == 2:
+                (accumulator if disturbs else undisturbed).step()
     pairs = zip(model.state_dict().values(), calm.state_dict().values(), strict=True)
     return {
         "same": all(a.equal(b) for a, b in pairs),
-        "difference": difference(model, calm),
         "failures": [len(PLACES) - len(model.fails), accumulator.out_of_memory],
         "counted": sorted(counted) == list(range(36)),
         "last": [accumulator.last.number, accumulator.last.weight],
     }
-
-
-def hopeless() -> dict[str, Any]:
-    """4, 2 and 1 samples fail."""
-    model, accumulator = make(width=300_000)
-    model.eval()
-    step = step_of(model, accumulator, [])
-    before, random = [p.clone() for p in model.parameters()], torch.get_rng_state()
-    text = ""
-    try:
-        accumulator.run_or_split(lambda x: (starve(), step(x)), torch.zeros(4, 4).double())
-    except SampleTooLargeError as error:
-        feed()
-        text = str(error)
-    return {
-        "text": text,
-        "tries": accumulator.out_of_memory,
-        "same": all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True)),
-        "clean": all(p.grad is None for p in model.parameters()),
-        "random": random.equal(torch.get_rng_state()),
-    }
-
-
-told = [run(dropout=True), run(dropout=False), hopeless()]
-Path(sys.argv[1], os.environ["RANK"] + ".json").write_text(json.dumps(told))

@@ -1,11 +1,11 @@
 """Cases of accumulated steps over ranks, by their names; each returns what it found."""
 
 import copy
-import json
-import sys
+import random
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.support.large_steps import OPTIMIZERS, Data, large_step, loss_sum, make_model
+from tests.support.large_steps import (
+    MODELS,
+    OPTIMIZERS,
+    Data,
+    large_step,
+    loss_sum,
+    make_model,
+    sgd,
+)
+from tests.support.rank_scripts import error_of, join
 from tests.support.reads import Reads
 from torchbudget import (
     GradAccumulator,
@@ -38,11 +47,12 @@ from torchbudget.errors import ForeignStepWarning, TorchBudgetError
 from torchbudget.train import step as step_module
 from torchbudget.train.gradients import GradientSums
 
-folder, names = Path(sys.argv[1]), sys.argv[2:]
-dist.init_process_group("gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
-everybody = dist.new_group(range(ranks))
-SGD = OPTIMIZERS["SGD"]
+rank, ranks = join()
+
+
+def cases(*names: str) -> dict[str, Any]:
+    """What each of the cases below found."""
+    return {name: globals()[name]() for name in names}
 
 
 def full(tensor: Any) -> Tensor:
@@ -63,33 +73,23 @@ def take(accumulator: GradAccumulator, model: Any, piece: Data, **options: Any) 
         accumulator.backward(loss_sum(model, piece))
 
 
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except TorchBudgetError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 # ---------------------------------------------------------------------- DDP and plain modules
+
+
+def joined(pieces: list[Data]) -> Data:
+    return Data(torch.cat([one.x for one in pieces]), torch.cat([one.y for one in pieces]))
 
 
 def early() -> Any:
     """Ranks have 3, 5 and 7 micro-batches, and take four steps together."""
     model, large = DistributedDataParallel(make_model("CNN")), make_model("CNN")
-    accumulator = GradAccumulator(SGD(model.parameters()), model, steps=2)
-    theirs, data = SGD(large.parameters()), Data.make(75)
-    starts = {0: 0, 1: 3, 2: 8}
+    accumulator, theirs = GradAccumulator(sgd(model), model, steps=2), sgd(large)
+    pieces = [[Data.make(5, 9 * one + at) for at in range(3 + 2 * one)] for one in range(ranks)]
     for step in range(4):
-        rows = [
-            row
-            for one, start in starts.items()
-            for place in range(2 * step, min(2 * step + 2, 3 + 2 * one))
-            for row in range(5 * (start + place), 5 * (start + place) + 5)
-        ]
-        large_step(large, theirs, data[rows])
-    for place in range(3 + 2 * rank):
-        take(accumulator, model, piece_of(data, 5 * (starts[rank] + place), 5))
+        mine = slice(2 * step, 2 * step + 2)
+        large_step(large, theirs, joined([one for of_rank in pieces for one in of_rank[mine]]))
+    for piece in pieces[rank]:
+        take(accumulator, model, piece)
     accumulator.flush()
     return distance(model.module, large), accumulator.last.number
 
@@ -100,8 +100,8 @@ def planned() -> Any:
     lengths = (data.y != -100).sum(1).numpy()
     sampler = MemoryBudgetBatchSampler(lengths, PaddedCost(unit_bytes=1), 12, samples_per_step=30)
     model, large = DistributedDataParallel(make_model("CNN")), make_model("CNN")
-    accumulator = GradAccumulator(SGD(model.parameters()), model, steps=sampler)
-    theirs, worst, held = SGD(large.parameters()), 0.0, []
+    accumulator = GradAccumulator(sgd(model), model, steps=sampler)
+    theirs, worst, held = sgd(large), 0.0, []
     for rows in DataLoader(range(90), batch_sampler=sampler, collate_fn=list, num_workers=1):
         held += rows
         take(accumulator, model, data[rows])
@@ -142,7 +142,7 @@ def players() -> Any:
     """Each accumulator of two is given both modules; a forward outside of both is noticed."""
     torch.manual_seed(0)
     made = [DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)]
-    both = [GradAccumulator(SGD(one.parameters()), made, steps=1) for one in made]
+    both = [GradAccumulator(sgd(one), made, steps=1) for one in made]
     x = torch.ones(2, 2)
     calls = (lambda: made[1](made[0](x)), lambda: made[1](x))
     with warnings.catch_warnings():
@@ -198,90 +198,31 @@ def subgroups() -> Any:
     torch.optim.SGD([*large.parameters(), *owns], lr=0.1).step()
     take(accumulator, ddp, pieces[place])
     worst = max(distance(model.inner, large), abs(model.own.item() / owns[place].item() - 1))
-    return said, worst, model.seen.item(), model.shared.item()
-
-
-def given_up() -> Any:
-    """A sample does not fit on rank 1, or it has no room for zeros, or its batch is changed."""
-    found = []
-    for fault in ("sample", "sum", "batch"):
-        model, large = DistributedDataParallel(make_model("CNN")), make_model("CNN")
-        accumulator = GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2)
-
-        def step(batch: Any, *, fails: bool = True, fault: str = fault) -> None:
-            if rank and fails and fault == "batch":
-                batch["x"].clamp_(max=3)
-            with accumulator.micro_batch(weight=Data(**batch).weight):  # noqa: B023
-                accumulator.backward(loss_sum(model, Data(**batch)))  # noqa: B023
-                if rank and fails and fault == "sample":
-                    raise MemoryError
-
-        data = Data.make(4 * ranks, 3)
-        mine = piece_of(data, 4 * rank, 4)
-        out = mock.Mock(side_effect=MemoryError)
-
-        def first() -> None:
-            for _ in range(2):
-                accumulator.run_or_split(step, {"x": mine.x.clone(), "y": mine.y})  # noqa: B023
-
-        with mock.patch.object(
-            GradientSums, "allocate", out if rank and fault == "sum" else GradientSums.allocate
-        ):
-            said = error_of(first)
-        cleared = all(p.grad is None for p in model.parameters())
-        for half in (0, 2):
-            part = piece_of(mine, half, 2)
-            accumulator.run_or_split(lambda one: step(one, fails=False), vars(part))
-        large_step(large, torch.optim.SGD(large.parameters(), lr=0.1), data)
-        found.append([said, cleared, distance(model.module, large)])
-    return found
+    skipping = GradAccumulator(optimizer, ddp, steps=1, group=groups[half], skip_nonfinite=True)
+    with skipping.micro_batch(weight=1):  # one rank's own parameter lets all of its group skip
+        loss = loss_sum(ddp, pieces[place])
+        skipping.backward(loss + (model.own * float("nan") if place else 0))
+    return said, worst, model.seen.item(), model.shared.item(), skipping.last.skipped
 
 
 # ---------------------------------------------------------------------- shards and meshes
 
 
-def hybrid() -> Any:
-    """FSDP2 shards over one dimension of a mesh, and replicates over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded"))
-    large, model = make_model("transformer"), make_model("transformer")
-    fully_shard(model, mesh=mesh)
-    theirs, mine = (OPTIMIZERS["AdamW"](one.parameters()) for one in (large, model))
-    accumulator = GradAccumulator(mine, model, max_norm=0.1)
-    worst = 0.0
-    for number in range(3):
-        data = Data.make(24, seed=number)
-        plain = copy.deepcopy(large)
-        (loss_sum(plain, data) / data.weight).backward()
-        norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-        large_step(large, theirs, data, 0.1)
-        for place in range(2):
-            take(accumulator, model, piece_of(data, 6 * rank + 3 * place, 3), last=place == 1)
-        worst = max(worst, abs(accumulator.last.gradient_norm / norm - 1), distance(model, large))
-    return worst
-
-
 def raised() -> Any:
-    """A micro-batch raises after its backward, where FSDP has its gradients."""
-    found = []
-    for dtype in (torch.float64, torch.float32):
-        # Where gradients are reduced in another dtype, FSDP accumulates them in another place.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64)
-        large, model = make_model("transformer"), make_model("transformer")
-        fully_shard(model, mp_policy=policy)
-        accumulator, data = GradAccumulator(SGD(model.parameters()), model, steps=2), Data.make(8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ForeignStepWarning)
-            try:
-                with accumulator.micro_batch(weight=1):
-                    accumulator.backward(loss_sum(model, data))
-                    raise KeyError
-            except KeyError:
-                pass
-        for at in (0, 2):
-            take(accumulator, model, piece_of(data, 4 * rank + at, 2))
-        large_step(large, SGD(large.parameters()), data)
-        found.append(distance(model, large))
-    return found
+    """A micro-batch raises after its backward, where FSDP has its gradients in another dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    large, model = make_model("transformer"), make_model("transformer")
+    fully_shard(model, mp_policy=policy)
+    accumulator, data = GradAccumulator(sgd(model), model, steps=2), Data.make(8)
+    with warnings.catch_warnings(), suppress(KeyError):
+        warnings.simplefilter("ignore", ForeignStepWarning)
+        with accumulator.micro_batch(weight=1):
+            accumulator.backward(loss_sum(model, data))
+            raise KeyError
+    for at in (0, 2):
+        take(accumulator, model, piece_of(data, 4 * rank + at, 2))
+    large_step(large, sgd(large), data)
+    return distance(model, large)
 
 
 class Block(nn.Module):
@@ -299,7 +240,7 @@ def tensor_parallel() -> Any:
     """Tensors are parallel over two ranks; data over two, plain or with FSDP2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     found: list[Any] = []
-    for kind in ("plain", "fsdp"):
+    for kind in ("fsdp", "plain"):
         large, model = Block().double(), Block().double()
         plan = {
             "norm": SequenceParallel(),
@@ -314,7 +255,8 @@ def tensor_parallel() -> Any:
         theirs, mine = (OPTIMIZERS["AdamW"](one.parameters()) for one in (large, model))
         found.append(error_of(lambda mine=mine, model=model: GradAccumulator(mine, model)))
         group = mesh.get_group("data")
-        accumulator = GradAccumulator(mine, model, max_norm=0.1, group=group)
+        options = {"max_norm": 0.1, "skip_nonfinite": True}
+        accumulator = GradAccumulator(mine, model, group=group, **options)
         place, worst = mesh.get_local_rank("data"), 0.0
         for number in range(3):
             generator = torch.Generator().manual_seed(number)
@@ -334,7 +276,11 @@ def tensor_parallel() -> Any:
             worst = max(worst, distance(model, large))
             worst = max(worst, abs(accumulator.last.gradient_norm / norm - 1))
         found.append(worst)
-    return found
+    if mesh.get_local_rank("tensor"):  # what is not finite in its part lets the others skip
+        model.up.weight.register_hook(lambda one: one * float("nan"))
+    with accumulator.micro_batch(weight=1, last=True):
+        accumulator.backward(model(x).sum())
+    return [*found, accumulator.last.skipped]
 
 
 def summary() -> Any:
@@ -354,90 +300,29 @@ def summary() -> Any:
     ]
 
 
-# ---------------------------------------------------------------------- scalers and reads
-
-
-def weights_on_devices() -> Any:
-    """One rank has numbers, the other tensors on a device; one gradient is infinite on one rank."""
-    models = [DistributedDataParallel(make_model("CNN")) for _ in range(2)]
-    tensors, numbers = (
-        GradAccumulator(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, steps=2, max_norm=0.1,
-            scaler=torch.amp.GradScaler("cpu", init_scale=8.0),
-        )
-        for model in models
-    )  # fmt: skip
-    told: list[Any] = []
-    with mock.patch.object(step_module, "waits", return_value=True):
-        for seed in range(6):
-            data = Data.make(4, seed + rank)
-            factor = float("inf") if rank and seed == 2 else 1.0
-            weight = torch.tensor(data.weight) if rank else data.weight
-            with Reads() as reads, tensors.micro_batch(weight):
-                tensors.backward(loss_sum(models[0], data) * factor)
-            with numbers.micro_batch(data.weight):
-                numbers.backward(loss_sum(models[1], data) * factor)
-            told.append([reads.names, tensors.last and tensors.last.skipped])
-        same = all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-
-        def wrong() -> None:
-            with tensors.micro_batch(torch.tensor(-1e6 if rank else 5.0), last=True):
-                tensors.backward(loss_sum(models[0], data))
-
-        said = error_of(wrong)
-    return told, same, said
-
-
-def nonfinite() -> Any:
-    """A NaN on one rank, in its own parameter too, lets all skip, with a scaler or without."""
-    found = []
-    for options in ({"skip_nonfinite": True}, {"scaler": torch.amp.GradScaler("cpu", 8.0)}):
-        for own in (False, True):
-            model = Own()
-            ddp = DistributedDataParallel(model)
-            accumulator = GradAccumulator(SGD(ddp.parameters()), ddp, steps=1, **options)
-            before = copy.deepcopy(model.inner)
-            data = Data.make(4, rank)
-            with accumulator.micro_batch(weight=data.weight):
-                loss = loss_sum(ddp, data)
-                wrong = model.own if own else next(model.inner.parameters())
-                accumulator.backward(loss + (wrong.sum() * float("nan") if rank else 0.0))
-            kept = distance(model.inner, before) == 0
-            take(accumulator, ddp, data)
-            found.append([kept, accumulator.last.skipped])
-    return found
-
-
-def shards_of_a_scaler() -> Any:
-    """Row 3 of an embedding lies on rank 1, and a bias of one element on one of two ranks."""
-    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1))
-    fully_shard(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = GradAccumulator(optimizer, model, steps=1, scaler=scaler)
-    skipped = []
-    for wrong in (1.0, float("nan"), float("inf")):
-        before = full(model[0].weight).detach().clone()
-        with accumulator.micro_batch(weight=2):
-            rows = model(torch.tensor([0, 3]))
-            accumulator.backward((rows * torch.tensor([[1.0], [wrong]])).sum())
-        skipped.append([accumulator.last.skipped, torch.equal(full(model[0].weight), before)])
-    return skipped, scaler.get_scale()
+# ---------------------------------------------------------------------- reads
 
 
 def reads() -> Any:
-    """The decisions of a step are summed on the host."""
-    model = DistributedDataParallel(make_model("CNN"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = GradAccumulator(optimizer, model, steps=2, max_norm=0.1)
-    told = []
-    for seed in range(4):
-        data = Data.make(4, seed + rank)
-        weight = data.weight
-        with Reads() as seen, accumulator.micro_batch(weight):
-            accumulator.backward(loss_sum(model, data))
-        told.append(seen.names)
-    return told
+    """What steps read, without a scaler, and with one where rank 1's weights are on a device."""
+    told: list[Any] = []
+    for options in ({}, {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}):
+        ddp = DistributedDataParallel(make_model("CNN"))
+        accumulator = GradAccumulator(sgd(ddp), ddp, steps=2, max_norm=0.1, **options)
+        with mock.patch.object(step_module, "waits", return_value=bool(options)):
+            for seed in range(4):
+                data = Data.make(4, seed + rank)
+                weight = torch.tensor(data.weight) if rank and options else data.weight
+                with Reads() as seen, accumulator.micro_batch(weight):
+                    accumulator.backward(loss_sum(ddp, data))
+                told.append(seen.names)
+
+            def wrong() -> None:
+                with accumulator.micro_batch(torch.tensor(-1e6 if rank else 5.0), last=True):  # noqa: B023
+                    accumulator.backward(loss_sum(ddp, data))  # noqa: B023
+
+            said = error_of(wrong) if options else ""
+    return told, said
 
 
 # ---------------------------------------------------------------------- refusals and joint losses
@@ -448,11 +333,11 @@ def refused() -> Any:
 
     def made(**options: Any) -> tuple[nn.Module, Any]:
         ddp = DistributedDataParallel(make_model("CNN"), **options)
-        return ddp, SGD(ddp.parameters())
+        return ddp, sgd(ddp)
 
     sharded = make_model("transformer")
     fully_shard(sharded)
-    optimizer = SGD(sharded.parameters())
+    optimizer = sgd(sharded)
     alone = dist.new_group([rank], use_local_synchronization=True)
     told += [
         error_of(lambda options=options: GradAccumulator(optimizer, sharded, **options))
@@ -464,7 +349,7 @@ def refused() -> Any:
     told.append(error_of(accumulator.step))
     take(accumulator, sharded, data)
     joined = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    synchronized = GradAccumulator(SGD(joined.parameters()), joined)
+    synchronized = GradAccumulator(sgd(joined), joined)
     told.append(error_of(lambda: synchronized.run_or_split(print, torch.ones(2, 2))))
     ddp, optimizer = made(static_graph=True)
     told.append(error_of(lambda: GradAccumulator(optimizer, ddp)))
@@ -524,5 +409,171 @@ def joint() -> Any:
     return found
 
 
-results = {name: globals()[name]() for name in names}
-(folder / f"{rank}.json").write_text(json.dumps(results))
+# ---------------------------------------------------------------------- random steps
+
+
+class Scaled(nn.Module):
+    """A model, and a parameter beside it, of whose gradient the last element may be `wrong`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = make_model(name)
+        self.scale = nn.Parameter(torch.full((5,), 1.5, dtype=torch.float64))
+        self.wrong = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.clone()
+        if self.wrong:
+            scale.register_hook(lambda one: one.index_fill(0, torch.tensor([4]), self.wrong))
+        return self.inner(x) * scale
+
+
+def wrapped(model: Scaled, how: str, draw: random.Random) -> tuple[nn.Module, nn.Module]:
+    """What is called, and what the accumulator is given."""
+    called: Any = model
+    if how in ("ddp", "subgroup"):  # of all ranks, in another group
+        called = DistributedDataParallel(model, process_group=everybody if how != "ddp" else None)
+    if how == "fsdp":
+        fully_shard(model, ignored_params={model.scale} if draw.random() < 0.5 else None)
+    if how == "hybrid":  # shards over one dimension of a mesh, replicas over the other
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicated", "sharded"))
+        fully_shard(model, mesh=mesh)
+    if how == "inner":
+        fully_shard(model.inner)
+        if draw.random() < 0.5:
+            model.inner.set_gradient_divide_factor(draw.choice([0.5, 3.0]))
+        return model, model.inner
+    return called, called
+
+
+# What a rank says that gives a step up, and what the others say.
+GIVEN_UP = {
+    "sample": ("out of memory with one sample", "out of memory on another rank"),
+    "sum": ("out of memory where gradients are summed", "out of memory on another rank"),
+    "batch": ("the forward changed batch[0] in place", "a batch was refused on another rank"),
+}
+
+
+class RandomSteps:
+    """Three steps with options and faults that the number chooses, the same on every rank."""
+
+    def __init__(self, number: int) -> None:
+        self.draw = draw = random.Random(number)
+        # FSDP needs every parameter to be used in every backward: what is never used is not there.
+        self.how = HOWS[number % len(HOWS)]
+        self.sharded = self.how in ("fsdp", "inner", "hybrid")
+        unfit = ("frozen", "tied") if self.sharded else ()
+        name = draw.choice([one for one in MODELS if one not in unfit])
+        optimizer = draw.choice(["SGD", "AdamW"]) if name != "LSTM" else "SGD"
+        self.max_norm = draw.choice([None, 0.1, float("inf")])
+        self.options: dict[str, Any] = {"mean": draw.random() < 0.5, "max_norm": self.max_norm}
+        self.options |= {"divisor": draw.choice([1, 8, 3])}
+        self.faults = ["", "raised"] if self.sharded else ["", "raised", *GIVEN_UP]
+        skips = draw.choice(["", "skip_nonfinite", "scaler"])
+        if skips:
+            self.faults += ["nonfinite"] * 2
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            self.options[skips] = scaler if skips == "scaler" else True
+        self.large = Scaled(name)
+        self.model = copy.deepcopy(self.large)
+        self.called, given = wrapped(self.model, self.how, draw)
+        self.theirs = OPTIMIZERS[optimizer](self.large.parameters())
+        mine: Any = OPTIMIZERS[optimizer](self.called.parameters())
+        if self.sharded and skips == "scaler":  # it unscales no shards beside others
+            scale = self.model.scale
+            parts = [one for one in self.called.parameters() if one is not scale], [scale]
+            mine = [OPTIMIZERS[optimizer](one) for one in parts]
+        self.accumulator = GradAccumulator(mine, given, **self.options)
+        self.told = [number, self.how, name, optimizer, str(self.options)]
+
+    def micro_batch(self, batch: Any, *, last: bool, fault: str = "") -> None:
+        part = Data(*batch)
+        if fault == "batch":
+            part.x.clamp_(max=3)
+        # Half of the ranks have weights on a device, for which tensors on the CPU stand.
+        weight = torch.tensor(part.weight) if rank % 2 else part.weight
+        with self.accumulator.micro_batch(weight, last=last):
+            loss = loss_sum(self.called, part)
+            self.accumulator.backward(loss / part.weight if self.options["mean"] else loss)
+            if fault == "sample" or (fault == "part" and len(part) > 1 and not self.has_failed):
+                self.has_failed = True
+                raise MemoryError
+            if fault == "raised":
+                raise KeyError
+
+    def fail(self, fault: str) -> None:
+        """A step that is given up, or skipped, by all ranks, since one of them has a fault."""
+        victim, data = self.draw.randrange(ranks), Data.make(3, rank)
+        mine = fault if rank == victim or fault == "raised" else ""
+        if mine == "nonfinite":
+            self.model.wrong = float("nan")
+        allocate = mock.Mock(side_effect=MemoryError) if mine == "sum" else GradientSums.allocate
+        act = partial(self.micro_batch, last=fault != "raised", fault=mine)
+        with mock.patch.object(GradientSums, "allocate", allocate), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ForeignStepWarning)
+            try:
+                self.micro_batch((data.x, data.y), last=False)
+                if fault in GIVEN_UP:
+                    self.accumulator.run_or_split(act, (data.x, data.y))
+                else:
+                    act((data.x, data.y))
+            except (TorchBudgetError, KeyError) as error:
+                said = "" if fault == "raised" else GIVEN_UP[fault][rank != victim]
+                assert said in str(error)  # noqa: PT017  (only where it is given up)
+                assert all(one.grad is None for one in self.called.parameters())
+            else:
+                assert fault == "nonfinite"
+                assert self.accumulator.last.skipped
+        self.model.wrong = 0.0
+
+    def step(self) -> float:
+        """How far the step is from the large batch's."""
+        draw = self.draw
+        data = Data.make(draw.randint(2 * ranks, 24), seed=draw.randrange(10**6))
+        norm = large_step(self.large, self.theirs, data, self.max_norm)
+        rows = list(range(len(data)))
+        draw.shuffle(rows)
+        parts = draw.randint(1, 3) * ranks if self.sharded else draw.randint(1, 8)
+        parts = min(parts, len(rows) // ranks * ranks)
+        ends = [0, *sorted(draw.sample(range(1, len(rows)), parts - 1)), len(rows)]
+        pieces = [rows[a:b] for a, b in pairwise(ends)]
+        owner = [place % ranks if self.sharded else draw.randrange(ranks) for place in range(parts)]
+        own = [piece for piece, whose in zip(pieces, owner, strict=True) if whose == rank]
+        fails = [draw.random() < 0.3 for _ in pieces]
+        for place, piece in enumerate(own):
+            run = partial(self.micro_batch, last=piece is own[-1])
+            if self.sharded:
+                run((data.x[piece], data.y[piece]))
+            else:
+                self.has_failed = not fails[place]
+                run = partial(run, fault="part")
+                self.accumulator.run_or_split(run, (data.x[piece], data.y[piece]))
+        if not own:
+            self.accumulator.step()
+        assert self.accumulator.stepped
+        last = self.accumulator.last
+        assert last.weight == data.weight
+        worst = 0.0 if norm is None else abs(last.gradient_norm / float(norm) - 1)
+        return max(worst, distance(self.called, self.large))
+
+
+HOWS = ["plain", "ddp", "subgroup", "fsdp", "inner"] + ["hybrid"] * (ranks == 4)
+everybody = dist.new_group(range(ranks))
+
+
+def random_steps(first: str, number: str) -> list[Any]:
+    """Random cuts, wrappings, options and faults: how far steps are from the large batch's."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", module="torch")
+    told = []
+    with mock.patch.object(step_module, "waits", return_value=True):
+        for one in range(int(first), int(first) + int(number)):
+            steps, worst = RandomSteps(one), 0.0
+            for _ in range(3):
+                fault = steps.draw.choice(steps.faults)
+                steps.told.append(fault)
+                if fault:
+                    steps.fail(fault)
+                worst = max(worst, steps.step())
+            told.append([*steps.told, worst])
+    return told

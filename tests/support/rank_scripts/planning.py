@@ -1,0 +1,368 @@
+"""Ranks that plan: together, late, by other facts, without one of them, or killed and restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from tests.support import streams
+from tests.support.costs import measured
+from tests.support.provocations import collected
+from tests.support.rank_scripts import error_of, join
+from tests.support.samplers import LENGTHS, TOKENS, loader_of, sampler_of
+from tests.support.tracked_streams import make
+from torchbudget import (
+    BudgetedIterableDataset,
+    MemoryBudget,
+    MemoryBudgetBatchSampler,
+    PaddedCost,
+    agree,
+    loader_options,
+)
+from torchbudget.distributed import gathered, host_group
+from torchbudget.errors import StateMismatchError, TorchBudgetError
+
+# ---------------------------------------------------------------------- ranks that differ
+
+
+def texts(numbers: Iterable[int] = LENGTHS) -> Iterator[list[int]]:
+    return ([0] * n for n in numbers)
+
+
+class Texts:
+    def __iter__(self) -> Any:
+        return texts()
+
+
+class OfRank:
+    """It splits itself by rank, though the ranks of the stream are to share it."""
+
+    def __iter__(self) -> Any:
+        return texts(LENGTHS[dist.get_rank() :: 2])
+
+
+class Crops:
+    """It has a generator of its own, which is another one on each rank."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(dist.get_rank())
+
+    def __call__(self, sample: list[int]) -> list[int]:
+        return sample[: self.rng.randint(1, len(sample))]
+
+
+def part(shard: int, shards: int) -> Iterator[list[int]]:
+    return texts(LENGTHS[shard::shards])
+
+
+def planned(sizes: Any = LENGTHS, **options: Any) -> Any:
+    return sampler_of(sizes, **{"budget": 2000} | options)
+
+
+def streamed(source: Any = None, cost: Any = TOKENS, budget: Any = 2000, **options: Any) -> Any:
+    source = Texts() if source is None else source
+    return BudgetedIterableDataset(source, cost, budget, size=len, collate_fn=list, **options)
+
+
+def tracked(stream: Any, workers: int = 0, **options: Any) -> Any:
+    return stream.tracked(DataLoader(stream, batch_size=None, num_workers=workers, **options))
+
+
+def at_epoch(source: Any, epoch: int) -> Any:
+    source.set_epoch(epoch)
+    return source
+
+
+def after(source: Any, batches: int) -> Any:
+    alone = planned(num_replicas=2, rank=0)
+    for _ in islice(alone, batches):
+        pass
+    source.load_state_dict(alone.state_dict())
+    return source
+
+
+def agreed(make: Callable[..., Any], cost: Any, budget: Any) -> Any:
+    cost, budget = agree(cost, budget)
+    return make(cost=cost, budget=budget)
+
+
+def outcome(loop: Callable[[], Any]) -> Any:
+    try:
+        return [len(batch) for batch in loop()]
+    except TorchBudgetError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def compare() -> dict[str, Any]:
+    """What two ranks get that plan by other facts, or read other samples: batches or a refusal."""
+    warnings.simplefilter("ignore")
+    rank, _ = join(timeout=timedelta(seconds=20))
+    other_cost, less = PaddedCost(unit_bytes=1, fixed_bytes=rank), 2000 - 300 * rank
+    mine = MemoryBudget(device=2000 + 300 * rank, host=10**6 - rank)
+    cases: dict[str, Callable[[], Any]] = {
+        "same": planned,
+        "budget": lambda: planned(budget=less),
+        "cost": lambda: planned(cost=other_cost),
+        "balance": lambda: planned(balance=PaddedCost(sample_bytes=1, unit_bytes=rank)),
+        "limits": lambda: planned(limits=[(TOKENS, 2000 - rank)]),
+        "seed": lambda: planned(seed=rank),
+        "sizes": lambda: planned(LENGTHS[rank:]),
+        "window": lambda: planned(window=64 + rank),
+        "batches_per_epoch": lambda: planned(batches_per_epoch=8 + rank),
+        "by hand": lambda: planned(budget=less, num_replicas=1, rank=0),
+        "agreed": lambda: agreed(planned, other_cost, mine),
+        "not agreed": lambda: agreed(planned, TOKENS, 2000 if rank else "much"),
+        "epoch": lambda: at_epoch(planned(), rank),
+        "state": lambda: after(planned(), 3 * rank),
+        "stream": lambda: tracked(streamed(budget=less)),
+        "stream, workers": lambda: tracked(streamed(seed=rank), workers=2),
+        "stream, look_ahead": lambda: tracked(streamed(look_ahead=10**6 + rank)),
+        "stream, epoch": lambda: tracked(at_epoch(streamed(), rank)),
+        "stream, plain": lambda: streamed(window=64 + rank),
+        "stream, agreed": lambda: tracked(agreed(streamed, other_cost, mine)),
+        "stream, each its own": lambda: tracked(streamed(part, budget=less, batches_per_epoch=3)),
+        "stream, same": lambda: tracked(streamed(), workers=2),
+        "stream, same, out of order": lambda: tracked(streamed(), workers=2, in_order=False),
+        "stream, of rank": lambda: tracked(streamed(OfRank())),
+        "stream, of rank, workers": lambda: tracked(streamed(OfRank()), workers=2),
+        "stream, of rank, plain": lambda: streamed(OfRank()),
+        "stream, crops": lambda: tracked(streamed(transforms=[Crops()]), workers=1),
+    }
+    outcomes = {name: outcome(case) for name, case in cases.items()}
+    # Not only once: what differs is refused again. In inference mode, too.
+    twice = planned(window=64 + rank)
+    with torch.inference_mode():
+        outcomes["once"], outcomes["twice"] = outcome(lambda: twice), outcome(lambda: twice)
+    # Once: a second loop needs no other rank.
+    again = planned()
+    list(again)
+    if rank == 0:
+        outcomes["alone afterwards"] = outcome(lambda: again)
+    dist.barrier()
+    # In another thread nothing is compared: its collectives would get between those of a step.
+    other = planned()
+    thread = threading.Thread(target=lambda: outcomes.update(thread=outcome(lambda: other)))
+    if rank == 0:
+        thread.start()
+        thread.join()
+    return outcomes
+
+
+def missing() -> str:
+    """Three ranks of which one does not come to the loop."""
+    rank, _ = join(timeout=timedelta(seconds=3))
+    return "" if rank == 1 else error_of(lambda: next(iter(sampler_of())))
+
+
+# ---------------------------------------------------------------------- ranks that start late
+
+
+def start_late(state: str, streamed_state: str) -> dict[str, Any]:
+    """Samplers and streams that were made, begun or loaded before their ranks started."""
+
+    def stream_loader(workers: int, **options: Any) -> Any:
+        return DataLoader(make("shards", **options), batch_size=None, num_workers=workers)
+
+    several = [stream_loader(n) for n in (0, 2)] + [stream_loader(2, split="ranks", uneven=True)]
+    begun_stream, resumed_stream = make("shards"), make("shards")
+    waiting = make("shards", split="ranks")
+    next(iter(begun_stream))
+    resumed_stream.load_state_dict(json.loads(streamed_state))
+    loaders = [loader_of(sampler_of(), num_workers=workers) for workers in (0, 2)]
+    alone = [len(loader) for loader in loaders]
+    resumed, chosen, begun = sampler_of(), sampler_of(), sampler_of()
+    resumed.load_state_dict(json.loads(state))
+    chosen.load_state_dict(json.loads(state))
+    chosen.set_epoch(chosen.epoch)
+    next(iter(begun))
+    copied = pickle.loads(pickle.dumps(begun))  # noqa: S301  (made here)
+    join()
+    alone_stream = make("shards")
+    alone_stream.load_state_dict(begun_stream.state_dict())
+    refused = [error_of(lambda: len(begun))]
+    refused += [error_of(lambda one=one: next(iter(one))) for one in (alone_stream, waiting)]
+    begun.set_epoch(1)
+    begun_stream.set_epoch(1)
+    by_hand = sampler_of(num_replicas=3, rank=2)
+    return {
+        "ranks": [sampler_of().num_replicas, sampler_of().rank, sampler_of(rank=0).rank],
+        "by hand": [pickle.loads(pickle.dumps(by_hand)).rank, by_hand.num_replicas],  # noqa: S301
+        "alone": alone,
+        "len": [len(loader) for loader in loaders],
+        "batches": [list(loader) for loader in loaders],
+        "resumed": list(resumed),
+        "chosen": list(chosen),
+        "refused": refused,
+        "copied": list(copied),
+        "later": list(begun),
+        "streams": [[[n for n, _ in batch] for batch in loader] for loader in several],
+        "resumed stream": list(resumed_stream),
+        "later stream": list(begun_stream),
+    }
+
+
+def spawn() -> list[list[int]]:
+    """A stream in a spawned worker, which has no process group to ask."""
+    del sys.modules["__main__"].__file__  # which a spawned worker would run again
+    shards = [[[number] for number in range(start, 60, 4)] for start in range(4)]
+    stream = BudgetedIterableDataset(shards, TOKENS, 8, size=len, collate_fn=streams.same)
+    join()
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    return [[number for (number,) in batch] for batch in loader]
+
+
+# ---------------------------------------------------------------------- groups and plans of ranks
+
+
+def groups() -> list[Any]:
+    """Groups on the host, and shares of the machine's memory, on three ranks."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    sampler = MemoryBudgetBatchSampler([1] * 9, TOKENS, 4)
+    whole = MemoryBudget.detect("cpu")
+    # A backend for each kind of device, as `init_process_group()` without one chooses where there
+    # is CUDA: gloo stands for it here.
+    dist.init_process_group("cpu:gloo,cuda:gloo")
+    rank = dist.get_rank()
+
+    def least(group: Any) -> int:
+        number = torch.tensor(rank + 1)
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+        return int(number)
+
+    everyone, some, plain = host_group(), dist.new_group([1, 2]), dist.new_group(backend="gloo")
+    found = [dist.get_backend(everyone), least(everyone), host_group() is everyone]
+    found += [least(host_group(some)) if rank else None, host_group(plain) is plain]
+    host = MemoryBudget(host="4GiB")
+    refused = [error_of(lambda: MemoryBudget.detect("cpu"))]
+    refused += [error_of(lambda: loader_options(sampler, host, dataset=[0] * 9))]
+    asked = MemoryBudget.detect("cpu", ranks_per_machine=2)
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    shares = [asked.host / whole.host, MemoryBudget.detect("cpu").host / whole.host]  # type: ignore[operator]
+    return [found, refused, shares]
+
+
+def fork() -> int:
+    """A rank that forks right after each of 300 collectives; how many children were stuck."""
+    rank, _ = join()
+    stuck = 0
+    for _ in range(300):
+        gathered(rank)
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        end = time.monotonic() + 20
+        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < end:
+            time.sleep(0.001)
+        if not ended:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            stuck += 1
+    return stuck
+
+
+def replan() -> list[Any]:
+    """An epoch that ranks, whose workers run ahead unequally far, plan anew in the middle."""
+    warnings.simplefilter("ignore")
+    rank, _ = join()
+    cost = measured(margin=0.01)
+    sizes = np.random.default_rng(0).integers(1, 300, 2000)
+    sampler = sampler_of(sizes, 1_000_000, cost=cost, window=200)
+    iterator = iter(sampler)
+    epoch: list[list[int]] = []
+    margins: list[float] = []
+    ahead = [next(iterator) for _ in range(3 * rank)]
+    for number in range(10_000):
+        ahead += islice(iterator, 1)
+        if not ahead:
+            break
+        epoch.append(ahead.pop(0))
+        if number == 7 and rank == 1:
+            cost.observe(10, 100, 1_300_000)
+        if number % 5 == 4 and number < 40:
+            margins.append(sampler.replan())
+    return [epoch, margins]
+
+
+def provoke(name: str) -> list[tuple[str, str]]:
+    """What a rank has met that does what meets an error."""
+    join()
+    return collected(name, Path(sys.argv[1]))
+
+
+# ---------------------------------------------------------------------- stories
+
+
+def story(
+    files: str, chapter: str, after_s: str, kind: str, number: str, budget: str, at_windows: str,
+    options: str,
+) -> None:  # fmt: skip
+    """A rank that reads two epochs, saves as it goes, and is killed after some time."""
+    (rank, ranks), saved, workers = join(), Path(files, "saved.json"), int(number)
+    start = {"ranks": ranks, "workers": workers, "budget": int(budget)}
+    if kind == "sampler":
+        source = sampler_of(budget=int(budget), **json.loads(options))
+        loader = loader_of(source, num_workers=workers)
+    else:
+        source = make(kind, budget=int(budget), **json.loads(options))
+        loader = streams.loader_of(source, workers)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_to_be_saved(done: int) -> bool:
+        if at_windows == "False":
+            return done % 3 == 0
+        return not any(worker["rounds"] for worker in source.state_dict().get("workers", ()))
+
+    def save(done: int) -> None:
+        state = {"chapter": chapter, "done": done, "start": start, "state": source.state_dict()}
+        saved.with_suffix(".part").write_text(json.dumps(state))
+        saved.with_suffix(".part").replace(saved)
+
+    def read() -> None:
+        done, log = 0, Path(files, f"{chapter}.{rank}.jsonl").open("w")  # noqa: SIM115
+        if saved.exists():
+            source.load_state_dict(json.loads(saved.read_text())["state"])
+        while (epoch := source.epoch) < 2:
+            for batch in source.tracked(loader):
+                done += 1
+                numbers = [one if kind == "sampler" else one[0] for one in batch]
+                log.write(json.dumps([done, epoch, numbers]) + "\n")
+                log.flush()
+                if done == 1 and float(after_s):
+                    timer = threading.Timer(float(after_s), die)
+                    timer.daemon = True
+                    timer.start()
+                time.sleep(0.01)  # a step
+                dist.barrier()
+                if rank == 0 and is_to_be_saved(done):
+                    save(done)
+        dist.barrier()
+        if rank == 0:
+            save(done)
+
+    if float(after_s):
+        try:
+            read()
+        except StateMismatchError as error:
+            Path(files, f"{chapter}.refused").write_text(str(error))
+        finally:  # also where it is over before its time
+            die()
+    read()
